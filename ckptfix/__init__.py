@@ -5,12 +5,13 @@
 >>> receipt = repair("./checkpoint_dir")      # journaled in ./checkpoint_dir/.ckptfix
 >>> undo("./checkpoint_dir")                  # every byte back
 
-The verbs are here with their reports, and what training scripts import: ``Accelerator``, ``patch_accelerate``,
-``load_state_tolerant``, ``load_checkpoint_tolerant``, ``latest_checkpoint`` and ``LoadPolicy``. ``ckptfix.training``
-has the rest for training, ``ckptfix.devices`` all for models that are split over several devices.
+The verbs are here with their reports, and what training scripts import: ``Accelerator``,
+``patch_accelerate``, ``load_state_tolerant``, ``load_checkpoint_tolerant``, ``latest_checkpoint``
+and ``LoadPolicy``. ``ckptfix.training`` has the rest for training, ``ckptfix.devices`` all for
+models that are split over several devices.
 
-Public names are resolved when they are first used, so that importing the package costs nothing; those for training
-import torch and accelerate then, the others never do.
+Public names are resolved when they are first used, so that importing the package costs nothing;
+those for training import torch and accelerate then, the others never do.
 """
 
 import warnings
@@ -45,7 +46,10 @@ if TYPE_CHECKING:  # for type checkers; a test compares it with _MODULES
         repair as repair,
     )
     from ckptfix.repairs.undo import UndoReceipt as UndoReceipt, undo as undo
-    from ckptfix.training.accelerator import Accelerator as Accelerator, patch_accelerate as patch_accelerate
+    from ckptfix.training.accelerator import (
+        Accelerator as Accelerator,
+        patch_accelerate as patch_accelerate,
+    )
     from ckptfix.training.loading.load_report import LoadPolicy as LoadPolicy
     from ckptfix.training.loading.load_state import (
         load_checkpoint_tolerant as load_checkpoint_tolerant,
@@ -82,14 +86,19 @@ _MODULES = {
     "training.loading.load_state": "load_state_tolerant load_checkpoint_tolerant",
     "training.loading.load_report": "LoadPolicy",
     "training.resuming.guarded_load": "latest_checkpoint",
-    "errors": "CkptfixError UsageError FormatError OperationError "
-    "LockedError ChangedError JournalError RolledBackError",
+    "errors": (
+        "CkptfixError UsageError FormatError OperationError "
+        "LockedError ChangedError JournalError RolledBackError"
+    ),
 }
 
 _MOVED = {
     "training": "LoadError LoadReport OnReprepare unpatch_accelerate",
-    "devices": "ProbeReport ReloadReport TransferError Transfers Verdict dispatch_model load_checkpoint_and_dispatch "
-    "probe_peer_copies remove_safe_transfers safe_transfers verify_reload",
+    "devices": (
+        "ProbeReport ReloadReport TransferError Transfers Verdict dispatch_model "
+        "load_checkpoint_and_dispatch probe_peer_copies remove_safe_transfers safe_transfers "
+        "verify_reload"
+    ),
 }
 """Public names of 0.4 that live in a package of their own now. The next release drops them here."""
 
@@ -101,9 +110,13 @@ _resolve, __dir__ = lazily(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    home = next((f"{__name__}.{room}" for room, names in _MOVED.items() if name in names.split()), __name__)
+    home = next(
+        (f"{__name__}.{room}" for room, names in _MOVED.items() if name in names.split()), __name__
+    )
     current = _RENAMED.get(name, name)
     if home == __name__ and current == name:
         return _resolve(name)
-    warnings.warn(f"ckptfix.{name} has moved: from {home} import {current}", DeprecationWarning, stacklevel=2)
+    warnings.warn(
+        f"ckptfix.{name} has moved: from {home} import {current}", DeprecationWarning, stacklevel=2
+    )
     return getattr(import_module(home), current)

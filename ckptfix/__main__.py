@@ -6,7 +6,9 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; an interrupt during the imports waits until there is somebody to report it."""
+    """Run the command line; an interrupt during the imports waits until there is somebody to report
+    it.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     _open_standard_streams()
     from ckptfix.cli import main as run
@@ -17,8 +19,8 @@ def main() -> None:
 def _open_standard_streams() -> None:
     """Open the null device where a standard stream is closed (``>&-``).
 
-    Otherwise the next file that is opened, which may be a checkpoint's, gets that number and what is printed to it;
-    and python has no ``sys.stdout`` then.
+    Otherwise the next file that is opened, which may be a checkpoint's, gets that number and what
+    is printed to it; and python has no ``sys.stdout`` then.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

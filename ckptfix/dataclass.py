@@ -1,7 +1,8 @@
-"""``dataclass`` of the standard library, without the methods that it compiles for every class to compare and show it.
+"""``dataclass`` of the standard library, without the methods that it compiles for every class to
+compare and show it.
 
-The standard one compiles ``__repr__``, ``__eq__`` and ``__hash__`` anew for each of the 104 classes behind ``check``.
-That was a sixth of the instructions of its start. Here all classes share them.
+The standard one compiles ``__repr__``, ``__eq__`` and ``__hash__`` anew for each of the 104 classes
+behind ``check``. That was a sixth of the instructions of its start. Here all classes share them.
 """
 
 import dataclasses
@@ -14,19 +15,31 @@ _Class = TypeVar("_Class")
 
 
 def _dataclass(
-    *, repr: bool = True, eq: bool = True, order: bool = False, frozen: bool = False, **options: bool
+    *,
+    repr: bool = True,
+    eq: bool = True,
+    order: bool = False,
+    frozen: bool = False,
+    **options: bool,
 ) -> Callable[[type[_Class]], type[_Class]]:
-    """Return the decorator. Its options are those of the standard one, and the class behaves the same."""
+    """Return the decorator. Its options are those of the standard one, and the class behaves the
+    same.
+    """
 
     def decorate(cls: type[_Class]) -> type[_Class]:
         if frozen and options.get("slots") and not order and _adds_nothing(cls):
             made = _without_dict(cls)
         else:
-            made = dataclasses.dataclass(repr=False, eq=order, order=order, frozen=frozen, **options)(cls)
+            made = dataclasses.dataclass(
+                repr=False, eq=order, order=order, frozen=frozen, **options
+            )(cls)
         methods: dict[str, Any] = {"__repr__": _repr} if repr else {}
         if eq and not order:
             values = _compared(made)
-            methods |= {"__eq__": _equality(values), "__hash__": _hashing(values) if frozen else None}
+            methods |= {
+                "__eq__": _equality(values),
+                "__hash__": _hashing(values) if frozen else None,
+            }
         for name, method in methods.items():
             if vars(cls).get(name) is None:  # the class has none of its own
                 setattr(made, name, method)
@@ -36,9 +49,11 @@ def _dataclass(
 
 
 def _adds_nothing(cls: type) -> bool:
-    """Return whether a class takes its fields, and what is compiled for them, from a base that is as this one.
+    """Return whether a class takes its fields, and what is compiled for them, from a base that is
+    as this one.
 
-    A seventh of the classes behind ``check`` are such: findings that differ from another in their words.
+    A seventh of the classes behind ``check`` are such: findings that differ from another in their
+    words.
     """
     base: Any = cls.__base__
     params: Any = getattr(base, "__dataclass_params__", None)
@@ -54,7 +69,9 @@ def _adds_nothing(cls: type) -> bool:
 
 
 def _without_dict(cls: type[_Class]) -> type[_Class]:
-    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    own = {
+        name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")
+    }
     kind: Any = type(cls)
     made: type[_Class] = kind(cls.__name__, cls.__bases__, own | {"__slots__": ()})
     made.__qualname__ = cls.__qualname__
@@ -63,7 +80,9 @@ def _without_dict(cls: type[_Class]) -> type[_Class]:
 
 @recursive_repr()
 def _repr(self: Any) -> str:
-    shown = (f"{one.name}={getattr(self, one.name)!r}" for one in dataclasses.fields(self) if one.repr)
+    shown = (
+        f"{one.name}={getattr(self, one.name)!r}" for one in dataclasses.fields(self) if one.repr
+    )
     return f"{type(self).__qualname__}({', '.join(shown)})"
 
 
@@ -71,12 +90,17 @@ def _compared(cls: Any) -> Callable[[Any], Any]:
     names = [one.name for one in dataclasses.fields(cls) if one.compare]
     if len(names) > 1:
         return attrgetter(*names)
-    return lambda self: tuple(getattr(self, name) for name in names)  # tuples find a NaN equal to itself
+    # Tuples find a NaN equal to itself.
+    return lambda self: tuple(getattr(self, name) for name in names)
 
 
 def _equality(values: Callable[[Any], Any]) -> Callable[[Any, object], bool]:
     def equal(self: Any, other: object) -> bool:
-        return bool(values(self) == values(other)) if other.__class__ is self.__class__ else NotImplemented
+        return (
+            bool(values(self) == values(other))
+            if other.__class__ is self.__class__
+            else NotImplemented
+        )
 
     return equal
 

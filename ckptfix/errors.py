@@ -1,4 +1,5 @@
-"""The exception tree. Damage in a checkpoint is a value (``diagnosis.findings``), never an exception.
+"""The exception tree. Damage in a checkpoint is a value (``diagnosis.findings``), never an
+exception.
 
 ::
 
@@ -29,11 +30,15 @@ class CkptfixError(Exception):
 
 
 class UsageError(CkptfixError):
-    """The request makes no sense for this path, for instance an option for a role that is not there."""
+    """The request makes no sense for this path, for instance an option for a role that is not
+    there.
+    """
 
 
 class FormatError(CkptfixError, ValueError):
-    """Bytes that are not what their format says. The message holds both numbers where there are two."""
+    """Bytes that are not what their format says. The message holds both numbers where there are
+    two.
+    """
 
 
 class TruncatedError(FormatError):
@@ -42,7 +47,9 @@ class TruncatedError(FormatError):
     ``in_header``: it ends before what says where tensors are, so that none of them can be told.
     """
 
-    def __init__(self, message: str, *, have: int, need: int | None = None, in_header: bool = False) -> None:
+    def __init__(
+        self, message: str, *, have: int, need: int | None = None, in_header: bool = False
+    ) -> None:
         super().__init__(message)
         self.have = have
         self.need = need
@@ -54,23 +61,30 @@ class UnsupportedFormat(FormatError):
 
 
 class BeyondLimits(UnsupportedFormat):
-    """A file larger or nested deeper than what is read, encrypted, or packed by a rare method: no library writes it."""
+    """A file larger or nested deeper than what is read, encrypted, or packed by a rare method: no
+    library writes it.
+    """
 
 
 class OperationError(CkptfixError):
     """An operation could not finish.
 
-    The folder is as it was before it. Only after a JournalError a transaction may still be unfinished: then the
-    next repair or undo takes the folder back first, or says what is in the way.
+    The folder is as it was before it. Only after a JournalError a transaction may still be
+    unfinished: then the next repair or undo takes the folder back first, or says what is in the
+    way.
     """
 
 
 class RemoteOSError(OperationError, OSError):
-    """Another process of the run had an OSError: scripts that go on after a full disk catch it on every process."""
+    """Another process of the run had an OSError: scripts that go on after a full disk catch it on
+    every process.
+    """
 
 
 class TeamError(OperationError):
-    """Another process of a team failed or was lost, or sees another folder: none of them goes on."""
+    """Another process of a team failed or was lost, or sees another folder: none of them goes
+    on.
+    """
 
 
 class LockedError(OperationError):
@@ -78,16 +92,21 @@ class LockedError(OperationError):
 
 
 class ChangedError(OperationError):
-    """A file differs from what was read before, so a step or an undo would write onto something unknown."""
+    """A file differs from what was read before, so a step or an undo would write onto something
+    unknown.
+    """
 
 
 class FileChangedError(ChangedError):
-    """A file or an object changed while it was read, as by a save. ``problem``: the message without the next step."""
+    """A file or an object changed while it was read, as by a save. ``problem``: the message without
+    the next step.
+    """
 
     def __init__(self, path: object, states: str = "") -> None:
         """``states``: the expected and the found state, in words."""
         self.problem = (
-            f"{path} changed while it was read: a save may be running{f' ({states})' if states else ''}"
+            f"{path} changed while it was read: a save may be "
+            f"running{f' ({states})' if states else ''}"
         )
         super().__init__(
             f"{self.problem}; next: wait until the save has ended, then run the same command again"
@@ -99,7 +118,9 @@ class StoreError(OperationError):
 
 
 class JournalError(OperationError):
-    """The journal is damaged or cannot be read, or a roll-back met a file that the journal does not explain."""
+    """The journal is damaged or cannot be read, or a roll-back met a file that the journal does not
+    explain.
+    """
 
 
 class RolledBackError(OperationError):

@@ -1,7 +1,8 @@
-"""Devices of this machine as its kernel and drivers report them, without torch; commands with a time limit.
+"""Devices of this machine as its kernel and drivers report them, without torch; commands with a
+time limit.
 
-Addresses are sysfs's: ``0000:65:00.0``. Where a file is missing or may not be read, the answer is "not known": None, or
-empty. ``root`` is the root of the file system, another one for tests.
+Addresses are sysfs's: ``0000:65:00.0``. Where a file is missing or may not be read, the answer is
+"not known": None, or empty. ``root`` is the root of the file system, another one for tests.
 """
 
 import os
@@ -27,7 +28,8 @@ _ROOT = Path("/")
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
-# PCI class codes: VGA, 3D and other display controllers, processing accelerators. AMD's VGA ones may be a CPU's own.
+# PCI class codes: VGA, 3D and other display controllers, processing accelerators. AMD's VGA ones
+# may be a CPU's own.
 _GPU_CLASSES = {"NVIDIA": ("0x0300", "0x0302"), "AMD": ("0x0302", "0x0380", "0x1200")}
 
 # Linux include/uapi/linux/pci_regs.h: PCI_EXT_CAP_ID_ACS, PCI_ACS_CTRL, PCI_ACS_RR | PCI_ACS_CR.
@@ -61,8 +63,9 @@ class Distance(Enum):
 class PciDevice:
     """A device on the PCI bus.
 
-    ``path``: addresses from the root port down to it; ``bridge``: the host bridge; ``node``: of NUMA. ``iommu``: the
-    type of its IOMMU group. ``vendor`` and ``name``: of a GPU; the name is "" without NVIDIA's driver.
+    ``path``: addresses from the root port down to it; ``bridge``: the host bridge; ``node``: of
+    NUMA. ``iommu``: the type of its IOMMU group. ``vendor`` and ``name``: of a GPU; the name is ""
+    without NVIDIA's driver.
     """
 
     address: str
@@ -75,7 +78,9 @@ class PciDevice:
 
     @property
     def is_translated(self) -> bool:
-        """True if an IOMMU translates the device's addresses; with ``iommu=pt`` the type is ``identity`` instead."""
+        """True if an IOMMU translates the device's addresses; with ``iommu=pt`` the type is
+        ``identity`` instead.
+        """
         return self.iommu.startswith("DMA")
 
     def __str__(self) -> str:
@@ -86,9 +91,9 @@ class PciDevice:
 class Bus:
     """The GPUs on the PCI bus of this machine, known to torch and a driver or not.
 
-    ``redirecting``: bridges whose access control (ACS) sends peer traffic up to the CPU. ``hidden``: addresses of GPUs
-    above which only root may read that. ``distances``: by the two addresses. ``linked``: pairs of addresses that NVLink
-    connects, None when nobody could say.
+    ``redirecting``: bridges whose access control (ACS) sends peer traffic up to the CPU.
+    ``hidden``: addresses of GPUs above which only root may read that. ``distances``: by the two
+    addresses. ``linked``: pairs of addresses that NVLink connects, None when nobody could say.
     """
 
     gpus: tuple[PciDevice, ...] = ()
@@ -100,7 +105,9 @@ class Bus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """NVIDIA's kernel module: its version, and its own description of itself. Both are "" without it."""
+    """NVIDIA's kernel module: its version, and its own description of itself. Both are "" without
+    it.
+    """
 
     version: str = ""
     description: str = ""
@@ -110,9 +117,9 @@ class Driver:
 class Machine:
     """A machine beneath torch, by its kernel's files.
 
-    ``command_line``: what the kernel was booted with. ``driver``: the version of NVIDIA's kernel module, "" without it.
-    ``device_nodes``: how many ``/dev/nvidia<N>`` there are. ``is_virtual``: a hypervisor runs it, so the settings of
-    the host's IOMMU and bridges do not show.
+    ``command_line``: what the kernel was booted with. ``driver``: the version of NVIDIA's kernel
+    module, "" without it. ``device_nodes``: how many ``/dev/nvidia<N>`` there are. ``is_virtual``:
+    a hypervisor runs it, so the settings of the host's IOMMU and bridges do not show.
     """
 
     bus: Bus = field(default_factory=Bus)
@@ -141,7 +148,9 @@ def read_machine(root: Path = _ROOT) -> Machine:
 
 def is_virtual(root: Path = _ROOT) -> bool:
     """Return whether a hypervisor runs this machine."""
-    return bool(re.search(r"^flags\s*:.*\bhypervisor\b", read_text(root / "proc/cpuinfo"), re.MULTILINE))
+    return bool(
+        re.search(r"^flags\s*:.*\bhypervisor\b", read_text(root / "proc/cpuinfo"), re.MULTILINE)
+    )
 
 
 def read_driver(root: Path = _ROOT) -> Driver:
@@ -152,7 +161,9 @@ def read_driver(root: Path = _ROOT) -> Driver:
     if not version:
         found = re.search(r"Kernel Module\D*?(?:for \S+)?\s+([0-9]+(?:\.[0-9]+)+)", said)
         version = found[1] if found else ""
-    return Driver(version=version, description=f"{described[1]} {described[2]}" if described else "")
+    return Driver(
+        version=version, description=f"{described[1]} {described[2]}" if described else ""
+    )
 
 
 def read_bus(root: Path = _ROOT) -> Bus:
@@ -165,12 +176,15 @@ def read_bus(root: Path = _ROOT) -> Bus:
     gpus = tuple(device for device in found if device is not None)
     above = {gpu.address: redirecting_bridges(gpu, root) for gpu in gpus}
     between = {
-        frozenset((one.address, two.address)): distance(one, two) for one, two in combinations(gpus, 2)
+        frozenset((one.address, two.address)): distance(one, two)
+        for one, two in combinations(gpus, 2)
     }
     links = nvlinks() if len(gpus) > 1 else None
     return Bus(
         gpus=gpus,
-        redirecting=tuple(sorted({bridge for bridges in above.values() for bridge in bridges or ()})),
+        redirecting=tuple(
+            sorted({bridge for bridges in above.values() for bridge in bridges or ()})
+        ),
         hidden=tuple(address for address, bridges in above.items() if bridges is None),
         distances={ends: found for ends, found in between.items() if found is not None},
         linked=None if links is None else frozenset(links),
@@ -185,11 +199,15 @@ def read_device(address: str, root: Path = _ROOT) -> PciDevice | None:
     parts = link.resolve().parts
     node = read_text(link / "numa_node")
     model = re.search(
-        r"^Model:(.*)", read_text(root / "proc/driver/nvidia/gpus" / address / "information"), re.MULTILINE
+        r"^Model:(.*)",
+        read_text(root / "proc/driver/nvidia/gpus" / address / "information"),
+        re.MULTILINE,
     )
     return PciDevice(
         address=address,
-        bridge=next((part for part in parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), ""),
+        bridge=next(
+            (part for part in parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), ""
+        ),
         path=tuple(part for part in parts if _ADDRESS.fullmatch(part)),
         node=int(node) if node.isdecimal() else None,
         iommu=read_text(link / "iommu_group/type"),
@@ -209,7 +227,9 @@ def distance(one: PciDevice, other: PciDevice) -> Distance | None:
         return None
     if one.bridge != other.bridge:
         return Distance.NODE if one.node is not None and one.node == other.node else Distance.SYS
-    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one.path, other.path, strict=False))))
+    shared = len(
+        list(takewhile(lambda pair: pair[0] == pair[1], zip(one.path, other.path, strict=False)))
+    )
     if not shared:
         return Distance.PHB
     crossed = len(one.path) + len(other.path) - 2 * shared - 2
@@ -231,7 +251,9 @@ def redirecting_bridges(device: PciDevice, root: Path = _ROOT) -> tuple[str, ...
 
 
 def _access_control(config: Path) -> int | None:
-    """Return the ACS control register of a bridge, 0 when it has none, None when it cannot be read."""
+    """Return the ACS control register of a bridge, 0 when it has none, None when it cannot be
+    read.
+    """
     try:
         registers = config.read_bytes()
     except OSError:
@@ -249,9 +271,11 @@ def _access_control(config: Path) -> int | None:
 
 
 def nvlinks(patience: float = _SMI_PATIENCE) -> dict[frozenset[str], str] | None:
-    """Return the pairs of PCI addresses that NVLink connects, with its kind ("NV4"); None when nobody can say.
+    """Return the pairs of PCI addresses that NVLink connects, with its kind ("NV4"); None when
+    nobody can say.
 
-    ``nvidia-smi`` numbers devices as the driver does, and torch may number them otherwise: hence addresses.
+    ``nvidia-smi`` numbers devices as the driver does, and torch may number them otherwise: hence
+    addresses.
     """
     try:
         listed = run_limited(
@@ -263,13 +287,17 @@ def nvlinks(patience: float = _SMI_PATIENCE) -> dict[frozenset[str], str] | None
     if listed.problem or matrix.problem:
         return None
     # The domain has eight digits there, and as few as four in sysfs.
-    addresses = re.findall(r"^(\d+), 0*([0-9A-Fa-f]{4,}:[0-9A-Fa-f:.]+)\s*$", listed.out, re.MULTILINE)
+    addresses = re.findall(
+        r"^(\d+), 0*([0-9A-Fa-f]{4,}:[0-9A-Fa-f:.]+)\s*$", listed.out, re.MULTILINE
+    )
     cells = parse_topology(matrix.out, {index: address.lower() for index, address in addresses})
     return {ends: cell for ends, cell in cells.items() if cell.startswith("NV")}
 
 
 def parse_topology(text: str, addresses: Mapping[str, str]) -> dict[frozenset[str], str]:
-    """Return the cells of the matrix that ``nvidia-smi topo -m`` prints, by the addresses of two GPU numbers."""
+    """Return the cells of the matrix that ``nvidia-smi topo -m`` prints, by the addresses of two
+    GPU numbers.
+    """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
     columns = next((line for line in lines if line[:1] == ["GPU0"] and "X" not in line), [])
     cells = {}
@@ -292,7 +320,8 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A command that ended. ``status``: its exit status, negative for a signal, None when it had to be killed.
+    """A command that ended. ``status``: its exit status, negative for a signal, None when it had to
+    be killed.
 
     ``limit``: the seconds that it had. ``out`` and ``err``: what it wrote, the last MiB of each.
     """
@@ -320,9 +349,9 @@ class Ended:
 def run_limited(command: Sequence[str], seconds: float) -> Ended:
     """Run a command for at most ``seconds``; then kill it, and all that it started.
 
-    ``subprocess.run(timeout=...)`` waits for the end of what it killed: a process that is stuck in a driver does not
-    end, and a grandchild can keep a pipe open. Here output goes to files, and nothing waits long after a kill. Raises
-    OSError when it cannot be started.
+    ``subprocess.run(timeout=...)`` waits for the end of what it killed: a process that is stuck in
+    a driver does not end, and a grandchild can keep a pipe open. Here output goes to files, and
+    nothing waits long after a kill. Raises OSError when it cannot be started.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
@@ -351,15 +380,17 @@ class ChildEnded(Exception):
 class Child:
     """A process of our own that answers lines with lines, for as long as questions come.
 
-    It starts with the first one: the import of torch and transformers takes 5 s, an answer 0.1 s. Several threads may
-    ask; each waits for those before it. A process that does not answer in time is killed, and the next question starts
-    another one. ``seconds``: for an answer.
+    It starts with the first one: the import of torch and transformers takes 5 s, an answer 0.1 s.
+    Several threads may ask; each waits for those before it. A process that does not answer in time
+    is killed, and the next question starts another one. ``seconds``: for an answer.
 
-    The current folder of the process, and its folder for temporary files, is one of its own. It is removed with the
-    process: by this class, or by ``end_with_parent`` in the process.
+    The current folder of the process, and its folder for temporary files, is one of its own. It is
+    removed with the process: by this class, or by ``end_with_parent`` in the process.
     """
 
-    def __init__(self, command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], seconds: float, environment: Mapping[str, str]
+    ) -> None:
         self._command, self._seconds, self._environment = command, seconds, environment
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -367,7 +398,9 @@ class Child:
         self._folder = ""
 
     def ask(self, question: bytes) -> bytes:
-        """Return the line that answers a line. Raises ChildEnded where none comes, OSError where no process starts."""
+        """Return the line that answers a line. Raises ChildEnded where none comes, OSError where no
+        process starts.
+        """
         with self._lock:
             has_answered = self._process is not None
             try:
@@ -389,7 +422,8 @@ class Child:
             self._folder = tempfile.mkdtemp(prefix="ckptfix-")
             try:
                 self._process = subprocess.Popen(
-                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, cwd=self._folder,
+                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    stderr=self._errors, cwd=self._folder,
                     env={**self._environment, "TMPDIR": self._folder}, start_new_session=True,
                 )  # fmt: skip
             except OSError:
@@ -421,7 +455,9 @@ class Child:
         return answer
 
     def _end(self, *, is_late: bool = False) -> Ended | None:
-        """End the process, and return how it ended where it had done so before. ``is_late``: it was killed."""
+        """End the process, and return how it ended where it had done so before. ``is_late``: it was
+        killed.
+        """
         process, errors = self._process, self._errors
         self._process = self._errors = None
         if process is None or errors is None:
@@ -443,10 +479,11 @@ class Child:
 
 
 def end_with_parent() -> None:
-    """End this process, the one of a ``Child``, when its parent ends, and remove its folder. Call it before all else.
+    """End this process, the one of a ``Child``, when its parent ends, and remove its folder. Call
+    it before all else.
 
-    The parent holds the other end of the standard input. PR_SET_PDEATHSIG tells of the end of a thread of the parent,
-    and a check of several checkpoints asks in threads that end before it.
+    The parent holds the other end of the standard input. PR_SET_PDEATHSIG tells of the end of a
+    thread of the parent, and a check of several checkpoints asks in threads that end before it.
     """
     folder, parent, hang_up = os.getcwd(), os.getppid(), select.poll()
     hang_up.register(0, 0)

@@ -1,4 +1,6 @@
-"""Public names of a package, each imported when it is first used: importing the package itself costs nothing."""
+"""Public names of a package, each imported when it is first used: importing the package itself
+costs nothing.
+"""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -6,9 +8,11 @@ from importlib import import_module
 from typing import Any
 
 
-def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package. ``modules``: (module of it -> public names there, with
-    spaces between).
+def lazily(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package. ``modules``: (module of it -> public
+    names there, with spaces between).
 
     The first raises AttributeError for any other name.
     """

@@ -1,4 +1,6 @@
-"""The one serializer of reports: the values of a verb as ``--json`` prints them, declared as a list of keys."""
+"""The one serializer of reports: the values of a verb as ``--json`` prints them, declared as a list
+of keys.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
@@ -14,19 +16,24 @@ from ckptfix.wording import shown
 class Serialized:
     """Base of every value that ``--json`` prints.
 
-    ``json_keys``: the keys in their order, separated by spaces. A key is the name of an attribute, or it is
-    ``key=attribute``. A method is called. A key that ends in ``?`` is left out where its value is empty.
+    ``json_keys``: the keys in their order, separated by spaces. A key is the name of an attribute,
+    or it is ``key=attribute``. A method is called. A key that ends in ``?`` is left out where its
+    value is empty.
     """
 
     __slots__ = ()
     json_keys: ClassVar[str]
 
     def json_items(self, at: str = "") -> Iterator[tuple[str, object]]:
-        """Yield every key with its value, which is not JSON yet: a subclass may add or replace some."""
+        """Yield every key with its value, which is not JSON yet: a subclass may add or replace
+        some.
+        """
         return items(self, self.json_keys)
 
     def as_json(self, at: str = "") -> dict[str, Any]:
-        """Return the value as JSON values. ``at``: the checkpoint for the commands in it; a report names its own."""
+        """Return the value as JSON values. ``at``: the checkpoint for the commands in it; a report
+        names its own.
+        """
         at = str(getattr(self, "path", at))
         return {key: plain(one, at) for key, one in self.json_items(at)}
 
@@ -77,4 +84,6 @@ def plain(value: object, at: str = "") -> Any:
 @cache
 def _attributes(keys: str) -> tuple[tuple[str, Callable[[Any], object]], ...]:
     pairs = (one.partition("=") for one in keys.split())
-    return tuple((key, attrgetter(attribute or key.removesuffix("?"))) for key, _, attribute in pairs)
+    return tuple(
+        (key, attrgetter(attribute or key.removesuffix("?"))) for key, _, attribute in pairs
+    )

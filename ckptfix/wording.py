@@ -1,4 +1,6 @@
-"""Sizes, lists of names and lines of text for people: the same in every message, on a terminal and in ``str()``."""
+"""Sizes, lists of names and lines of text for people: the same in every message, on a terminal and
+in ``str()``.
+"""
 
 import re
 import time
@@ -9,10 +11,20 @@ _SHOWN = 3
 _TOPICS = 5
 _TOPIC_ENDS = re.compile(r"[;:,] | \(")
 """A sentence about what was not checked begins with its topic."""
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+_CONTROL = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
+}
 _INVISIBLE = (*range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
-_MARKUP = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;", ord('"'): "&quot;", ord("'"): "&#x27;"}
+_MARKUP = {
+    ord("&"): "&amp;",
+    ord("<"): "&lt;",
+    ord(">"): "&gt;",
+    ord('"'): "&quot;",
+    ord("'"): "&#x27;",
+}
 _ESCAPES = {
     **_MARKUP,
     **_CONTROL,
@@ -21,11 +33,15 @@ _ESCAPES = {
 
 
 _SHOWN_AS: dict[str, tuple[re.Pattern[str], str]] = {}
-"""Patterns of paths that nobody should read, and what to write instead; empty while only local files are read."""
+"""Patterns of paths that nobody should read, and what to write instead; empty while only local
+files are read.
+"""
 
 
 class Layer(NamedTuple):
-    """A key cut at its first segment that is a number, that of its layer. ``number``: None for a key without one."""
+    """A key cut at its first segment that is a number, that of its layer. ``number``: None for a
+    key without one.
+    """
 
     before: str
     number: int | None
@@ -41,7 +57,8 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One line of a report. ``str()`` is its plain text, in which nothing moves the cursor of a terminal.
+    """One line of a report. ``str()`` is its plain text, in which nothing moves the cursor of a
+    terminal.
 
     ``unchecked``: the words of a line about what was not checked, "" for every other line.
     """
@@ -54,9 +71,11 @@ class Line(NamedTuple):
 
 
 class Printable:
-    """Base of every report and receipt: a verb prints its ``lines()``, and ``str()`` is the same as plain text.
+    """Base of every report and receipt: a verb prints its ``lines()``, and ``str()`` is the same as
+    plain text.
 
-    ``repr()`` is the first of them and the exit status: a debugger or a notebook must not show 100,000 tensors.
+    ``repr()`` is the first of them and the exit status: a debugger or a notebook must not show
+    100,000 tensors.
     """
 
     __slots__ = ()
@@ -98,7 +117,9 @@ def unchecked_lines(sentences: Sequence[str], *, details: str = "") -> Iterator[
 
 
 def few(lines: Sequence[str], what: str, *, colour: str | None = None) -> Iterator[Line]:
-    """Yield lines that say the same of many things: only the first few, and how many more there are."""
+    """Yield lines that say the same of many things: only the first few, and how many more there
+    are.
+    """
     shown = lines if len(lines) <= _SHOWN + 1 else lines[:_SHOWN]
     yield from (line(text, colour=colour) for text in shown)
     if len(shown) < len(lines):
@@ -111,14 +132,17 @@ def show_as(pattern: str, replacement: str) -> None:
 
 
 def shown(text: str) -> str:
-    """Return text as people should read it: the image of an object of a store by the URL of the object."""
+    """Return text as people should read it: the image of an object of a store by the URL of the
+    object.
+    """
     for pattern, replacement in _SHOWN_AS.values():
         text = pattern.sub(replacement, text)
     return text
 
 
 def escape(text: str) -> str:
-    """Make text from a file safe to print: control and invisible characters become backslash escapes.
+    """Make text from a file safe to print: control and invisible characters become backslash
+    escapes.
 
     A byte of a file's name that is not UTF-8 becomes ``\\xff``. Paths of images become URLs.
     """
@@ -160,12 +184,16 @@ def layer_of(name: str) -> Layer:
     """Cut ``layers.3.mlp.weight`` into ``layers.``, 3 and ``.mlp.weight``."""
     match = re.search(r"\.(0|[1-9][0-9]{0,8})\.", name)
     return (
-        Layer(name[: match.start(1)], int(match[1]), name[match.end(1) :]) if match else Layer(name, None, "")
+        Layer(name[: match.start(1)], int(match[1]), name[match.end(1) :])
+        if match
+        else Layer(name, None, "")
     )
 
 
 def collapse_layers(names: Iterable[str]) -> list[str]:
-    """Collapse names that differ in one number only: ``layers.{0...31}.mlp.weight``. The order is kept."""
+    """Collapse names that differ in one number only: ``layers.{0...31}.mlp.weight``. The order is
+    kept.
+    """
     groups: dict[tuple[str, str], list[int]] = {}
     for name in names:
         before, number, after = layer_of(name)
@@ -176,7 +204,9 @@ def collapse_layers(names: Iterable[str]) -> list[str]:
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Return names in one short line: layers collapsed, at most three, and how many more there are."""
+    """Return names in one short line: layers collapsed, at most three, and how many more there
+    are.
+    """
     collapsed = collapse_layers(names)
     more = f" and {len(collapsed) - _SHOWN} more" if len(collapsed) > _SHOWN else ""
     return ", ".join(repr(name) for name in collapsed[:_SHOWN]) + more
@@ -193,11 +223,14 @@ def html_text(text: str) -> str:
 
 
 def html_document(title: str, style: str, parts: Iterable[str]) -> str:
-    """Return a whole HTML page: no script, nothing loaded from anywhere. ``title`` is text, ``parts`` are HTML."""
+    """Return a whole HTML page: no script, nothing loaded from anywhere. ``title`` is text,
+    ``parts`` are HTML.
+    """
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
+        "'unsafe-inline'\">\n"
         f"<title>{html_text(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body>\n</html>\n"

@@ -1,7 +1,8 @@
 """Makes the table of transformers' classes: ``python -m tests.architectures [NAME ...]``.
 
-Each class that the auto mappings name is built from its default config on the meta device, and twice more with other
-sizes. What changes with an attribute follows it. About 20 minutes of one core; with names, those classes are printed.
+Each class that the auto mappings name is built from its default config on the meta device, and
+twice more with other sizes. What changes with an attribute follows it. About 20 minutes of one
+core; with names, those classes are printed.
 """
 
 import json
@@ -32,9 +33,13 @@ _TIE = "tie_word_embeddings"
 _EXPERTS = 16
 """Experts of a layer: 256 in each of 60 layers are 45,000 keys."""
 _BLOCK = 16
-"""Model types in a block: one each makes the table 360 KB, all in one 210 KB that take 60 ms to read."""
+"""Model types in a block: one each makes the table 360 KB, all in one 210 KB that take 60 ms to
+read.
+"""
 _OFFSETS = (-1, 0, 1, 2, 8)
-"""Offsets that the code of a class adds. Others, such as 1,024 of CPM-Ant, follow attributes that were not changed."""
+"""Offsets that the code of a class adds. Others, such as 1,024 of CPM-Ant, follow attributes that
+were not changed.
+"""
 _LARGEST = 10_000
 """Keys of a model beyond which it is built once."""
 
@@ -43,7 +48,9 @@ Attribute = tuple[str, ...]
 
 
 class Build(NamedTuple):
-    """A model on the meta device. ``keys``: key on disk -> shape. ``inside``: the keys of the module itself."""
+    """A model on the meta device. ``keys``: key on disk -> shape. ``inside``: the keys of the
+    module itself.
+    """
 
     model: Any
     keys: Mapping[str, tuple[int, ...]]
@@ -59,7 +66,9 @@ def classes() -> dict[str, Any]:
                 names.update([value] if isinstance(value, str) else value)
     found = {name: getattr(transformers, name, None) for name in sorted(names)}
     return {
-        name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+        name: cls
+        for name, cls in found.items()
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel)
     }
 
 
@@ -113,14 +122,19 @@ def changed(config: Any, values: Mapping[Attribute, int]) -> Any:
 
 
 def _lists_for(part: Mapping[str, Any], name: str, value: int) -> list[str]:
-    """Return the lists of a config that are as long as a count says: one item for each layer, or by chance."""
+    """Return the lists of a config that are as long as a count says: one item for each layer, or by
+    chance.
+    """
     if value < 2 or not _COUNTS.search(name):
         return []
-    return [key for key, item in part.items() if isinstance(item, list | tuple) and len(item) == value]
+    return [
+        key for key, item in part.items() if isinstance(item, list | tuple) and len(item) == value
+    ]
 
 
 def following_lists(cls: Any, config: Any, default: Build) -> set[str]:
-    """Return the patterns whose numbers follow a list while the attribute that it is as long as stays.
+    """Return the patterns whose numbers follow a list while the attribute that it is as long as
+    stays.
 
     VITS has as many ``upsample_rates`` as ``prior_encoder_num_wavenet_layers`` by chance.
     """
@@ -140,7 +154,9 @@ def following_lists(cls: Any, config: Any, default: Build) -> set[str]:
                 Exception
             ):  # Most classes refuse such a config, which is the proof that both belong together.
                 after = counts_of(build(cls, type(config)(**settings)).keys)
-                following |= {pattern for pattern, count in before.items() if after.get(pattern) != count}
+                following |= {
+                    pattern for pattern, count in before.items() if after.get(pattern) != count
+                }
     return following
 
 
@@ -180,7 +196,9 @@ def variants(
 
 
 def numbers_of(keys: Iterable[str]) -> dict[str, dict[str, set[int]]]:
-    """Return pattern that ends in ``*`` -> what is before it in a key -> the numbers at its place."""
+    """Return pattern that ends in ``*`` -> what is before it in a key -> the numbers at its
+    place.
+    """
     numbers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for key in keys:
         parts = key.split(".")
@@ -191,7 +209,9 @@ def numbers_of(keys: Iterable[str]) -> dict[str, dict[str, set[int]]]:
 
 
 def counts_of(keys: Iterable[str]) -> dict[str, int]:
-    """Return pattern that ends in ``*`` -> how many numbers it has, where they are 0 to N - 1 everywhere."""
+    """Return pattern that ends in ``*`` -> how many numbers it has, where they are 0 to N - 1
+    everywhere.
+    """
     counts = {}
     for pattern, parents in numbers_of(keys).items():
         numbers = list(parents.values())
@@ -215,7 +235,9 @@ def followed(
     sizes: Sequence[Mapping[Attribute, int]],
     wanted: Callable[[str], object],
 ) -> dict[Any, tuple[Attribute, int, int]]:
-    """Return place -> (attribute, multiple, offset), for those that exactly one attribute explains in every build."""
+    """Return place -> (attribute, multiple, offset), for those that exactly one attribute explains
+    in every build.
+    """
     result = {}
     for place, first in values[0].items():
         if any(place not in each for each in values):
@@ -250,7 +272,9 @@ def on_disk(build: Build, key: str) -> str:
 
 
 def ties_of(build: Build) -> dict[Attribute, dict[str, str]]:
-    """Return config with a flag -> key -> the key whose values it has, of what this flag alone ties."""
+    """Return config with a flag -> key -> the key whose values it has, of what this flag alone
+    ties.
+    """
     flagged = {
         path: part
         for path, part in configs_in(build.model.config)
@@ -262,7 +286,9 @@ def ties_of(build: Build) -> dict[Attribute, dict[str, str]]:
         for each, part in flagged.items():
             setattr(part, _TIE, each == path)
         if tied := build.model.get_expanded_tied_weights_keys(all_submodels=True):
-            ties[path] = {on_disk(build, target): on_disk(build, source) for target, source in tied.items()}
+            ties[path] = {
+                on_disk(build, target): on_disk(build, source) for target, source in tied.items()
+            }
     for path, part in flagged.items():
         setattr(part, _TIE, before[path])
     return ties
@@ -278,7 +304,9 @@ def described(cls: Any) -> dict[str, Any]:
     """Return what the table says about a class."""
     config = cls.config_class()
     of_class = sizes_of(config)
-    experts = {path: min(size, _EXPERTS) for path, size in of_class.items() if "experts" in path[-1]}
+    experts = {
+        path: min(size, _EXPERTS) for path, size in of_class.items() if "experts" in path[-1]
+    }
     if any(of_class[path] > _EXPERTS for path in experts):
         with suppress(Exception):
             config = changed(config, experts)
@@ -302,7 +330,9 @@ def described(cls: Any) -> dict[str, Any]:
         }
         if numbers:
             of_lists = following_lists(cls, config, default)
-            numbers = {pattern: each for pattern, each in numbers.items() if pattern not in of_lists}
+            numbers = {
+                pattern: each for pattern, each in numbers.items() if pattern not in of_lists
+            }
         rows = followed(
             [rows_of({**each.inside, **each.keys}) for each in builds],
             all_sizes,
@@ -321,7 +351,9 @@ def described(cls: Any) -> dict[str, Any]:
         except Exception:
             return ""
         named = model.named_parameters(remove_duplicate=False)
-        return next((pattern_of(on_disk(default, key)) for key, each in named if each is weight), "")
+        return next(
+            (pattern_of(on_disk(default, key)) for key, each in named if each is weight), ""
+        )
 
     aliases = {
         path: [old for old, new in type(parts[path[:-1]]).attribute_map.items() if new == path[-1]]
@@ -333,7 +365,9 @@ def described(cls: Any) -> dict[str, Any]:
         "inside": [key for key in inside if key not in patterns],
         "prefix": model.base_model_prefix,
         "attributes": [[".".join(path), default_of(config, path), aliases[path]] for path in paths],
-        "numbers": {pattern: [paths.index(path), *rest] for pattern, (path, *rest) in numbers.items()},
+        "numbers": {
+            pattern: [paths.index(path), *rest] for pattern, (path, *rest) in numbers.items()
+        },
         "rows": {
             f"{pattern} {dimension}": [paths.index(path), *rest]
             for (pattern, dimension), (path, *rest) in rows.items()
@@ -341,12 +375,16 @@ def described(cls: Any) -> dict[str, Any]:
         "parts": {".".join(path): part.model_type for path, part in parts.items() if path},
         "flags": {".".join(path): getattr(type(parts[path])(), _TIE) for path in ties},
         "ties": {
-            ".".join(path): {pattern_of(target): pattern_of(source) for target, source in tied.items()}
+            ".".join(path): {
+                pattern_of(target): pattern_of(source) for target, source in tied.items()
+            }
             for path, tied in ties.items()
         },
         "missing": sorted(model._keys_to_ignore_on_load_missing or ()),
         "unexpected": sorted(model._keys_to_ignore_on_load_unexpected or ()),
-        "unsaved": sorted({pattern_of(on_disk(default, key)) for key in model._keys_to_ignore_on_save or ()}),
+        "unsaved": sorted(
+            {pattern_of(on_disk(default, key)) for key in model._keys_to_ignore_on_save or ()}
+        ),
         "head": weight_of("get_output_embeddings"),
         "embedding": weight_of("get_input_embeddings"),
     }
@@ -354,9 +392,11 @@ def described(cls: Any) -> dict[str, Any]:
 
 
 def default_of(config: PreTrainedConfig, path: Attribute) -> int | None:
-    """Return the value of an attribute that a config leaves out, None where it follows others: T5's decoder layers.
+    """Return the value of an attribute that a config leaves out, None where it follows others: T5's
+    decoder layers.
 
-    A config inside of a config leaves out the defaults of its own class: Mistral 3 has other ones for its text.
+    A config inside of a config leaves out the defaults of its own class: Mistral 3 has other ones
+    for its text.
     """
     part = dict(configs_in(config))[path[:-1]]
     kind, name = type(part), path[-1]
@@ -378,10 +418,14 @@ def default_of(config: PreTrainedConfig, path: Attribute) -> int | None:
 
 
 def packed(records: Mapping[str, dict[str, Any]], version: str) -> bytes:
-    """Return the table: a line with the places of its blocks and the model types in each, and the blocks."""
+    """Return the table: a line with the places of its blocks and the model types in each, and the
+    blocks.
+    """
     classes_of: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, record in records.items():
-        classes_of[record["type"]][name] = {key: value for key, value in record.items() if key != "type"}
+        classes_of[record["type"]][name] = {
+            key: value for key, value in record.items() if key != "type"
+        }
     types = sorted(classes_of)
     places, data = [], b""
     for start in range(0, len(types), _BLOCK):

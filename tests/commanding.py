@@ -7,7 +7,9 @@ import pytest
 from ckptfix.cli import run
 
 Said = Callable[..., tuple[int, str, str]]
-"""Runs ckptfix in this process with these arguments; returns the status, and what it printed to stdout and stderr."""
+"""Runs ckptfix in this process with these arguments; returns the status, and what it printed to
+stdout and stderr.
+"""
 
 
 @pytest.fixture

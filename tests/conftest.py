@@ -1,4 +1,6 @@
-"""pytest looks for hooks and fixtures of all tests here; the simulated devices' are written beside the simulator."""
+"""pytest looks for hooks and fixtures of all tests here; the simulated devices' are written beside
+the simulator.
+"""
 
 import gc
 import os
@@ -27,12 +29,14 @@ __all__ = [
 ]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell that starts the tests in the background has them ignore interrupts, and all that they start, too.
+    # A shell that starts the tests in the background has them ignore interrupts, and all that they
+    # start, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
-    # Images of containers set it. Without bytecode each of the hundreds of processes that the tests start compiles
-    # the package again, and pytest rewrites the assertions of every test in each of its own processes.
+    # Images of containers set it. Without bytecode each of the hundreds of processes that the tests
+    # start compiles the package again, and pytest rewrites the assertions of every test in each of
+    # its own processes.
     sys.dont_write_bytecode = False
 
 MEMORY_DISK = Path("/dev/shm")
@@ -40,7 +44,9 @@ ROOM = 6 << 30
 """Free bytes that the temporary folders of a whole run need at most."""
 
 LONGEST = ("tests/repairs/test_kill.py",)
-"""Files that take a minute and more, the longest first: one that begins last keeps a single worker busy."""
+"""Files that take a minute and more, the longest first: one that begins last keeps a single worker
+busy.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,7 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Keep the tests of one file in one process: they share processes with devices, and runs of two ranks."""
+    """Keep the tests of one file in one process: they share processes with devices, and runs of two
+    ranks.
+    """
     if config.getoption("numprocesses", None) and config.getoption("dist") == "no":
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
@@ -68,12 +76,17 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     hooks.pytest_configure(config)
-    sampling.choose_share(exhaustive=config.getoption("exhaustive"), eighth=config.getoption("eighth"))
+    sampling.choose_share(
+        exhaustive=config.getoption("exhaustive"), eighth=config.getoption("eighth")
+    )
     if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > ROOM:
-        # Thousands of small folders with an fsync for each file: in memory, where an fsync costs nothing.
+        # Thousands of small folders with an fsync for each file: in memory, where an fsync costs
+        # nothing.
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
 
-    hypothesis.settings.register_profile("ckptfix", max_examples=sampling.examples(100), deadline=None)
+    hypothesis.settings.register_profile(
+        "ckptfix", max_examples=sampling.examples(100), deadline=None
+    )
     hypothesis.settings.load_profile("ckptfix")
 
 
@@ -85,11 +98,16 @@ def pytest_collection_finish() -> None:
 
 def pytest_report_header() -> str:
     share = os.environ[sampling.SHARE]
-    return f"kill sweeps: {'all points' if share == 'all' else f'share {share} of 8 (--eighth {share})'}"
+    return (
+        "kill sweeps: "
+        f"{'all points' if share == 'all' else f'share {share} of 8 (--eighth {share})'}"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the storage: its tests fork thousands of times, which is slow once torch has filled this process."""
+    """Begin with the storage: its tests fork thousands of times, which is slow once torch has
+    filled this process.
+    """
     hooks.pytest_collection_modifyitems(items)
     order = {name: place for place, name in enumerate(LONGEST)}
 

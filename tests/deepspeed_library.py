@@ -1,4 +1,6 @@
-"""DeepSpeed for the tests, in a folder of its own: accelerate and transformers import any DeepSpeed that they find."""
+"""DeepSpeed for the tests, in a folder of its own: accelerate and transformers import any DeepSpeed
+that they find.
+"""
 
 import os
 import sys
@@ -10,7 +12,9 @@ FOLDER = Path(sys.prefix) / "deepspeed"
 """Where the README's command installs it."""
 
 WITHOUT_COMPILER = 'sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None'
-"""What a process runs after ``import deepspeed``: the operator for shared memory is compiled at its first use."""
+"""What a process runs after ``import deepspeed``: the operator for shared memory is compiled at its
+first use.
+"""
 
 
 def has_deepspeed() -> bool:

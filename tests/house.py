@@ -1,7 +1,8 @@
 """``python -m tests.house``: how easy the package is to take in, in numbers.
 
-Modules and lines, circles of imports (lazy ones counted), modules with one importer, names with two meanings, and the
-modules that one ``ckptfix repair`` runs through. ``tests/test_layers.py`` holds the numbers to their limits.
+Modules and lines, circles of imports (lazy ones counted), modules with one importer, names with two
+meanings, and the modules that one ``ckptfix repair`` runs through. ``tests/test_layers.py`` holds
+the numbers to their limits.
 """
 
 import ast
@@ -19,7 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ckptfix"
-FIXTURE = ROOT / "fixtures" / "accelerate-1.15.0" / "student-teacher-wrapper-safetensors" / "checkpoint"
+FIXTURE = (
+    ROOT / "fixtures" / "accelerate-1.15.0" / "student-teacher-wrapper-safetensors" / "checkpoint"
+)
 SMALL = 100
 """Lines below which a module with one importer belongs into that importer."""
 
@@ -41,7 +44,9 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Return the nodes of a file's syntax tree; finding them takes longer than what is asked of them."""
+    """Return the nodes of a file's syntax tree; finding them takes longer than what is asked of
+    them.
+    """
     return tuple(ast.walk(tree(path)))
 
 
@@ -61,7 +66,9 @@ def _imported(path: Path) -> Iterator[str]:
 
 @cache
 def graph() -> Mapping[str, frozenset[str]]:
-    """Return which modules of the package each of them imports; the public face, which imports all of it, left out."""
+    """Return which modules of the package each of them imports; the public face, which imports all
+    of it, left out.
+    """
     known = modules()
     edges: defaultdict[str, set[str]] = defaultdict(set)
     for name, path in known.items():
@@ -96,7 +103,9 @@ def lines() -> Mapping[str, int]:
 
 
 def splinters() -> list[str]:
-    """Return the modules under 100 lines with a single importer, but for verbs of the command line and interfaces."""
+    """Return the modules under 100 lines with a single importer, but for verbs of the command line
+    and interfaces.
+    """
     importers = Counter(target for targets in graph().values() for target in targets)
     length = lines()
     return [
@@ -110,7 +119,9 @@ def splinters() -> list[str]:
 
 
 def names_used_twice() -> list[str]:
-    """Return the names of modules that several rooms use; a verb of the command line shares that of what it runs."""
+    """Return the names of modules that several rooms use; a verb of the command line shares that of
+    what it runs.
+    """
     homes: defaultdict[str, list[str]] = defaultdict(list)
     for name, path in modules().items():
         if path.stem not in ("__init__", "__main__") and not name.startswith("ckptfix.cli."):
@@ -122,7 +133,9 @@ def names_used_twice() -> list[str]:
 
 
 def modules_of_a_repair() -> list[str]:
-    """Return the modules of the package in which a function runs while ``ckptfix repair`` mends a doubled folder."""
+    """Return the modules of the package in which a function runs while ``ckptfix repair`` mends a
+    doubled folder.
+    """
     from ckptfix.cli import cli
 
     seen: set[str] = set()
@@ -130,15 +143,23 @@ def modules_of_a_repair() -> list[str]:
 
     def called(frame: object, event: str, _: object) -> None:
         code = getattr(frame, "f_code")  # noqa: B009 - a frame, which typeshed gives another name in each version
-        # Bodies of modules and classes run when they are imported, whatever a repair does: they are not optimized code.
-        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(prefix):
+        # Bodies of modules and classes run when they are imported, whatever a repair does: they are
+        # not optimized code.
+        if (
+            event == "call"
+            and code.co_flags & inspect.CO_OPTIMIZED
+            and code.co_filename.startswith(prefix)
+        ):
             seen.add(code.co_filename.removeprefix(prefix))
 
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = shutil.copytree(FIXTURE, Path(folder) / "checkpoint")
         sys.setprofile(called)
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
                 cli.main(["repair", str(checkpoint)], standalone_mode=False)
         finally:
             sys.setprofile(None)
@@ -152,10 +173,13 @@ def show() -> None:
     print(f"modules                      {len(length):6}")
     print(f"lines                        {sum(length.values()):6}")
     print(
-        f"circles of imports           {len(circles()):6}  {'; '.join(' <-> '.join(each) for each in circles())}"
+        f"circles of imports           {len(circles()):6}  "
+        f"{'; '.join(' <-> '.join(each) for each in circles())}"
     )
     print(f"modules that a repair runs   {len(repair):6}")
-    print(f"names with two meanings      {len(names_used_twice()):6}  {' '.join(names_used_twice())}")
+    print(
+        f"names with two meanings      {len(names_used_twice()):6}  {' '.join(names_used_twice())}"
+    )
     print(f"one importer, under {SMALL} lines{len(splinters()):5}  {' '.join(splinters())}")
     print(
         "largest                      ",

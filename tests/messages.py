@@ -1,6 +1,8 @@
-"""Prints every sentence that the package can say, in the order of its files: ``python -m tests.messages``.
+"""Prints every sentence that the package can say, in the order of its files: ``python -m
+tests.messages``.
 
-A sentence is a string of three words or more that is no docstring. ``{}`` stands where a value is put in.
+A sentence is a string of three words or more that is no docstring. ``{}`` stands where a value is
+put in.
 """
 
 import ast
@@ -25,7 +27,8 @@ def _sentences(node: ast.AST) -> Iterator[str]:
         if _THREE_WORDS.search(text) and not _is_list_of_names(text):
             yield text
     for child in ast.iter_child_nodes(node):
-        # The parts of a string with values were read with it, but values may have sentences of their own.
+        # The parts of a string with values were read with it, but values may have sentences of
+        # their own.
         if not (isinstance(node, ast.JoinedStr) and isinstance(child, ast.Constant)):
             yield from _sentences(child)
 
@@ -33,12 +36,16 @@ def _sentences(node: ast.AST) -> Iterator[str]:
 def _is_list_of_names(text: str) -> bool:
     """Return whether a string is one of the names that a package offers."""
     words = text.split()
-    return all(map(str.isidentifier, words)) and any(re.search("_|[a-z][A-Z]", word) for word in words)
+    return all(map(str.isidentifier, words)) and any(
+        re.search("_|[a-z][A-Z]", word) for word in words
+    )
 
 
 def _text(node: ast.expr) -> str:
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(each) if isinstance(each, ast.Constant) else "{}" for each in node.values)
+        return "".join(
+            _text(each) if isinstance(each, ast.Constant) else "{}" for each in node.values
+        )
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 

@@ -1,9 +1,11 @@
-"""Ten faults and more that the tests must find: each is put into a copy of the package, and its tests run there.
+"""Ten faults and more that the tests must find: each is put into a copy of the package, and its
+tests run there.
 
     python -m tests.mutants [WORD ...]
 
-Only mutants whose name has one of the words, if there are any. Exit status 1: a mutant was missed, or the tests fail
-without one. A mutant is found by its text, so that it follows code that moves; a text that is gone is an error.
+Only mutants whose name has one of the words, if there are any. Exit status 1: a mutant was missed,
+or the tests fail without one. A mutant is found by its text, so that it follows code that moves; a
+text that is gone is an error.
 """
 
 import os
@@ -19,12 +21,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 600.0
 FAILED = 1
-"""Exit status of pytest where a test failed; any other is a mistake in this table or in the copy."""
+"""Exit status of pytest where a test failed; any other is a mistake in this table or in the copy.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A fault: one piece of text in its place of another, and the tests of which one has to fail."""
+    """A fault: one piece of text in its place of another, and the tests of which one has to
+    fail.
+    """
 
     name: str
     old: str
@@ -36,7 +41,8 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "journal: a failed repair is not rolled back",
-        "        _undo_after(root, building, error, progress)\n        if not isinstance(error, Exception):",
+        "        _undo_after(root, building, error, progress)\n        if not isinstance(error, "
+        "Exception):",
         "        if not isinstance(error, Exception):",
         ("test_journal.py::test_a_failed_verify_rolls_back",),
     ),
@@ -104,7 +110,9 @@ MUTANTS = (
         "migrate: a folder is replaced although a file in it changed since",
         "(name not in _REWRITTEN and written.get(name) != state)",
         "(name not in _REWRITTEN and name not in written)",
-        ("test_destination.py::test_a_folder_with_anything_that_migrate_did_not_write_is_never_replaced",),
+        (
+            "test_destination.py::test_a_folder_with_anything_that_migrate_did_not_write_is_never_replaced",
+        ),
     ),
     Mutant(
         "migrate: what the source reads through a link is replaced",
@@ -117,13 +125,17 @@ MUTANTS = (
 
 def main(words: Sequence[str]) -> int:
     """Run the tests once without a fault and once with each; return the exit status."""
-    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    chosen = [
+        mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)
+    ]
     missed = 0
     with tempfile.TemporaryDirectory(prefix="ckptfix-mutants-") as folder:
         copy = Path(folder) / "copy"
         _copy_tracked(copy)
         places = {mutant: _place(copy, mutant.old) for mutant in chosen}
-        status, seconds = _run(copy, dict.fromkeys(test for mutant in chosen for test in mutant.tests))
+        status, seconds = _run(
+            copy, dict.fromkeys(test for mutant in chosen for test in mutant.tests)
+        )
         if status:
             print(f"the tests fail without a mutant: pytest ended with status {status}")
             return 1
@@ -134,7 +146,9 @@ def main(words: Sequence[str]) -> int:
             status, seconds = _run(copy, mutant.tests)
             place.write_text(text)
             word = "caught" if status == FAILED else "missed" if status == 0 else f"error {status}"
-            print(f"{word:7} {seconds:4.0f} s  {mutant.name} ({place.relative_to(copy)})", flush=True)
+            print(
+                f"{word:7} {seconds:4.0f} s  {mutant.name} ({place.relative_to(copy)})", flush=True
+            )
             missed += status != FAILED
     print(f"{len(chosen)} mutants: {len(chosen) - missed} caught, {missed} missed")
     return 1 if missed else 0
@@ -150,7 +164,11 @@ def _copy_tracked(copy: Path) -> None:
 
 def _place(copy: Path, old: str) -> Path:
     """Return the one file of the package that has this text, once."""
-    found = [path for path in (copy / "ckptfix").rglob("*.py") for _ in range(path.read_text().count(old))]
+    found = [
+        path
+        for path in (copy / "ckptfix").rglob("*.py")
+        for _ in range(path.read_text().count(old))
+    ]
     if len(found) != 1:
         raise SystemExit(f"found {len(found)} times in ckptfix/, expected once:\n{old}")
     return found[0]

@@ -1,7 +1,9 @@
-"""Compares ``check`` with transformers on every class that can be built tiny: ``python -m tests.pretrained_survey``.
+"""Compares ``check`` with transformers on every class that can be built tiny: ``python -m
+tests.pretrained_survey``.
 
-Each is saved, and damaged in five ways: behind ``module.``, without the tensors of the last layer, and with another
-size in its config. A number limits it to each Nth class. An error about a folder that loads complete is a false alarm.
+Each is saved, and damaged in five ways: behind ``module.``, without the tensors of the last layer,
+and with another size in its config. A number limits it to each Nth class. An error about a folder
+that loads complete is a false alarm.
 """
 
 import json
@@ -28,7 +30,9 @@ from tests.tiny_models import Tensors, load, reconfigure, tensors_of, tiny, writ
 Damage = Callable[[Path, Tensors], None]
 
 
-def damages(known: Architecture, tensors: Tensors, config: dict[str, Any]) -> Iterator[tuple[str, Damage]]:
+def damages(
+    known: Architecture, tensors: Tensors, config: dict[str, Any]
+) -> Iterator[tuple[str, Damage]]:
     """Yield each damage that a class can have."""
     yield "none", lambda root, tensors: None
     yield (
@@ -41,7 +45,8 @@ def damages(known: Architecture, tensors: Tensors, config: dict[str, Any]) -> It
         for attribute in sorted(attributes):
             if (value := known.value(config, attribute)) is not None:
                 name = "__".join(attribute.path)
-                yield kind, lambda root, _, name=name, value=value: reconfigure(root, **{name: value + 1})  # type: ignore[misc]
+                changed = {name: value + 1}
+                yield kind, lambda root, _, changed=changed: reconfigure(root, **changed)  # type: ignore[misc]
             if attribute.path[-1] in _part(config, attribute.path[:-1]):
                 yield "left out", lambda root, _, path=attribute.path: leave_out(root, path)  # type: ignore[misc]
     for pattern in known.numbers:
@@ -55,7 +60,8 @@ def damages(known: Architecture, tensors: Tensors, config: dict[str, Any]) -> It
             yield (
                 "lost",
                 lambda root, tensors, lost=lost: write(  # type: ignore[misc]
-                    root, {key: each for key, each in tensors.items() if not key.startswith(f"{lost}.")}
+                    root,
+                    {key: each for key, each in tensors.items() if not key.startswith(f"{lost}.")},
                 ),
             )
 
@@ -116,11 +122,18 @@ def main(step: int) -> None:
                     if finding.code in CODES and finding.severity.value == "error"
                 ]  # fmt: skip
                 is_healthy = truth == "complete" or truth.startswith("0 random")
-                answer = "agree" if bool(told) != is_healthy else "false alarm" if told else "not told"
+                answer = (
+                    "agree" if bool(told) != is_healthy else "false alarm" if told else "not told"
+                )
                 counts[f"{kind}: {answer}"] += 1
                 if answer != "agree":
-                    print(f"{name}: {kind}: {answer}: {truth} {told[0] if told else ''}", flush=True)
-    print(f"{len(names)} classes, {time.monotonic() - start:.0f} s, transformers {transformers.__version__}")
+                    print(
+                        f"{name}: {kind}: {answer}: {truth} {told[0] if told else ''}", flush=True
+                    )
+    print(
+        f"{len(names)} classes, {time.monotonic() - start:.0f} s, transformers "
+        f"{transformers.__version__}"
+    )
     for what, count in sorted(counts.items()):
         print(f"  {what}: {count}")
 

@@ -1,6 +1,8 @@
-"""Shares of long sweeps: a run strikes every eighth point of a kill test, `--exhaustive` strikes all of them.
+"""Shares of long sweeps: a run strikes every eighth point of a kill test, `--exhaustive` strikes
+all of them.
 
-The header of a run names its share, and `--eighth N` runs it again. The shares 0 to 7 together are every point.
+The header of a run names its share, and `--eighth N` runs it again. The shares 0 to 7 together are
+every point.
 """
 
 import os
@@ -9,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 SHARE = "CKPTFIX_TESTS_SHARE"
-"""Environment variable with the share of this run, for the processes that pytest starts: "0" to "7", or "all"."""
+"""Environment variable with the share of this run, for the processes that pytest starts: "0" to
+"7", or "all".
+"""
 
 PARTS = 8
 FEW = 12
@@ -19,7 +23,9 @@ Case = TypeVar("Case")
 
 
 def choose_share(*, exhaustive: bool, eighth: int | None) -> str:
-    """Choose the share of this run and of all processes that it starts; one chosen before in this run stays."""
+    """Choose the share of this run and of all processes that it starts; one chosen before in this
+    run stays.
+    """
     if exhaustive or eighth is not None:
         os.environ[SHARE] = "all" if exhaustive else str(eighth)
     return os.environ.setdefault(SHARE, str(random.randrange(PARTS)))
@@ -39,17 +45,25 @@ def sampled(cases: Iterable[Case]) -> Sequence[Case]:
 
 
 def one_of(cases: Iterable[Case]) -> Sequence[Case]:
-    """Return the one of at most eight costly cases that this run's share has; an exhaustive run has all."""
+    """Return the one of at most eight costly cases that this run's share has; an exhaustive run has
+    all.
+    """
     every = list(cases)
     assert len(every) <= PARTS, "the shares together would not have every case"
     return every if is_exhaustive() else [every[int(os.environ.get(SHARE, "0")) % len(every)]]
 
 
 def is_sampled(number: int) -> bool:
-    """Return whether this run's share has this point of a sweep whose length is only known at its end."""
-    return is_exhaustive() or number < FEW or number % PARTS == int(os.environ.get(SHARE, "0")) % PARTS
+    """Return whether this run's share has this point of a sweep whose length is only known at its
+    end.
+    """
+    return (
+        is_exhaustive() or number < FEW or number % PARTS == int(os.environ.get(SHARE, "0")) % PARTS
+    )
 
 
 def examples(number: int) -> int:
-    """Return how many examples hypothesis makes: a quarter, at least 20, unless this run is exhaustive."""
+    """Return how many examples hypothesis makes: a quarter, at least 20, unless this run is
+    exhaustive.
+    """
     return number if is_exhaustive() else min(number, max(20, number // 4))

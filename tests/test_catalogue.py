@@ -1,4 +1,6 @@
-"""One catalogue: each code has a class, a golden folder, and a row of the manual that says the same."""
+"""One catalogue: each code has a class, a golden folder, and a row of the manual that says the
+same.
+"""
 
 import json
 import re
@@ -36,8 +38,11 @@ def test_the_manual_has_no_other_codes() -> None:
 
 
 def test_every_code_has_a_golden_folder() -> None:
-    cases = [json.loads(path.read_text())["code"] for path in ROOT.glob("fixtures/golden/*/case.json")]
-    # A killed repair is made by the kill test, which checks the finding, too. A stale save takes two folders.
+    cases = [
+        json.loads(path.read_text())["code"] for path in ROOT.glob("fixtures/golden/*/case.json")
+    ]
+    # A killed repair is made by the kill test, which checks the finding, too. A stale save takes
+    # two folders.
     assert set(cases) == set(CODES) - {"interrupted-repair", "stale-save"}
 
 

@@ -22,7 +22,9 @@ OPTIONS: tuple[dict[str, bool], ...] = (
 
 
 def classes(decorator: Callable[..., Any], options: dict[str, bool]) -> list[Any]:
-    """Return a base, a class of it with fields that are not compared or shown, and classes without own fields."""
+    """Return a base, a class of it with fields that are not compared or shown, and classes without
+    own fields.
+    """
 
     @decorator(**options)
     class Base:
@@ -112,13 +114,11 @@ def test_a_nan_in_the_only_field_equals_itself(decorator: Callable[..., Any]) ->
 def test_a_start_compiles_no_comparison_and_no_repr() -> None:
     """Three methods of 104 classes were a sixth of the start of ``check``."""
     code = (
-        "import dataclasses, ckptfix.cli.check, ckptfix.diagnosis.check\n"
-        "made = [one for one in object.__subclasses__() if one.__module__.startswith('ckptfix')]\n"
-        "made = [one for one in made if dataclasses.is_dataclass(one) and '__lt__' not in vars(one)]\n"
-        "assert len(made) > 20\n"
-        "for one in made:\n"
-        "    for name in ('__repr__', '__eq__', '__hash__'):\n"
-        "        method = vars(one).get(name)\n"
-        "        assert getattr(method, '__code__', None) is None or method.__code__.co_filename != '<string>', one\n"
+        "import dataclasses, ckptfix.cli.check, ckptfix.diagnosis.check\nmade = [one for one in "
+        "object.__subclasses__() if one.__module__.startswith('ckptfix')]\nmade = [one for one in "
+        "made if dataclasses.is_dataclass(one) and '__lt__' not in vars(one)]\nassert len(made) > "
+        "20\nfor one in made:\n    for name in ('__repr__', '__eq__', '__hash__'):\n        "
+        "method = vars(one).get(name)\n        assert getattr(method, '__code__', None) is None "
+        "or method.__code__.co_filename != '<string>', one\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)

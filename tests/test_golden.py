@@ -15,13 +15,22 @@ from ckptfix.cli import run
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 GOLDEN = sorted((FIXTURES / "golden").iterdir())
 REAL = sorted(path for version in FIXTURES.glob("accelerate-*") for path in version.iterdir())
-HEALTHY = [path for path in REAL if path.name.startswith(("clean-", "lone-bare", "single-level", "sharded-"))]
-HEALTHY = [path for path in HEALTHY if "nested" not in path.name and "distinct-equal" not in path.name]
+HEALTHY = [
+    path
+    for path in REAL
+    if path.name.startswith(("clean-", "lone-bare", "single-level", "sharded-"))
+]
+HEALTHY = [
+    path for path in HEALTHY if "nested" not in path.name and "distinct-equal" not in path.name
+]
 
 
 def snapshot(root: Path) -> dict[str, tuple[bytes, int]]:
     return {
-        str(path.relative_to(root)): (path.read_bytes() if path.is_file() else b"", path.stat().st_mode)
+        str(path.relative_to(root)): (
+            path.read_bytes() if path.is_file() else b"",
+            path.stat().st_mode,
+        )
         for path in sorted(root.rglob("*"))
     }
 
@@ -40,7 +49,8 @@ def test_golden(tmp_path: Path, golden: Path) -> None:
     assert snapshot(folder) == before, "check changed something"
 
     if case["repair_args"] is None:
-        # A repair reads no more than a plain check does, so what only --data finds changes no status.
+        # A repair reads no more than a plain check does, so what only --data finds changes no
+        # status.
         assert run(["repair", str(folder)]) == (0 if data else case["after_status"])
         assert snapshot(folder) == before, "there was nothing to repair"
         return
@@ -52,7 +62,8 @@ def test_golden(tmp_path: Path, golden: Path) -> None:
     assert run(["check", str(folder), *arguments]) == case["after_status"]
     left = [finding.code for finding in check(folder, data=data).findings]
     assert left.count(case["code"]) < found.count(case["code"])
-    if "--keep" not in case["repair_args"]:  # which names one role, and other roles may have the same finding
+    # Which names one role, and other roles may have the same finding.
+    if "--keep" not in case["repair_args"]:
         assert case["code"] not in left
     run(["repair", str(folder), *case["repair_args"]])
     assert snapshot(folder) == repaired, "a second repair found something to do"
@@ -82,7 +93,9 @@ def test_other_ways_give_the_same_checkpoint(tmp_path: Path, golden: Path, how: 
     assert described(target) == described(folder)
 
 
-@pytest.mark.parametrize("golden", sorted((FIXTURES / "golden-verbs").iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "golden", sorted((FIXTURES / "golden-verbs").iterdir()), ids=lambda path: path.name
+)
 def test_what_verbs_other_than_check_find(
     golden: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +148,8 @@ def described(folder: Path) -> list[tuple[object, ...]]:
 
 
 SAID = [
-    # The first pattern that matches the name of a scenario: what check must say, and (in turn) may say as well.
+    # The first pattern that matches the name of a scenario: what check must say, and (in turn) may
+    # say as well.
     ("clean-distinct-equal", ["identical-models"], set()),
     ("clean-submodule-*", [], {"wrapper-prefix"}),
     ("clean-*", [], set()),
@@ -166,7 +180,9 @@ def test_check_says_what_the_run_did(real: Path, data: bool) -> None:
 def test_a_third_prepare_is_a_third_entry_in_1_12_only() -> None:
     for version, doubles in (("1.12.0", 2), ("1.15.0", 1)):
         for kind in ("bin", "safetensors"):
-            findings = check(FIXTURES / f"accelerate-{version}" / f"triple-{kind}" / "checkpoint").findings
+            findings = check(
+                FIXTURES / f"accelerate-{version}" / f"triple-{kind}" / "checkpoint"
+            ).findings
             assert [finding.code for finding in findings] == ["doubled-model"] * doubles
 
 
@@ -185,7 +201,9 @@ def test_a_golden_folder_is_what_salvage_writes_today(
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
 def test_an_unrelated_note_silences_no_other_finding(tmp_path: Path, golden: Path) -> None:
-    """Two custom objects in equal state get the note ``identical-states``: they say nothing about other files."""
+    """Two custom objects in equal state get the note ``identical-states``: they say nothing about
+    other files.
+    """
     folder = tmp_path / "checkpoint"
     shutil.copytree(golden / "checkpoint", folder)
 

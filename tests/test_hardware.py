@@ -1,4 +1,6 @@
-"""Machines made of files: GPUs on the PCI bus, driver, NVLink as ``nvidia-smi`` has it; commands with a time limit."""
+"""Machines made of files: GPUs on the PCI bus, driver, NVLink as ``nvidia-smi`` has it; commands
+with a time limit.
+"""
 
 import os
 import signal
@@ -9,14 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.hardware import Bus, Child, ChildEnded, Distance, nvlinks, read_bus, read_machine, run_limited
+from ckptfix.hardware import (
+    Bus,
+    Child,
+    ChildEnded,
+    Distance,
+    nvlinks,
+    read_bus,
+    read_machine,
+    run_limited,
+)
 
 HOST = "sys/devices/pci0000:00"
 SWITCH = f"{HOST}/0000:00:01.0/0000:01:00.0"
 
 
 def bridge(control: int | None) -> bytes:
-    """The configuration space of a bridge: an AER capability, then ACS where a control register is given."""
+    """The configuration space of a bridge: an AER capability, then ACS where a control register is
+    given.
+    """
     space = bytearray(4096)
     space[0x100:0x104] = (0x0001 | 1 << 16 | (0x148 if control is not None else 0) << 20).to_bytes(
         4, "little"
@@ -71,7 +84,10 @@ def test_gpus_and_no_others(root: Path) -> None:
         ("0000:05:00.0", "AMD", "", "DMA-FQ"),
     ]
     assert [gpu.is_translated for gpu in gpus] == [False, False, True]
-    assert [str(gpu) for gpu in gpus[::2]] == ["NVIDIA L4 at 0000:03:00.0", "AMD GPU at 0000:05:00.0"]
+    assert [str(gpu) for gpu in gpus[::2]] == [
+        "NVIDIA L4 at 0000:03:00.0",
+        "AMD GPU at 0000:05:00.0",
+    ]
 
 
 def test_what_lies_between_and_who_redirects(root: Path) -> None:
@@ -82,7 +98,9 @@ def test_what_lies_between_and_who_redirects(root: Path) -> None:
         frozenset(("0000:04:00.0", "0000:05:00.0")): Distance.PHB,
     }
     assert found.redirecting == ("0000:00:01.0",)
-    assert found.hidden == ("0000:05:00.0",), "the port above it shows its first 64 bytes only, as to a user"
+    assert found.hidden == ("0000:05:00.0",), (
+        "the port above it shows its first 64 bytes only, as to a user"
+    )
 
 
 def test_a_machine_without_a_bus(tmp_path: Path) -> None:
@@ -90,12 +108,11 @@ def test_a_machine_without_a_bus(tmp_path: Path) -> None:
 
 
 TOPOLOGY = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV12\tSYS\tPIX\t0-31\t0\t\tN/A\n"
-    "GPU1\tNV12\t X \tSYS\tSYS\t0-31\t0\t\tN/A\n"
-    "GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1\t\tN/A\n"
-    "NIC0\tPIX\tSYS\tSYS\t X \t\t\t\t\n\n"
-    "Legend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect\n"
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\nGPU0\t X "
+    "\tNV12\tSYS\tPIX\t0-31\t0\t\tN/A\nGPU1\tNV12\t X "
+    "\tSYS\tSYS\t0-31\t0\t\tN/A\nGPU2\tSYS\tSYS\t X \tSYS\t32-63\t1\t\tN/A\nNIC0\tPIX\tSYS\tSYS\t "
+    "X \t\t\t\t\n\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the "
+    "SMP interconnect\n"
 )
 NUMBERS = "0, 00000000:01:00.0\n1, 00000000:41:00.0\n2, 00000000:C1:00.0\n"
 
@@ -118,10 +135,14 @@ def test_nvlink_by_addresses(smi: Path, tmp_path: Path) -> None:
     command(smi, f'case "$1" in topo) cat {tmp_path}/topology;; *) cat {tmp_path}/numbers;; esac')
     assert nvlinks() == {frozenset(("0000:01:00.0", "0000:41:00.0")): "NV12"}
     (tmp_path / "numbers").write_text("0, 00010000:01:00.0\n1, 0000ABCD:41:00.0\n")
-    assert nvlinks() == {frozenset(("10000:01:00.0", "abcd:41:00.0")): "NV12"}, "as sysfs writes domains"
+    assert nvlinks() == {frozenset(("10000:01:00.0", "abcd:41:00.0")): "NV12"}, (
+        "as sysfs writes domains"
+    )
 
 
-@pytest.mark.parametrize("text", ["exit 9", "kill -SEGV $$", "echo NVIDIA-SMI has failed >&2; exit 255"])
+@pytest.mark.parametrize(
+    "text", ["exit 9", "kill -SEGV $$", "echo NVIDIA-SMI has failed >&2; exit 255"]
+)
 def test_a_broken_nvidia_smi_is_no_answer(smi: Path, text: str) -> None:
     command(smi, text)
     assert nvlinks() is None
@@ -141,16 +162,24 @@ def test_no_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "version"),
     [
         (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 24 19:31:43 UTC 2024",
+            (
+                "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 24 19:31:43 "
+                "UTC 2024"
+            ),
             "535.161.08",
         ),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build", "570.86.15"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build",
+            "570.86.15",
+        ),
         ("something else", ""),
     ],
 )
 def test_the_driver_by_its_own_words(tmp_path: Path, words: str, version: str) -> None:
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    (tmp_path / "proc/driver/nvidia/version").write_text(f"{words}\nGCC version: gcc version 12.3.0\n")
+    (tmp_path / "proc/driver/nvidia/version").write_text(
+        f"{words}\nGCC version: gcc version 12.3.0\n"
+    )
     assert read_machine(tmp_path).driver == version
 
 
@@ -182,7 +211,11 @@ def test_an_empty_machine_is_no_error(tmp_path: Path) -> None:
 def test_a_limit_holds_for_a_process_that_ignores_it(tmp_path: Path) -> None:
     command = f"trap '' TERM INT; echo begun; sleep 60 & sleep 60; touch {tmp_path}/late"
     ended = run_limited(("sh", "-c", command), 3.0)
-    assert (ended.status, ended.out, ended.problem) == (None, "begun\n", "no answer in 3 s, so it was killed")
+    assert (ended.status, ended.out, ended.problem) == (
+        None,
+        "begun\n",
+        "no answer in 3 s, so it was killed",
+    )
     assert not (tmp_path / "late").exists(), "nobody ended it"
 
 
@@ -199,7 +232,8 @@ def test_all_that_a_command_started_is_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_grandchild_that_keeps_the_output_open_holds_nothing_up(tmp_path: Path) -> None:
     program = (
-        f"import subprocess; subprocess.Popen(['sh', '-c', 'sleep 30; touch {tmp_path}/late']); print(1)"
+        f"import subprocess; subprocess.Popen(['sh', '-c', 'sleep 30; touch {tmp_path}/late']); "
+        "print(1)"
     )
     ended = run_limited((sys.executable, "-c", program), 600.0)
     assert (ended.status, ended.out, ended.problem) == (0, "1\n", "")
@@ -249,7 +283,11 @@ def test_a_child_answers_and_is_started_again() -> None:
     assert child.ask(b"two") == b"2 two\n"
     # What the questions before have cost it may be why: a new one answers.
     assert child.ask(b"die later") == b"1 die later\n"
-    for word, why in (("die", "status 7"), ("abort", "out of memory"), ("sleep", "no answer in 2 s")):
+    for word, why in (
+        ("die", "status 7"),
+        ("abort", "out of memory"),
+        ("sleep", "no answer in 2 s"),
+    ):
         with pytest.raises(ChildEnded, match=why):
             child.ask(word.encode())
     assert child.ask(b"three") == b"1 three\n"
@@ -279,7 +317,9 @@ child.ask(b"spin")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
     """It computes on with no limit of time otherwise, and its folder stays."""
-    with subprocess.Popen((sys.executable, "-c", PARENT), stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        (sys.executable, "-c", PARENT), stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         child, folder, temporary = parent.stdout.readline().split()
         assert folder == temporary != os.getcwd()

@@ -1,7 +1,7 @@
 """Hostile and broken input, through the public functions and the command line.
 
-Whatever a file says: check answers with findings, repair with one JSON object, soon; nothing but a CkptfixError is
-raised, and what a repair changes after all, undo gives back.
+Whatever a file says: check answers with findings, repair with one JSON object, soon; nothing but a
+CkptfixError is raised, and what a repair changes after all, undo gives back.
 """
 
 import json
@@ -32,10 +32,13 @@ SEEDS = {
     "legacy": FIXTURES / "lone-nested-legacy" / "checkpoint" / "legacy.pt",
 }
 TOO_LONG = 20.0
-"""Seconds of the processor; each takes milliseconds to three seconds, and what is quadratic takes minutes."""
+"""Seconds of the processor; each takes milliseconds to three seconds, and what is quadratic takes
+minutes.
+"""
 
 MEMORY = 1 << 30
-"""Address space in bytes of the process that reads bombs; Python and click alone take about 60 MB."""
+"""Address space in bytes of the process that reads bombs; Python and click alone take about 60 MB.
+"""
 
 
 @pytest.fixture
@@ -46,7 +49,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
-    """A folder on a tmpfs where there is one: thousands of repairs flush to disk thousands of times."""
+    """A folder on a tmpfs where there is one: thousands of repairs flush to disk thousands of
+    times.
+    """
     base = Path("/dev/shm")
     root = Path(
         f"{base if base.is_dir() and os.access(base, os.W_OK) else '/tmp'}/ckptfix-test-{os.getpid()}"
@@ -148,7 +153,9 @@ def test_every_byte_flipped(in_memory: Path, seed: str, flip: int) -> None:
 
 
 def test_every_flip_of_a_zip_data_record_is_found_by_its_checksum(in_memory: Path) -> None:
-    """The bytes of tensors and of the pickle have a CRC: no flip in them may pass ``check --data``."""
+    """The bytes of tensors and of the pickle have a CRC: no flip in them may pass ``check
+    --data``.
+    """
     data = SEEDS["zip"].read_bytes()
     path = in_memory / "model.bin"
     path.write_bytes(data)
@@ -165,7 +172,9 @@ def test_every_flip_of_a_zip_data_record_is_found_by_its_checksum(in_memory: Pat
             assert report.status == 1, (info.filename, place - begin)
 
 
-def raw_safetensors(path: Path, header: bytes, data: bytes = b"", length: int | None = None) -> Path:
+def raw_safetensors(
+    path: Path, header: bytes, data: bytes = b"", length: int | None = None
+) -> Path:
     path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
     return path
 
@@ -203,13 +212,19 @@ LYING_HEADERS: dict[str, bytes | Mapping[str, object]] = {
     "entry is null": {"a": None},
     "metadata is a list": {"__metadata__": [], "a": entry()},
     "metadata of numbers": {"__metadata__": {"format": 1}, "a": entry()},
-    "the same name twice": b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
-    b'"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
-    "the same key twice in an entry": b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}',
-    "metadata twice": b'{"__metadata__":{},"__metadata__":{},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
-    "a number of 100,000 digits": b'{"a":{"dtype":"U8","shape":['
-    + b"9" * 100_000
-    + b'],"data_offsets":[0,4]}}',
+    "the same name twice": (
+        b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
+        b'"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    ),
+    "the same key twice in an entry": (
+        b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}'
+    ),
+    "metadata twice": (
+        b'{"__metadata__":{},"__metadata__":{},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    ),
+    "a number of 100,000 digits": (
+        b'{"a":{"dtype":"U8","shape":[' + b"9" * 100_000 + b'],"data_offsets":[0,4]}}'
+    ),
     "not a number": b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,4]}}',
     "deep objects": b'{"a":' * 200_000,
     "deep lists": b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
@@ -236,7 +251,9 @@ def test_headers_that_lie(folder: Path, capsys: pytest.CaptureFixture[str], what
 
 
 @pytest.mark.parametrize("claim", [0, 1, 100_000_001, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
-def test_header_lengths_that_lie(folder: Path, capsys: pytest.CaptureFixture[str], claim: int) -> None:
+def test_header_lengths_that_lie(
+    folder: Path, capsys: pytest.CaptureFixture[str], claim: int
+) -> None:
     header = json.dumps({"a": entry()}).encode()
     path = raw_safetensors(folder / "model.safetensors", header, bytes(4), length=claim)
     assert codes(path) & {"malformed-file", "truncated-file", "not-a-tensor-file"}
@@ -246,7 +263,9 @@ def test_header_lengths_that_lie(folder: Path, capsys: pytest.CaptureFixture[str
 def test_a_name_that_comes_twice_among_many_is_found_soon(folder: Path) -> None:
     one = '":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     names = [f'"layers.{number}.weight{one}' for number in range(100_000)]
-    raw_safetensors(folder / "model.safetensors", ("{" + ",".join([*names, names[-1]]) + "}").encode())
+    raw_safetensors(
+        folder / "model.safetensors", ("{" + ",".join([*names, names[-1]]) + "}").encode()
+    )
     assert "malformed-file" in codes(folder)
 
 
@@ -283,7 +302,9 @@ def test_an_index_that_leaves_the_folder(
     # Loaders follow a path to a file that exists. It is looked for, and never read or changed.
     leads_to_a_file = target in ("../outside.safetensors", "/etc/passwd")
     assert codes(folder) == (set() if leads_to_a_file else {"malformed-file"})
-    assert cli(["repair", str(folder), "--keys", "bare"], capsys)["status"] == (3 if leads_to_a_file else 1)
+    assert cli(["repair", str(folder), "--keys", "bare"], capsys)["status"] == (
+        3 if leads_to_a_file else 1
+    )
     assert outside.read_bytes() == before
     assert [path.name for path in folder.iterdir()] == ["model.safetensors.index.json"]
 
@@ -308,7 +329,9 @@ def test_an_index_that_leaves_the_folder(
     ],
     ids=lambda text: text[:40] or "empty",
 )
-def test_an_index_that_is_no_index(folder: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_an_index_that_is_no_index(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     write_safetensors(folder / "model-00001-of-00001.safetensors", {"w": b"1"})
     (folder / "model.safetensors.index.json").write_text(text)
     assert examined(folder) is not None
@@ -333,11 +356,22 @@ def torch_zip(
 
 @pytest.mark.parametrize(
     "name",
-    ["../evil", "/evil", "archive/../../evil", "archive/data/../../../evil", "archive\\..\\evil", "..", ""],
+    [
+        "../evil",
+        "/evil",
+        "archive/../../evil",
+        "archive/data/../../../evil",
+        "archive\\..\\evil",
+        "..",
+        "",
+    ],
 )
-def test_a_zip_name_that_escapes(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_zip_name_that_escapes(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     path = folder / "model.bin"
-    # Same length, put in afterwards: zipfile itself would turn some of them into something harmless.
+    # Same length, put in afterwards: zipfile itself would turn some of them into something
+    # harmless.
     if name:
         torch_zip(path, b"\x80\x02}.", {"X" * len(name): b"x"})
         path.write_bytes(path.read_bytes().replace(b"X" * len(name), name.encode()))
@@ -387,7 +421,9 @@ BOMBS: dict[str, bytes] = {
     "a long of 10^6 digits": b"\x80\x02L" + b"9" * 10**6 + b"L\n.",
     "100,000 tuples in tuples": b"\x80\x02)" + b"\x85" * 100_000 + b".",
     "100,000 lists in lists": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
-    "100,000 dicts in dicts": b"\x80\x02" + b"}X\x05\0\0\0model" * 100_000 + b"}" + b"s" * 100_000 + b".",
+    "100,000 dicts in dicts": (
+        b"\x80\x02" + b"}X\x05\0\0\0model" * 100_000 + b"}" + b"s" * 100_000 + b"."
+    ),
     "100,000 marks": b"\x80\x02" + b"(" * 100_000 + b".",
     "POP of nothing": b"\x80\x020.",
     "GET of nothing": b"\x80\x02h\x00.",
@@ -405,10 +441,15 @@ BOMBS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("container", ["zip", "plain"])
 @pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=[pytest.mark.slow] * what.startswith("100,000")) for what in BOMBS]
+    "what",
+    [pytest.param(what, marks=[pytest.mark.slow] * what.startswith("100,000")) for what in BOMBS],
 )
-def test_pickle_bombs(folder: Path, capsys: pytest.CaptureFixture[str], what: str, container: str) -> None:
-    """Each lies there twice, as two models and as two optimizers, so that they are compared as well."""
+def test_pickle_bombs(
+    folder: Path, capsys: pytest.CaptureFixture[str], what: str, container: str
+) -> None:
+    """Each lies there twice, as two models and as two optimizers, so that they are compared as
+    well.
+    """
     for name in ("pytorch_model.bin", "pytorch_model_1.bin", "optimizer.bin", "optimizer_1.bin"):
         if container == "zip":
             torch_zip(folder / name, BOMBS[what])
@@ -439,7 +480,15 @@ def test_claims_of_gigabytes_take_no_memory(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
     result = subprocess.run(
-        [sys.executable, "-m", "ckptfix", "check", "--data", "--json", *sorted(tmp_path.iterdir())],
+        [
+            sys.executable,
+            "-m",
+            "ckptfix",
+            "check",
+            "--data",
+            "--json",
+            *sorted(tmp_path.iterdir()),
+        ],
         capture_output=True,
         text=True,
         preexec_fn=limit,
@@ -470,7 +519,9 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_any_kind(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """The names stand in JSON as given here, so a backslash begins an escape that only JSON knows."""
+    """The names stand in JSON as given here, so a backslash begins an escape that only JSON
+    knows.
+    """
     tensor = '":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}'
     quoted = json.dumps(name, ensure_ascii=False)[1:-1].replace("\\\\u", "\\u")
     header = f'{{"module.module.{quoted}{tensor % (0, 1)},"module.module.w{tensor % (1, 2)}}}'
@@ -523,7 +574,9 @@ def make_device(path: Path) -> None:
     [make_fifo, make_dangling, make_loop, make_folder_with_the_name, make_device],
     ids=lambda f: f.__name__,
 )
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"]
+)
 def test_what_is_no_file(
     folder: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None], name: str
 ) -> None:
@@ -566,12 +619,16 @@ def test_shard_numbers_that_make_no_sense(
 def test_json_that_can_be_read_and_hardly_written(
     folder: Path, capsys: pytest.CaptureFixture[str], depth: int
 ) -> None:
-    """Writing nests deeper than reading: what was read a moment ago may be too deep for the way back."""
+    """Writing nests deeper than reading: what was read a moment ago may be too deep for the way
+    back.
+    """
     deep = '{"a":' * depth + '"\\u00e9"' + "}" * depth
     write_safetensors(folder / "model-00001-of-00001.safetensors", {"w": b"1"})
     index = f'{{"metadata": {deep}, "weight_map": {{}}}}'  # so that it has to be written again
     (folder / "model.safetensors.index.json").write_text(index)
-    header = f'{{"module.module.w":{{"dtype":"U8","shape":[0],"data_offsets":[0,0],"later":{deep}}}}}'
+    header = (
+        f'{{"module.module.w":{{"dtype":"U8","shape":[0],"data_offsets":[0,0],"later":{deep}}}}}'
+    )
     raw_safetensors(folder / "ema.safetensors", header.encode())
     assert examined(folder) is not None
     repaired_and_back(folder, folder)

@@ -1,4 +1,5 @@
-"""The laws of a repair, for folders nobody thought of: twice is once, undo is the identity, bytes stay.
+"""The laws of a repair, for folders nobody thought of: twice is once, undo is the identity, bytes
+stay.
 
 What a file holds is read back here by ``json`` and by torch, never by the package under test.
 """
@@ -52,7 +53,11 @@ SEGMENTS = st.one_of(
     ),
     st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), max_size=4),
 )
-NAMES = st.lists(SEGMENTS, min_size=1, max_size=4).map(".".join).filter(lambda name: name != "__metadata__")
+NAMES = (
+    st.lists(SEGMENTS, min_size=1, max_size=4)
+    .map(".".join)
+    .filter(lambda name: name != "__metadata__")
+)
 CHAINS = st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=4).map(
     lambda chain: "".join(f"{s}." for s in chain)
 )
@@ -64,7 +69,13 @@ POLICIES = st.builds(
     keep=st.one_of(st.just({}), st.integers(1, 3).map(lambda count: {Role.MODEL: count})),
     allow=st.frozensets(
         st.sampled_from(
-            ["entry-gap", "trailing-bytes", "no-format-metadata", "wrapper-prefix", "identical-models"]
+            [
+                "entry-gap",
+                "trailing-bytes",
+                "no-format-metadata",
+                "wrapper-prefix",
+                "identical-models",
+            ]
         )
     ),
 )
@@ -125,11 +136,15 @@ def read_safetensors(path: Path) -> Tensors:
 
 
 def repaired(root: Path, policy: Policy) -> RepairReceipt | None:
-    """Repair; None where what the user allowed would move a file next to one of another format, and is rolled back."""
+    """Repair; None where what the user allowed would move a file next to one of another format, and
+    is rolled back.
+    """
     try:
         return repair(root, policy=policy)
     except RolledBackError as error:
-        if "after the repair there is a new finding" not in str(error) or not (policy.allow or policy.keep):
+        if "after the repair there is a new finding" not in str(error) or not (
+            policy.allow or policy.keep
+        ):
             raise
         return None
 
@@ -181,7 +196,8 @@ def test_laws_of_a_folder(files: dict[str, Tensors], policy: Policy, is_save_sta
         assert [str(step) for step in receipt.steps] == [str(step) for step in dry.steps]
         after = snapshot(root)
         kept = [bare_tensors(path) for path in root.glob("*.safetensors")]
-        # Every file that is left holds exactly the tensors of one that was there; a dropped one, those of one left.
+        # Every file that is left holds exactly the tensors of one that was there; a dropped one,
+        # those of one left.
         assert all(tensors in contents.values() for tensors in kept)
         assert all(tensors in kept for tensors in contents.values())
         if not any(type(step.action).__name__ == "DropEntry" for step in receipt.steps):
@@ -211,7 +227,9 @@ OWN_NAMES = NAMES.filter(lambda name: not set(name.split(".")) & WRAPPERS)
 def test_names_change_by_the_wrapper_chain_alone(
     tensors: Tensors, chain: list[str], keys: Keys, atomic: bool
 ) -> None:
-    """What is right is known in advance here: the package under test is not asked what it should be."""
+    """What is right is known in advance here: the package under test is not asked what it should
+    be.
+    """
     once = list(dict.fromkeys(chain))  # auto: each wrapper once, in the order of its first
     expected = {Keys.BARE: [], Keys.DDP: ["module"], Keys.AUTO: once}[keys]
     with scratch() as root:
@@ -219,8 +237,12 @@ def test_names_change_by_the_wrapper_chain_alone(
             root / "m.safetensors", {".".join([*chain, n]): d for n, d in tensors.items()}
         )
         receipt = repair(path, policy=Policy(keys=keys, atomic=atomic))
-        assert read_safetensors(path) == {".".join([*expected, name]): data for name, data in tensors.items()}
-        assert list(read_safetensors(path).values()) == list(tensors.values()), "the order of the data"
+        assert read_safetensors(path) == {
+            ".".join([*expected, name]): data for name, data in tensors.items()
+        }
+        assert list(read_safetensors(path).values()) == list(tensors.values()), (
+            "the order of the data"
+        )
         assert (receipt.transaction is not None) == (expected != chain)
 
 
@@ -269,7 +291,11 @@ def equal(left: Any, right: Any) -> bool:
     legacy=st.booleans(),
 )
 def test_laws_of_a_torch_file(
-    state: OrderedDict[str, torch.Tensor], keys: Keys, atomic: bool, under: str | None, legacy: bool
+    state: OrderedDict[str, torch.Tensor],
+    keys: Keys,
+    atomic: bool,
+    under: str | None,
+    legacy: bool,
 ) -> None:
     extra = {"epoch": 3, "module.module.note": "module.module.", "list": [1, "module.module.x"]}
     value = state if under is None else {under: state, **extra}
@@ -281,11 +307,17 @@ def test_laws_of_a_torch_file(
         receipt = repair(path, policy=policy)
         loaded = torch.load(path, weights_only=True)
         if under is not None:
-            assert {key: item for key, item in loaded.items() if key != under} == extra, "a value changed"
+            assert {key: item for key, item in loaded.items() if key != under} == extra, (
+                "a value changed"
+            )
             loaded = loaded[under]
         assert [bare(name) for name in loaded] == [bare(name) for name in state]
-        assert all(equal(one, other) for one, other in zip(loaded.values(), state.values(), strict=True))
-        pointers = [tensor.untyped_storage().data_ptr() for tensor in state.values() if tensor.numel()]
+        assert all(
+            equal(one, other) for one, other in zip(loaded.values(), state.values(), strict=True)
+        )
+        pointers = [
+            tensor.untyped_storage().data_ptr() for tensor in state.values() if tensor.numel()
+        ]
         new = [tensor.untyped_storage().data_ptr() for tensor in loaded.values() if tensor.numel()]
         assert [pointers.index(p) for p in pointers] == [new.index(p) for p in new], "ties changed"
         if receipt.steps:
@@ -300,7 +332,10 @@ def test_laws_of_a_torch_file(
 def torch_pool() -> list[OrderedDict[str, torch.Tensor]]:
     """Models to be saved as entries of a folder, wrapped or not."""
     torch.manual_seed(0)
-    nets = [torch.nn.Linear(3, 2), torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))]
+    nets = [
+        torch.nn.Linear(3, 2),
+        torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)),
+    ]
     return [net.state_dict() for net in nets]
 
 
@@ -315,11 +350,15 @@ def torch_pool() -> list[OrderedDict[str, torch.Tensor]]:
     policy=Policy(keep={Role.MODEL: 3}, keys=Keys.BARE),
 )
 def test_laws_of_a_folder_of_torch_files(
-    torch_pool: list[OrderedDict[str, torch.Tensor]], entries: list[tuple[int, str]], policy: Policy
+    torch_pool: list[OrderedDict[str, torch.Tensor]],
+    entries: list[tuple[int, str]],
+    policy: Policy,
 ) -> None:
     with scratch() as root:
         for position, (number, chain) in enumerate(entries):
-            state = OrderedDict((chain + name, tensor) for name, tensor in torch_pool[number].items())
+            state = OrderedDict(
+                (chain + name, tensor) for name, tensor in torch_pool[number].items()
+            )
             name = f"pytorch_model_{position}.bin" if position else "pytorch_model.bin"
             (root / name).write_bytes(saved(state, legacy=False))
         (root / "random_states_0.pkl").write_bytes(RANDOM_STATES)
@@ -328,7 +367,10 @@ def test_laws_of_a_folder_of_torch_files(
         after = snapshot(root)
         assert repair(root, policy=policy).steps == ()
         assert snapshot(root) == after
-        left = {tuple(bare(name) for name in torch.load(path)) for path in root.glob("pytorch_model*.bin")}
+        left = {
+            tuple(bare(name) for name in torch.load(path))
+            for path in root.glob("pytorch_model*.bin")
+        }
         assert left == {tuple(torch_pool[number]) for number, _ in entries}, "a whole model is gone"
         if not receipt.left:
             assert not any(finding.action.value == "fix" for finding in check(root).findings)
@@ -351,9 +393,13 @@ def test_laws_of_a_folder_of_torch_files(
     policy=Policy(allow=frozenset(["entry-gap"])),
     pick=1,
 )
-# Rolled back: the index places the key in one of two shards that hold it, and the proof met the other as left over.
+# Rolled back: the index places the key in one of two shards that hold it, and the proof met the
+# other as left over.
 @example(
-    files={"model-00001-of-00002.safetensors": {"fc": b""}, "model-00002-of-00002.safetensors": {"fc": b""}},
+    files={
+        "model-00001-of-00002.safetensors": {"fc": b""},
+        "model-00002-of-00002.safetensors": {"fc": b""},
+    },
     link="symbolic",
     policy=Policy(),
     pick=0,
@@ -375,7 +421,10 @@ def test_another_name_of_a_file_keeps_its_bytes(
         kept, status, before = other.read_bytes(), other.stat(), snapshot(root)
         receipt = repaired(root, policy)
         assert other.read_bytes() == kept
-        assert (other.stat().st_ino, other.stat().st_mtime_ns) == (status.st_ino, status.st_mtime_ns)
+        assert (other.stat().st_ino, other.stat().st_mtime_ns) == (
+            status.st_ino,
+            status.st_mtime_ns,
+        )
         if receipt is not None and receipt.transaction is not None:
             undo(root)
         assert snapshot(root) == before
@@ -391,8 +440,13 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 def test_names_of_two_shards_that_would_become_one_are_refused(
     tmp_path: Path, keys: Keys, with_index: bool
 ) -> None:
-    """Shards are one state dict: a name in one shard and another in the next must not fall together."""
-    files: dict[str, Tensors] = {SHARDS[0]: {"a.fc": b"1", "x": b"2"}, SHARDS[1]: {"a._orig_mod.fc": b"3"}}
+    """Shards are one state dict: a name in one shard and another in the next must not fall
+    together.
+    """
+    files: dict[str, Tensors] = {
+        SHARDS[0]: {"a.fc": b"1", "x": b"2"},
+        SHARDS[1]: {"a._orig_mod.fc": b"3"},
+    }
     write(tmp_path, files, is_save_state=False)
     if with_index:
         weight_map = {fqn: name for name, tensors in files.items() for fqn in tensors}
@@ -406,7 +460,9 @@ def test_names_of_two_shards_that_would_become_one_are_refused(
 
 @pytest.mark.parametrize("keys", Keys)
 @pytest.mark.parametrize("sharded", [True, False])
-def test_wrappers_below_a_wrapper_need_no_second_repair(tmp_path: Path, keys: Keys, sharded: bool) -> None:
+def test_wrappers_below_a_wrapper_need_no_second_repair(
+    tmp_path: Path, keys: Keys, sharded: bool
+) -> None:
     """With the private wrapper gone all names carry ``module.``, which they did not before."""
     one, two = {"module.fc": b"1"}, {"_checkpoint_wrapped_module.module.out": b"2"}
     if sharded:

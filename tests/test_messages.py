@@ -17,7 +17,11 @@ def check(path, first):
 
 
 def test_sentences_without_docstrings_and_names() -> None:
-    assert list(sentences(SOURCE)) == ["the one reason", "{} holds {}, and no save", "file of no checkpoint"]
+    assert list(sentences(SOURCE)) == [
+        "the one reason",
+        "{} holds {}, and no save",
+        "file of no checkpoint",
+    ]
 
 
 def test_every_module_that_speaks_is_there() -> None:

@@ -1,7 +1,9 @@
-"""Folders put together at random: entries, shards, indexes, wrappers, trailing bytes, in two containers at once.
+"""Folders put together at random: entries, shards, indexes, wrappers, trailing bytes, in two
+containers at once.
 
-Whatever is in them, a repair makes no new error, hides no lost tensor, has nothing left to do the second time, and can
-be undone byte for byte. It fails only where an option of the user would add a finding, and then changes nothing.
+Whatever is in them, a repair makes no new error, hides no lost tensor, has nothing left to do the
+second time, and can be undone byte for byte. It fails only where an option of the user would add a
+finding, and then changes nothing.
 """
 
 import json
@@ -19,7 +21,15 @@ from ckptfix.errors import RolledBackError
 from tests.repairs.builders import RANDOM_STATES, snapshot, write_safetensors
 from tests.weight_loaders import assert_none_switched, loaded
 
-CHAINS = ("", "", "module.", "module.module.", "module.module.module.", "_orig_mod.", "module._orig_mod.")
+CHAINS = (
+    "",
+    "",
+    "module.",
+    "module.module.",
+    "module.module.module.",
+    "_orig_mod.",
+    "module._orig_mod.",
+)
 MODELS = ({"a": b"1" * 8, "b.c": b"2" * 4}, {"a": b"9" * 8, "b.c": b"2" * 4}, {"x": b"5"})
 
 
@@ -27,7 +37,9 @@ def write(path: Path, tensors: dict[str, bytes], tail: bytes) -> None:
     if path.suffix == ".safetensors":
         write_safetensors(path, tensors, tail=tail)
         return
-    torch.save({name: torch.tensor(list(data), dtype=torch.uint8) for name, data in tensors.items()}, path)
+    torch.save(
+        {name: torch.tensor(list(data), dtype=torch.uint8) for name, data in tensors.items()}, path
+    )
     with path.open("ab") as file:
         file.write(tail)
 
@@ -65,7 +77,9 @@ def any_policy(rnd: random.Random) -> Policy:
         atomic=rnd.random() < 0.2,
         keep=rnd.choice([{}, {}, {Role.MODEL: 2}]),
         allow=frozenset(rnd.sample(allow, rnd.choice([0, 0, 1, 2]))),
-        only=frozenset(rnd.choice([(), (), (), ("doubled-model",), ("nested-prefix",), ("index-mismatch",)])),
+        only=frozenset(
+            rnd.choice([(), (), (), ("doubled-model",), ("nested-prefix",), ("index-mismatch",)])
+        ),
     )
 
 
@@ -74,7 +88,9 @@ def errors(folder: Path) -> set[str]:
 
 
 def lost_names(findings: Any) -> set[str]:
-    return {name for finding in findings if isinstance(finding, IndexMismatch) for name in finding.lost}
+    return {
+        name for finding in findings if isinstance(finding, IndexMismatch) for name in finding.lost
+    }
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -94,10 +110,15 @@ def test_any_folder(tmp_path: Path, seed: int) -> None:
     try:
         receipt = repair(tmp_path, policy=policy)
     except RolledBackError as error:
-        # Only what the user allowed moves a file next to one of another format, which loaders would take instead.
-        if "after the repair there is a new finding" not in str(error) or not (policy.allow or policy.keep):
+        # Only what the user allowed moves a file next to one of another format, which loaders would
+        # take instead.
+        if "after the repair there is a new finding" not in str(error) or not (
+            policy.allow or policy.keep
+        ):
             raise
-        assert {name: data for name, data in snapshot(tmp_path).items() if ".ckptfix" not in name} == before
+        assert {
+            name: data for name, data in snapshot(tmp_path).items() if ".ckptfix" not in name
+        } == before
         repair(tmp_path)
         return
     if policy == Policy():
@@ -111,4 +132,6 @@ def test_any_folder(tmp_path: Path, seed: int) -> None:
     assert snapshot(tmp_path) == once
     if receipt.transaction is not None:
         undo(tmp_path)
-    assert {name: data for name, data in snapshot(tmp_path).items() if ".ckptfix" not in name} == before
+    assert {
+        name: data for name, data in snapshot(tmp_path).items() if ".ckptfix" not in name
+    } == before

@@ -1,4 +1,6 @@
-"""Public names: where they live, that importing a package costs nothing, and what moved since 0.4."""
+"""Public names: where they live, that importing a package costs nothing, and what moved since
+0.4.
+"""
 
 import ast
 import importlib
@@ -18,9 +20,22 @@ import ckptfix.training
 
 CHECKPOINT = Path(__file__).parents[1] / "fixtures" / "golden" / "unsafe-pickle" / "checkpoint"
 PACKAGES = [ckptfix, ckptfix.training, ckptfix.devices]
-VERBS = ["check", "plan_repair", "repair", "undo", "seal", "verify", "diff", "migrate", "salvage", "doctor"]
+VERBS = [
+    "check",
+    "plan_repair",
+    "repair",
+    "undo",
+    "seal",
+    "verify",
+    "diff",
+    "migrate",
+    "salvage",
+    "doctor",
+]
 MOVED = [
-    (name, f"ckptfix.{room}", name) for room, names in ckptfix._MOVED.items() for name in names.split()
+    (name, f"ckptfix.{room}", name)
+    for room, names in ckptfix._MOVED.items()
+    for name in names.split()
 ] + [("Receipt", "ckptfix", "RepairReceipt")]
 
 

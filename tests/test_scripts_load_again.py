@@ -1,8 +1,8 @@
 """After the default repair the correct script loads what it saved, or the repair asks.
 
-Folders are generated from scripts: what a script prepares and registers, healthy or some of it twice. What a script
-loads is told by a small model of accelerate's ``load_state`` (by position, by names, and all of them), which a slow
-test compares with the real one.
+Folders are generated from scripts: what a script prepares and registers, healthy or some of it
+twice. What a script loads is told by a small model of accelerate's ``load_state`` (by position, by
+names, and all of them), which a slow test compares with the real one.
 """
 
 import random
@@ -20,7 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfix import check, repair, undo
-from tests.repairs.builders import RANDOM_STATES, read_safetensors_bytes, snapshot, write_safetensors
+from tests.repairs.builders import (
+    RANDOM_STATES,
+    read_safetensors_bytes,
+    snapshot,
+    write_safetensors,
+)
 from tests.sampling import examples
 
 Tensors = dict[str, bytes]
@@ -30,7 +35,9 @@ ARCHITECTURES = ({"fc.weight": 6, "fc.bias": 2}, {"out.weight": 5})
 
 @dataclass(slots=True)
 class Script:
-    """What a correct script has, in the order in which it is registered, and what the run saved besides."""
+    """What a correct script has, in the order in which it is registered, and what the run saved
+    besides.
+    """
 
     ranks: int
     models: list[Tensors] = field(default_factory=list)
@@ -39,7 +46,9 @@ class Script:
     custom: list[dict[str, Any]] = field(default_factory=list)
     adapter: Tensors | None = None
     again: dict[str, list[int]] = field(default_factory=dict)
-    """Role -> the position that each entry of the folder has in the script, where some are saved twice."""
+    """Role -> the position that each entry of the folder has in the script, where some are saved
+    twice.
+    """
     is_exempt: bool = False
     """It has an average that the manual names: nothing tells it from a second prepare()."""
 
@@ -60,7 +69,9 @@ def optimizer(pick: Pick, kind: str, model: Tensors, named: Sequence[str], steps
     parameters = [torch.nn.Parameter(torch.zeros(len(data) // 4)) for data in model.values()]
     options = {"momentum": 0.9} if kind == "Momentum" else {}
     given = list(zip(named, parameters, strict=True)) if named else parameters
-    made = getattr(torch.optim, "SGD" if kind == "Momentum" else kind)(given, lr=pick([0.1, 0.2]), **options)
+    made = getattr(torch.optim, "SGD" if kind == "Momentum" else kind)(
+        given, lr=pick([0.1, 0.2]), **options
+    )
     for _ in range(steps):
         for parameter, data in zip(parameters, model.values(), strict=True):
             parameter.grad = torch.tensor(list(data[: len(parameter)])) / 100
@@ -71,7 +82,8 @@ def optimizer(pick: Pick, kind: str, model: Tensors, named: Sequence[str], steps
 def make_script(pick: Pick) -> Script:
     """Make a script; ``module.module.`` is of ``prepare(W(W(net)))`` or ``prepare(DDP(DDP(net)))``.
 
-    Without ranks it is no folder of ``save_state``, and such keys are of a model that another library saved.
+    Without ranks it is no folder of ``save_state``, and such keys are of a model that another
+    library saved.
     """
     script = Script(ranks=pick([0, 1, 1, 2, 2, 3]))
     steps = pick([0, 1, 2])
@@ -87,7 +99,11 @@ def make_script(pick: Pick) -> Script:
         used.add(b"".join(net.values()))
         average = pick([None, None, "bare", "wrapper", "of the prepared"])
         is_equal = average is not None and pick([True, False])
-        other = net if is_equal else {name: bytes(255 - byte for byte in data) for name, data in net.items()}
+        other = (
+            net
+            if is_equal
+            else {name: bytes(255 - byte for byte in data) for name, data in net.items()}
+        )
         wrapper = {"bare": "", "wrapper": "module.", None: ""}.get(average)
         if wrapper is None:  # prepare() wraps the model only beside other processes
             wrapper = "module.module." if script.ranks != 1 else "module."
@@ -106,13 +122,21 @@ def make_script(pick: Pick) -> Script:
         made = optimizer(pick, kind, script.models[position], named, steps)
         script.optimizers.append(made.state_dict())
     if pick([True, False]):
-        script.schedulers = [{"last_epoch": steps, "base_lrs": [pick([0.1, 0.2])]} for _ in script.optimizers]
+        script.schedulers = [
+            {"last_epoch": steps, "base_lrs": [pick([0.1, 0.2])]} for _ in script.optimizers
+        ]
     if pick([True, False]):
-        nested = {f"module.module.{name}": torch.ones(size) for name, size in pick(ARCHITECTURES).items()}
+        nested = {
+            f"module.module.{name}": torch.ones(size) for name, size in pick(ARCHITECTURES).items()
+        }
         script.custom = [pick([nested, {"samples": 3}]) for _ in range(pick([1, 2]))]
     if pick([True, False]):
         script.adapter = {f"base_model.model.fc.lora_{matrix}.weight": b"lora" for matrix in "AB"}
-    roles = {"models": script.models, "optimizers": script.optimizers, "schedulers": script.schedulers}
+    roles = {
+        "models": script.models,
+        "optimizers": script.optimizers,
+        "schedulers": script.schedulers,
+    }
     for role, every in roles.items():
         script.again[role] = list(range(len(every)))
     if script.ranks != 1 and pick([True, False]):
@@ -124,7 +148,9 @@ def make_script(pick: Pick) -> Script:
         for role in ("optimizers", "schedulers"):
             if pick([True, False]):
                 repeat(
-                    script.again[role], [number for number in numbers if number < len(roles[role])], at_end
+                    script.again[role],
+                    [number for number in numbers if number < len(roles[role])],
+                    at_end,
                 )
     return script
 
@@ -174,9 +200,9 @@ def load(folder: Path, script: Script) -> list[Any] | None:
             if not path.exists():
                 return None
             state = torch.load(path, weights_only=True)
-            if role == "optimizer" and [len(group["params"]) for group in state["param_groups"]] != [
-                len(group["params"]) for group in own["param_groups"]
-            ]:
+            if role == "optimizer" and [
+                len(group["params"]) for group in state["param_groups"]
+            ] != [len(group["params"]) for group in own["param_groups"]]:
                 return None
             found.append(state)
     paths = sorted(folder.glob("custom_checkpoint_*.pkl"))
@@ -225,7 +251,9 @@ def test_the_correct_script_loads_after_a_repair(data: st.DataObject) -> None:
     with scratch() as folder:
         save(folder, script)
         before = snapshot(folder)
-        is_healthy = all(positions == list(range(len(positions))) for positions in script.again.values())
+        is_healthy = all(
+            positions == list(range(len(positions))) for positions in script.again.values()
+        )
         could_load = same(load(folder, script) or [], expected(script))
         assert could_load or not is_healthy
         report = check(folder)
@@ -238,7 +266,10 @@ def test_the_correct_script_loads_after_a_repair(data: st.DataObject) -> None:
             assert {one.code for one in asked} <= {"identical-models", "nested-prefix"}
             assert all(one.action.value == "ask" for one in asked)
             assert receipt.steps == ()
-        for name in ("adapter_model.safetensors", *(f"custom_checkpoint_{index}.pkl" for index in range(2))):
+        for name in (
+            "adapter_model.safetensors",
+            *(f"custom_checkpoint_{index}.pkl" for index in range(2)),
+        ):
             assert (folder / name).exists() == (name in before)
             assert not (folder / name).exists() or (folder / name).read_bytes() == before[name]
         assert repair(folder).steps == ()
@@ -297,7 +328,8 @@ def really_loaded(folder: Path, script: Script) -> list[Any] | None:
     optimizers = []
     for state in script.optimizers:
         groups = [
-            [torch.nn.Parameter(torch.zeros(1)) for _ in group["params"]] for group in state["param_groups"]
+            [torch.nn.Parameter(torch.zeros(1)) for _ in group["params"]]
+            for group in state["param_groups"]
         ]
         optimizers.append(torch.optim.SGD([{"params": group} for group in groups]))
     schedulers = [Scheduler() for _ in script.schedulers]
@@ -310,7 +342,10 @@ def really_loaded(folder: Path, script: Script) -> list[Any] | None:
             load_custom_state(thing, str(folder), index)
     except (FileNotFoundError, RuntimeError, ValueError):
         return None
-    nets = [{name: one.numpy().tobytes() for name, one in model.state_dict().items()} for model in models]
+    nets = [
+        {name: one.numpy().tobytes() for name, one in model.state_dict().items()}
+        for model in models
+    ]
     return [*nets, *schedulers, *custom]
 
 
@@ -332,7 +367,9 @@ def test_stock_accelerate_loads_as_the_model_of_it_says() -> None:
                 if told is not None and real is not None:
                     count = len(script.optimizers)
                     told = [*told[: len(script.models)], *told[len(script.models) + count :]]
-                    states = [one.state if isinstance(one, Scheduler | Custom) else one for one in real]
+                    states = [
+                        one.state if isinstance(one, Scheduler | Custom) else one for one in real
+                    ]
                     assert same(told, states), seed
                     loaded += 1
                 repair(folder)

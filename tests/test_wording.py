@@ -28,7 +28,9 @@ def test_human_size() -> None:
 
 def test_list_names_collapses_before_it_counts() -> None:
     names = [f"layers.{i}.{part}" for part in ("a", "b", "c", "d") for i in range(9)]
-    assert list_names(names) == "'layers.{0...8}.a', 'layers.{0...8}.b', 'layers.{0...8}.c' and 1 more"
+    assert (
+        list_names(names) == "'layers.{0...8}.a', 'layers.{0...8}.b', 'layers.{0...8}.c' and 1 more"
+    )
     assert list_names(["head"]) == "'head'"
 
 
@@ -55,7 +57,9 @@ _RETIRED = {
 
 
 def _said(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield every text of a module but its docstrings, an f-string as one text with {} for its values."""
+    """Yield every text of a module but its docstrings, an f-string as one text with {} for its
+    values.
+    """
     silent: set[int] = set()
     for node in house.nodes(path):
         body = getattr(node, "body", None)
@@ -68,7 +72,11 @@ def _said(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
             yield node.lineno, "".join(map(str, parts))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in silent
+        ):
             yield node.lineno, node.value
 
 
@@ -133,9 +141,9 @@ def test_docstrings_begin_with_a_verb_or_a_noun_and_say_no_retired_word() -> Non
         if path.parts[1] in SWEPT:
             texts = list(_docstrings(path))
             assert _retired(path, texts) == []
-            assert [text for _, text in texts if re.match(r"(What|Which|Whether|Where|How)\b", text)] == [], (
-                path
-            )
+            assert [
+                text for _, text in texts if re.match(r"(What|Which|Whether|Where|How)\b", text)
+            ] == [], path
 
 
 def test_words_are_listed_as_in_a_sentence() -> None:

@@ -1,4 +1,6 @@
-"""timm for the tests, in a folder of its own: accelerate imports any timm it finds, and fails without torchvision."""
+"""timm for the tests, in a folder of its own: accelerate imports any timm it finds, and fails
+without torchvision.
+"""
 
 import sys
 from pathlib import Path

@@ -31,7 +31,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 def llama(**settings: Any) -> torch.nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=8, **settings))
 
 
@@ -46,13 +51,25 @@ def gpt2() -> torch.nn.Module:
 
 def bert() -> torch.nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    return BertForSequenceClassification(BertConfig(**sizes, vocab_size=8, max_position_embeddings=8))
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    return BertForSequenceClassification(
+        BertConfig(**sizes, vocab_size=8, max_position_embeddings=8)
+    )
 
 
 def mixtral() -> torch.nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     return MixtralForCausalLM(
         MixtralConfig(**sizes, num_key_value_heads=1, vocab_size=8, num_local_experts=2)
     )
@@ -83,7 +100,9 @@ def convolutions() -> torch.nn.Module:
 def saved(
     root: Path, config: Any, base: Callable[[], torch.nn.Module] = llama, *, trained: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Save a new adapter, or one in which every trainable number changed, and return its tensors."""
+    """Save a new adapter, or one in which every trainable number changed, and return its
+    tensors.
+    """
     model = peft.get_peft_model(base(), config)
     if trained:
         with torch.no_grad():
@@ -96,7 +115,9 @@ def saved(
 
 def lora(root: Path, **settings: Any) -> dict[str, torch.Tensor]:
     """Save a trained LoRA of two modules in each of two layers."""
-    return saved(root, peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"]} | settings))
+    return saved(
+        root, peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"]} | settings)
+    )
 
 
 def write(root: Path, tensors: Tensors) -> None:

@@ -1,4 +1,6 @@
-"""The loaders that choose among several files of weights: the real ones, and a model of what each of them takes."""
+"""The loaders that choose among several files of weights: the real ones, and a model of what each
+of them takes.
+"""
 
 import json
 from collections.abc import Callable, Iterable
@@ -16,7 +18,8 @@ from ckptfix.checkpoint.keys import WRAPPERS, adapter_name, without_adapter_name
 
 Tensors = dict[str, bytes]
 
-# --- the real loaders, for a model of two weights; each returns the mean of the first -------------------------
+# --- the real loaders, for a model of two weights; each returns the mean of the first
+# -------------------------
 
 
 def net() -> Any:
@@ -85,7 +88,8 @@ REAL: dict[str, Callable[[Path], float]] = {
 }
 
 
-# --- the model of them ----------------------------------------------------------------------------------------
+# --- the model of them
+# ----------------------------------------------------------------------------------------
 
 
 def loaded(root: Path) -> dict[str, Tensors]:
@@ -100,7 +104,8 @@ def loaded(root: Path) -> dict[str, Tensors]:
 
 
 _FAILURES = (
-    OSError, LookupError, TypeError, ValueError, RuntimeError, EOFError, SafetensorError, UnpicklingError
+    OSError, LookupError, TypeError, ValueError, RuntimeError, EOFError, SafetensorError,
+    UnpicklingError
 )  # fmt: skip
 
 
@@ -108,7 +113,9 @@ def tensors_of(path: Path) -> Tensors:
     """Return the tensors of a file of weights, or of the shards that an index lists."""
     if path.name.endswith(".json"):
         return _shards(path, of_hub=False)
-    state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    state = (
+        load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    )
     return {
         name: tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
         for name, tensor in state.items()
@@ -116,12 +123,16 @@ def tensors_of(path: Path) -> Tensors:
 
 
 def _shards(index: Path, *, of_hub: bool) -> Tensors:
-    """Return the tensors of all shards in an index. ``of_hub``: as transformers and diffusers read it."""
+    """Return the tensors of all shards in an index. ``of_hub``: as transformers and diffusers read
+    it.
+    """
     document = json.loads(index.read_text())
     names = sorted(set(document["weight_map"].values()))
     if of_hub and not isinstance(document["metadata"], dict):
         raise ValueError("transformers writes into the metadata")
-    return {name: data for shard in names for name, data in tensors_of(index.parent / shard).items()}
+    return {
+        name: data for shard in names for name, data in tensors_of(index.parent / shard).items()
+    }
 
 
 def _first(root: Path, names: Iterable[str]) -> Tensors:
@@ -162,7 +173,9 @@ _TAKES: dict[str, Callable[[Path], Tensors]] = {
 
 
 def bare(tensors: Tensors) -> set[tuple[str, bytes]]:
-    """Return tensors without the wrappers and the adapters' names in their keys, which a repair may rename."""
+    """Return tensors without the wrappers and the adapters' names in their keys, which a repair may
+    rename.
+    """
     unwrapped = {
         ".".join(segment for segment in name.split(".") if segment not in WRAPPERS): data
         for name, data in tensors.items()
@@ -171,7 +184,9 @@ def bare(tensors: Tensors) -> set[tuple[str, bytes]]:
 
 
 def assert_none_switched(before: dict[str, Tensors], after: dict[str, Tensors]) -> None:
-    """Assert that no loader switched. One that took a part of the weights, by its index, may take more."""
+    """Assert that no loader switched. One that took a part of the weights, by its index, may take
+    more.
+    """
     for loader, tensors in before.items():
         assert loader in after, f"{loader} fails after the repair"
         assert bare(tensors) <= bare(after[loader]), f"{loader} takes other weights"

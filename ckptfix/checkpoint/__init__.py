@@ -1,1 +1,3 @@
-"""Checkpoint folders: Accelerate's file names, keys of tensors, entries, the manifest, and the scan."""
+"""Checkpoint folders: Accelerate's file names, keys of tensors, entries, the manifest, and the
+scan.
+"""

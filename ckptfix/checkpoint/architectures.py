@@ -1,7 +1,9 @@
-"""Table of the model classes of transformers: their keys, and what follows which attribute of the config.
+"""Table of the model classes of transformers: their keys, and what follows which attribute of the
+config.
 
-``python -m tests.architectures`` makes it, by building each class several times with other sizes on the meta device. It
-is read where a ``config.json`` names a class, and speaks for one version of transformers: ``table_version``.
+``python -m tests.architectures`` makes it, by building each class several times with other sizes on
+the meta device. It is read where a ``config.json`` names a class, and speaks for one version of
+transformers: ``table_version``.
 
 A key is compared as a pattern: with ``*`` for each segment that is a number.
 """
@@ -18,7 +20,9 @@ from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.storage.reading import read_start
 
 TABLE = Path(__file__).with_name("architectures.bin")
-"""The first line has the version and the places of the blocks; each block has the classes of some model types."""
+"""The first line has the version and the places of the blocks; each block has the classes of some
+model types.
+"""
 
 RENAMED = frozenset(
     (
@@ -40,8 +44,9 @@ RENAMED = frozenset(
         "ultrabert",
     )
 )
-"""Model types of which a load renames keys that no save writes: files of CLIPTextModel before transformers 5 have
-``text_model.`` before every key. Other types with conversions have ``inside`` keys in the table.
+"""Model types of which a load renames keys that no save writes: files of CLIPTextModel before
+transformers 5 have ``text_model.`` before every key. Other types with conversions have ``inside``
+keys in the table.
 """
 
 _LARGEST = 1 << 22
@@ -52,8 +57,8 @@ _LONGEST_NAME = 100
 class Attribute(NamedTuple):
     """An attribute of a config that sizes follow.
 
-    ``path``: such as ``("text_config", "vocab_size")``. ``default``: of the class, None where it follows other
-    attributes. ``aliases``: other names of it.
+    ``path``: such as ``("text_config", "vocab_size")``. ``default``: of the class, None where it
+    follows other attributes. ``aliases``: other names of it.
     """
 
     path: tuple[str, ...]
@@ -75,14 +80,15 @@ class Follows(NamedTuple):
 class Architecture(NamedTuple):
     """A model class, as the table knows it. All keys are patterns.
 
-    ``keys``: those that a load finds: as ``save_pretrained`` writes them, and as the module has them. ``numbers``:
-    pattern that ends in ``*`` -> how many numbers it has, 0 to N - 1. ``rows``: (pattern, dimension) -> its size.
-    ``parts``: config inside of the config -> its ``model_type``. ``flags``: the config (its path with dots, "" for the
-    whole) with a ``tie_word_embeddings`` that ties something -> its default. ``ties``: that config -> key that is tied
-    (and not saved) -> key that has its values. ``missing``, ``unexpected``: regular expressions of keys that a load
-    does not report. ``unsaved``: keys that ``save_pretrained`` leaves out. ``head``, ``embedding``: the weights of the
-    output and of the input, "" for none. ``prefix``: ``base_model_prefix``. ``is_renamed``: a load may rename keys that
-    are not in ``keys``.
+    ``keys``: those that a load finds: as ``save_pretrained`` writes them, and as the module has
+    them. ``numbers``: pattern that ends in ``*`` -> how many numbers it has, 0 to N - 1. ``rows``:
+    (pattern, dimension) -> its size. ``parts``: config inside of the config -> its ``model_type``.
+    ``flags``: the config (its path with dots, "" for the whole) with a ``tie_word_embeddings`` that
+    ties something -> its default. ``ties``: that config -> key that is tied (and not saved) -> key
+    that has its values. ``missing``, ``unexpected``: regular expressions of keys that a load does
+    not report. ``unsaved``: keys that ``save_pretrained`` leaves out. ``head``, ``embedding``: the
+    weights of the output and of the input, "" for none. ``prefix``: ``base_model_prefix``.
+    ``is_renamed``: a load may rename keys that are not in ``keys``.
     """
 
     name: str
@@ -102,7 +108,8 @@ class Architecture(NamedTuple):
     is_renamed: bool
 
     def fits(self, key: str) -> bool:
-        """Return whether a load finds a key, by its module: flags of a config add a bias to a weight, and take it off.
+        """Return whether a load finds a key, by its module: flags of a config add a bias to a
+        weight, and take it off.
 
         A model and its base model load each other's keys: one with the prefix, one without.
         """
@@ -133,22 +140,32 @@ class Architecture(NamedTuple):
         return value if is_size and all(each == value for each in values) else None
 
     def is_tied(self, config: Mapping[str, Any], flag: str) -> bool | None:
-        """Return whether a config ties what ``ties[flag]`` lists, None where neither it nor the default says so."""
+        """Return whether a config ties what ``ties[flag]`` lists, None where neither it nor the
+        default says so.
+        """
         part = self._part(config, flag)
         if part is None:
             return None
-        value = part.get("tie_word_embeddings", self.flags[flag] if knows_defaults(config) else None)
+        value = part.get(
+            "tie_word_embeddings", self.flags[flag] if knows_defaults(config) else None
+        )
         return value if isinstance(value, bool) else None
 
     def has_parts_of(self, config: Mapping[str, Any]) -> bool:
-        """Return whether the configs inside of a config are of the types that the table was built with.
+        """Return whether the configs inside of a config are of the types that the table was built
+        with.
 
-        A composite, such as ``EncoderDecoderModel``, has the keys of the models that its config names.
+        A composite, such as ``EncoderDecoderModel``, has the keys of the models that its config
+        names.
         """
-        return all(self._part(config, path) is not None or path not in config for path in self.parts)
+        return all(
+            self._part(config, path) is not None or path not in config for path in self.parts
+        )
 
     def _part(self, config: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
-        """Return a config inside of a config; None where it is of another ``model_type``, or is not there."""
+        """Return a config inside of a config; None where it is of another ``model_type``, or is not
+        there.
+        """
         part: Any = config
         walked: list[str] = []
         for name in path.split(".") if path else ():
@@ -199,10 +216,11 @@ def table_version() -> str:
 
 
 def knows_defaults(config: Mapping[str, Any]) -> bool:
-    """Return whether an attribute that a config leaves out has the default of the table, by the version that wrote it.
+    """Return whether an attribute that a config leaves out has the default of the table, by the
+    version that wrote it.
 
-    In the same major version: from 4.46 to 5.23 the layers of Gemma 2 changed from 28 to 26, and from 4.57 to 5.23 nine
-    of 1,160 defaults did, all of them ``tie_word_embeddings``.
+    In the same major version: from 4.46 to 5.23 the layers of Gemma 2 changed from 28 to 26, and
+    from 4.57 to 5.23 nine of 1,160 defaults did, all of them ``tie_word_embeddings``.
     """
     written, known = _release(config.get("transformers_version")), _release(table_version())
     return written[:1] == known[:1] and written <= known
@@ -216,7 +234,9 @@ def _release(version: object) -> tuple[int, ...]:
 
 @cache
 def _index() -> dict[str, Any]:
-    """Return the first line of the table: its version, and the place and the model types of each block."""
+    """Return the first line of the table: its version, and the place and the model types of each
+    block.
+    """
     index: dict[str, Any] = json.loads(_table().partition(b"\n")[0])
     return index
 

@@ -1,9 +1,10 @@
 """Files by which other libraries mark a complete save, and the files that name the newest one.
 
-- ``metadata.pkl`` of torch_checkpointing, without which torchtitan passes over a step (torchtitan#4191), ``.complete``
-  of speculators (#739), and ``.rank_0_complete`` of each rank of cosmos-rl (#550): each is written last.
-  Scripts give files the same names: only next to files as that library writes them is one a mark, and never in a folder
-  with states of accelerate or the Trainer.
+- ``metadata.pkl`` of torch_checkpointing, without which torchtitan passes over a step
+  (torchtitan#4191), ``.complete`` of speculators (#739), and ``.rank_0_complete`` of each rank of
+  cosmos-rl (#550): each is written last. Scripts give files the same names: only next to files as
+  that library writes them is one a mark, and never in a folder with states of accelerate or the
+  Trainer.
 - ``latest_checkpointed_iteration.txt`` of Megatron-LM, verl and slime: a number, or ``release``.
 """
 
@@ -38,7 +39,8 @@ _MOST = 64
 class MissingMarker(NamedTuple):
     """A marker that a checkpoint lacks. ``known_by``: a checkpoint of the run that has it.
 
-    ``is_certain``: False where the library may write it since a later version alone, or for more ranks.
+    ``is_certain``: False where the library may write it since a later version alone, or for more
+    ranks.
     """
 
     name: str
@@ -49,8 +51,9 @@ class MissingMarker(NamedTuple):
 def missing_marker(near: Neighbours) -> MissingMarker | None:
     """Return the marker that a checkpoint lacks and one next to it has, None where none does.
 
-    Of a folder without a number the numbered folder around it counts, if its files are of ranks: cosmos-rl saves to
-    ``step_20/policy``. Speculators calls the folders ``0``, ``1`` and so on, as data sets do theirs.
+    Of a folder without a number the numbered folder around it counts, if its files are of ranks:
+    cosmos-rl saves to ``step_20/policy``. Speculators calls the folders ``0``, ``1`` and so on, as
+    data sets do theirs.
     """
     home, below = near.home, ""
     own: Collection[str] = ()
@@ -88,7 +91,11 @@ def missing_marker(near: Neighbours) -> MissingMarker | None:
     is_certain = not earlier or not marked.keys().isdisjoint(earlier)
     rank = _OF_RANK.fullmatch(marker)
     # A run may go on with fewer ranks: then the others left no file.
-    if rank is not None and there and not any(re.search(rf"rank_?{rank[1]}\D", name) for name in own):
+    if (
+        rank is not None
+        and there
+        and not any(re.search(rf"rank_?{rank[1]}\D", name) for name in own)
+    ):
         is_certain = False
     return MissingMarker(marker, lost[marker], is_certain)
 
@@ -105,9 +112,13 @@ def _markers(names: Iterable[str]) -> frozenset[str]:
 
 
 def _is_of_accelerate(names: Collection[str]) -> bool:
-    """Return whether accelerate or the Trainer wrote a state among these names: both mark a complete save otherwise."""
+    """Return whether accelerate or the Trainer wrote a state among these names: both mark a
+    complete save otherwise.
+    """
     parsed = map(parse_file_name, names)
-    return TRAINER_STATE in names or any(name is not None and name.role not in NOT_STATES for name in parsed)
+    return TRAINER_STATE in names or any(
+        name is not None and name.role not in NOT_STATES for name in parsed
+    )
 
 
 def _is_of_checkpoint(name: str) -> bool:
@@ -115,15 +126,22 @@ def _is_of_checkpoint(name: str) -> bool:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """Return the folder of the run of a checkpoint, which may be one level below a numbered folder."""
+    """Return the folder of the run of a checkpoint, which may be one level below a numbered
+    folder.
+    """
     return next(
-        (path.parent for path in (checkpoint, checkpoint.parent) if split_number(path.name) is not None),
+        (
+            path.parent
+            for path in (checkpoint, checkpoint.parent)
+            if split_number(path.name) is not None
+        ),
         checkpoint.parent,
     )
 
 
 def tracker_problem(run: Path) -> str:
-    """Return what is wrong with the tracker of a run, in words; "" where it is right, or there is none.
+    """Return what is wrong with the tracker of a run, in words; "" where it is right, or there is
+    none.
 
     Raises CkptfixError, OSError.
     """
@@ -141,4 +159,6 @@ def tracker_problem(run: Path) -> str:
     numbers = {number[1]: name for name in folders if (number := split_number(name)) is not None}
     if not numbers or int(text) in numbers:
         return ""
-    return f"{TRACKER} names {text} (expected the number of a folder, such as {numbers[max(numbers)]})"
+    return (
+        f"{TRACKER} names {text} (expected the number of a folder, such as {numbers[max(numbers)]})"
+    )

@@ -1,9 +1,10 @@
 """DCP folders: their ``.metadata``, their files, and the places where keys of parameters appear.
 
-Accelerate's FSDP saves ``pytorch_model_fsdp_<i>/`` and ``optimizer_<i>/`` (``utils/fsdp_utils.py``, 1.0 to 1.15) by
-``torch.distributed.checkpoint``. Any other folder that holds such files counts as well, the checkpoint itself too.
-Headers and small items are read, no tensor bytes; nothing is unpickled. A damaged folder becomes a value with a
-problem, as a file does, and does not stop the scan.
+Accelerate's FSDP saves ``pytorch_model_fsdp_<i>/`` and ``optimizer_<i>/`` (``utils/fsdp_utils.py``,
+1.0 to 1.15) by ``torch.distributed.checkpoint``. Any other folder that holds such files counts as
+well, the checkpoint itself too. Headers and small items are read, no tensor bytes; nothing is
+unpickled. A damaged folder becomes a value with a problem, as a file does, and does not stop the
+scan.
 """
 
 import os
@@ -14,7 +15,13 @@ from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import DcpPart, FolderName, Role, parse_dcp_name, parse_folder_name
+from ckptfix.checkpoint.filenames import (
+    DcpPart,
+    FolderName,
+    Role,
+    parse_dcp_name,
+    parse_folder_name,
+)
 from ckptfix.checkpoint.folder import CheckpointFolder, NameScope, Problem, ProblemKind
 from ckptfix.checkpoint.keys import (
     KeyMap,
@@ -24,7 +31,13 @@ from ckptfix.checkpoint.keys import (
     without_private_wrappers,
 )
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import BeyondLimits, FormatError, JournalError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import (
+    BeyondLimits,
+    FormatError,
+    JournalError,
+    TruncatedError,
+    UnsupportedFormat,
+)
 from ckptfix.formats.dcp_items import NAME_KEYS, grouped_names, listed_names, read_item
 from ckptfix.formats.dcp_metadata import (
     GROUPS_KEY,
@@ -57,7 +70,9 @@ DATA_SUFFIX = DcpPart.DATA.value
 
 
 class ShardFile(NamedTuple):
-    """A file of a DCP folder. ``is_linked``: reached through a link, or one of several hard links."""
+    """A file of a DCP folder. ``is_linked``: reached through a link, or one of several hard
+    links.
+    """
 
     fingerprint: FileIdentity
     is_linked: bool
@@ -69,8 +84,8 @@ class ShardFile(NamedTuple):
 
 
 class NamesInItem(NamedTuple):
-    """Keys that a bytes item contains as values: DCP's name of the item, and the site (``Text``) and value of each
-    key.
+    """Keys that a bytes item contains as values: DCP's name of the item, and the site (``Text``)
+    and value of each key.
     """
 
     fqn: str
@@ -81,14 +96,15 @@ class NamesInItem(NamedTuple):
 class DcpFolder:
     """One DCP folder. ``path`` is relative to the checkpoint; ``.`` is the checkpoint itself.
 
-    ``name``: its number and role when it has a name of Accelerate's. ``metadata``: None when it is missing or cannot
-    be read (``problem``). ``files``: all regular files, by path from the checkpoint. ``scopes``: the dicts and lists
-    that contain keys of parameters; the path of a scope leads there in the saved state dict. ``listed``: the scopes
-    that are a bytes item, by path and kind. ``unsafe``: file -> what its pickles can run. ``unread``: the bytes items
-    that could not be read, each of which may contain keys, and why. ``said``: all other strings in the readable bytes
-    items. ``broken``: file -> what is wrong with an item in it, ``unreadable``: file -> why it may not be read.
-    ``siblings``: the DCP folders next to the checkpoint when it is one folder of Accelerate's itself. ``journals``: it
-    has its own journal, of repairs of this folder alone.
+    ``name``: its number and role when it has a name of Accelerate's. ``metadata``: None when it is
+    missing or cannot be read (``problem``). ``files``: all regular files, by path from the
+    checkpoint. ``scopes``: the dicts and lists that contain keys of parameters; the path of a scope
+    leads there in the saved state dict. ``listed``: the scopes that are a bytes item, by path and
+    kind. ``unsafe``: file -> what its pickles can run. ``unread``: the bytes items that could not
+    be read, each of which may contain keys, and why. ``said``: all other strings in the readable
+    bytes items. ``broken``: file -> what is wrong with an item in it, ``unreadable``: file -> why
+    it may not be read. ``siblings``: the DCP folders next to the checkpoint when it is one folder
+    of Accelerate's itself. ``journals``: it has its own journal, of repairs of this folder alone.
     """
 
     path: PurePosixPath
@@ -98,7 +114,9 @@ class DcpFolder:
     metadata: DcpMetadata | None = field(default=None, repr=False)
     problem: Problem | None = None
     scopes: tuple[NameScope, ...] = ()
-    listed: Mapping[tuple[tuple[str, ...], str], NamesInItem] = field(default_factory=dict, repr=False)
+    listed: Mapping[tuple[tuple[str, ...], str], NamesInItem] = field(
+        default_factory=dict, repr=False
+    )
     unsafe: Mapping[PurePosixPath, tuple[str, ...]] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     said: frozenset[str] = field(default=frozenset(), repr=False)
@@ -136,7 +154,9 @@ class DcpFolder:
     def own_ranks(self) -> tuple[PurePosixPath, ...]:
         """The metadata files of single ranks, as a save without collectives leaves them."""
         return tuple(
-            path for path in self.files if path.name.endswith(METADATA_NAME) and path.name != METADATA_NAME
+            path
+            for path in self.files
+            if path.name.endswith(METADATA_NAME) and path.name != METADATA_NAME
         )
 
     @property
@@ -152,7 +172,9 @@ class DcpFolder:
 
 @paused_gc()
 def scan_dcp_folders(folder: CheckpointFolder) -> tuple[DcpFolder, ...]:
-    """Return every DCP folder of a scanned checkpoint: headers and small items are read, nothing is unpickled."""
+    """Return every DCP folder of a scanned checkpoint: headers and small items are read, nothing is
+    unpickled.
+    """
     if folder.only is not None:
         return ()
     paths = (PurePosixPath("."), *sorted(folder.subfolders))
@@ -196,7 +218,9 @@ def holds_dcp(folder: Path) -> bool:
 
 
 def is_empty(folder: Path) -> bool:
-    """Return whether a folder is empty, as one whose files were deleted or moved. False when it cannot be listed."""
+    """Return whether a folder is empty, as one whose files were deleted or moved. False when it
+    cannot be listed.
+    """
     try:
         return not os.listdir(folder)
     except OSError:
@@ -214,7 +238,9 @@ FLATTENED = "flattened optimizer"
 _OPTIMIZER_KEYS = (STATE_KEY, GROUPS_KEY)
 
 _EXTRA_STATE = "_extra_state"
-"""Last segment of the key of a module's extra state (``Module.get_extra_state``), which can be any object."""
+"""Last segment of the key of a module's extra state (``Module.get_extra_state``), which can be any
+object.
+"""
 
 
 OPTIMIZER_STATE = "optimizer state"
@@ -229,7 +255,9 @@ def name_scopes(metadata: DcpMetadata) -> Iterator[NameScope]:
     for prefix in optimizers:
         depth = len(prefix) + 1
         below = (
-            path for path in paths.values() if len(path) > depth and path[:depth] == (*prefix, STATE_KEY)
+            path
+            for path in paths.values()
+            if len(path) > depth and path[:depth] == (*prefix, STATE_KEY)
         )
         yield _name_scope((*prefix, STATE_KEY), OPTIMIZER_STATE, (path[depth] for path in below))
     for prefix, keys in flattened_optimizers(paths.values()).items():
@@ -237,7 +265,9 @@ def name_scopes(metadata: DcpMetadata) -> Iterator[NameScope]:
 
 
 def _unmatched_keys(metadata: DcpMetadata) -> Iterator[tuple[str, str]]:
-    """Yield each item of a flattened optimizer whose key contains no fqn of a group: DCP's name, and the key."""
+    """Yield each item of a flattened optimizer whose key contains no fqn of a group: DCP's name,
+    and the key.
+    """
     paths = paths_of(metadata)
     for prefix, keys in flattened_optimizers(paths.values()).items():
         known = frozenset(flattened_names(keys))
@@ -249,14 +279,18 @@ def _unmatched_keys(metadata: DcpMetadata) -> Iterator[tuple[str, str]]:
 
 
 def flattened_optimizers(paths: Iterable[Steps]) -> dict[Steps, list[str]]:
-    """Return the keys of each flattened optimizer, by the keys that lead to the dict that it is in."""
+    """Return the keys of each flattened optimizer, by the keys that lead to the dict that it
+    is in.
+    """
     every: dict[Steps, dict[str, None]] = {}
     for path in paths:
         for depth, step in enumerate(path):
             if isinstance(step, str) and "." in step:
                 every.setdefault(path[:depth], {})[step] = None
     found = {prefix: flattened_keys(keys) for prefix, keys in every.items()}
-    return {prefix: [key for key in every[prefix] if key in own] for prefix, own in found.items() if own}
+    return {
+        prefix: [key for key in every[prefix] if key in own] for prefix, own in found.items() if own
+    }
 
 
 def _state_dicts(
@@ -264,8 +298,9 @@ def _state_dicts(
 ) -> Iterator[NameScope]:
     """Yield every dict of tensors outside of optimizers, the model first.
 
-    The keys of tensors and of module states show the wrappers. Any other object next to them, such as a step count,
-    belongs to the model only with the same wrappers: a script may put its own keys between those of a model.
+    The keys of tensors and of module states show the wrappers. Any other object next to them, such
+    as a step count, belongs to the model only with the same wrappers: a script may put its own keys
+    between those of a model.
     """
     model = model_names(metadata)
     own = {(*prefix, key) for prefix in optimizers for key in _OPTIMIZER_KEYS}
@@ -278,7 +313,9 @@ def _state_dicts(
         for fqn in fqns:
             path = paths[fqn]
             step = path[-1] if path else None
-            if isinstance(step, str) and not any(path[:depth] in own for depth in range(1, len(path) + 1)):
+            if isinstance(step, str) and not any(
+                path[:depth] in own for depth in range(1, len(path) + 1)
+            ):
                 found.setdefault(path[:-1], []).append(step)
     first = model.prefix if model is not None else None
     for prefix in sorted(tensors, key=lambda prefix: prefix != first):
@@ -293,7 +330,9 @@ def _state_dicts(
             yield _name_scope(prefix, "state dict", names, is_model=prefix == first)
 
 
-def _name_scope(prefix: Steps, kind: str, steps: Iterable[str | int], *, is_model: bool = False) -> NameScope:
+def _name_scope(
+    prefix: Steps, kind: str, steps: Iterable[str | int], *, is_model: bool = False
+) -> NameScope:
     """Return the scope of these keys, each once, without numbers."""
     names = tuple(dict.fromkeys(step for step in steps if type(step) is str))
     if kind != "state dict" and all(map(str.isdecimal, names)):
@@ -302,11 +341,13 @@ def _name_scope(prefix: Steps, kind: str, steps: Iterable[str | int], *, is_mode
 
 
 def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
-    """Return the keys that lead to each optimizer's state dict: a dict with ``state`` and a list of param groups.
+    """Return the keys that lead to each optimizer's state dict: a dict with ``state`` and a list of
+    param groups.
 
-    Some optimizers have more keys in it, such as a loss scaler. Scripts use the key ``state`` for other objects too: a
-    dict of models, the state of a sampler. So without a list of groups next to it, ``state`` must be the only key and
-    contain a dict per key, and these keys must be those of a model, or look like them.
+    Some optimizers have more keys in it, such as a loss scaler. Scripts use the key ``state`` for
+    other objects too: a dict of models, the state of a sampler. So without a list of groups next to
+    it, ``state`` must be the only key and contain a dict per key, and these keys must be those of a
+    model, or look like them.
     """
     every = list(paths)
     found: dict[Steps, list[Steps]] = {}
@@ -335,7 +376,9 @@ def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
 
 
 def has_groups(below: Iterable[Steps], depth: int) -> bool:
-    """Return whether the dict at ``depth`` has a list of param groups, or one item with all of them."""
+    """Return whether the dict at ``depth`` has a list of param groups, or one item with all of
+    them.
+    """
     return any(
         path[depth] == GROUPS_KEY and (len(path) == depth + 1 or type(path[depth + 1]) is int)
         for path in below
@@ -350,7 +393,9 @@ class _Leaves:
         self._count: Counter[str] | None = None  # few folders need it
 
     def is_state(self, state: list[Steps], depth: int) -> bool:
-        """Return whether these paths, with the key of a parameter at ``depth``, are an optimizer's, without groups."""
+        """Return whether these paths, with the key of a parameter at ``depth``, are an optimizer's,
+        without groups.
+        """
         if any(len(path) < depth + 2 or path[depth - 1] != STATE_KEY for path in state):
             return False  # a value by itself, as the epoch of a sampler
         names = {str(path[depth]) for path in state}
@@ -360,7 +405,8 @@ class _Leaves:
             self._count = self._counted(self._every)
         every, own = self._count, self._counted(state)
         if any("." in key and count > own[key] for key, count in every.items()):
-            return all(every[real] > own[real] for real in map(_real, names))  # of a model next to it
+            # Of a model next to it.
+            return all(every[real] > own[real] for real in map(_real, names))
         return all("." in name for name in names) and all(
             len(path) == depth + 2 and "." not in str(path[-1]) for path in state
         )
@@ -379,8 +425,8 @@ def _real(name: str) -> str:
 def new_paths(
     state: DcpFolder, metadata: DcpMetadata, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
 ) -> dict[str, Steps]:
-    """Return the paths of items that a rename changes: in each place of keys one step is the key of a parameter, or
-    holds one.
+    """Return the paths of items that a rename changes: in each place of keys one step is the key of
+    a parameter, or holds one.
 
     Other keys next to those of a model stay: they belong to the user.
     """
@@ -403,7 +449,9 @@ def new_paths(
 
 
 def _new_steps(scope: NameScope, key_map: KeyMap) -> Callable[[str], str | None]:
-    """Return a function from old to new keys in a scope; it returns None for a key of another object."""
+    """Return a function from old to new keys in a scope; it returns None for a key of another
+    object.
+    """
     names = frozenset(scope.names)
 
     def of_name(step: str) -> str | None:
@@ -472,7 +520,9 @@ def _siblings(folder: Path) -> tuple[str, ...]:
     return tuple(
         name
         for name in names
-        if name != real.name and parse_folder_name(name) is not None and holds_dcp(real.parent / name)
+        if name != real.name
+        and parse_folder_name(name) is not None
+        and holds_dcp(real.parent / name)
     )
 
 
@@ -507,7 +557,9 @@ def _file(full: Path) -> ShardFile | None:
 
 
 def _read_metadata(full: Path) -> tuple[DcpMetadata | None, Problem | None, tuple[str, ...]]:
-    """Return the contents of a ``.metadata``, or why it is unusable, and the code that torch's unpickling would run."""
+    """Return the contents of a ``.metadata``, or why it is unusable, and the code that torch's
+    unpickling would run.
+    """
     try:
         with open_reader(full) as reader:
             try:
@@ -524,14 +576,20 @@ def _problem(reader: FileReader, error: FormatError) -> Problem:
     if words is not None:
         return Problem(kind=ProblemKind.NOT_A_TENSOR_FILE, message=words, have=reader.size)
     if isinstance(error, TruncatedError):
-        return Problem(kind=ProblemKind.TRUNCATED, message=str(error), have=error.have, need=error.need)
-    kind = ProblemKind.UNSUPPORTED if isinstance(error, UnsupportedFormat) else ProblemKind.MALFORMED
+        return Problem(
+            kind=ProblemKind.TRUNCATED, message=str(error), have=error.have, need=error.need
+        )
+    kind = (
+        ProblemKind.UNSUPPORTED if isinstance(error, UnsupportedFormat) else ProblemKind.MALFORMED
+    )
     is_limit = isinstance(error, BeyondLimits)
     return Problem(kind=kind, message=str(error), have=reader.size, is_limit=is_limit)
 
 
 def _unsafe_bytes(reader: FileReader) -> tuple[str, ...]:
-    """Find code that a pickle other than DCP metadata could run: torch would unpickle it all the same."""
+    """Find code that a pickle other than DCP metadata could run: torch would unpickle it all the
+    same.
+    """
     try:
         return _unsafe(parse(reader.read(0, reader.size))) if reader.size <= MAX_METADATA else ()
     except FormatError:
@@ -546,7 +604,11 @@ class _Items:
     """Contents of the bytes items: their keys, and the code that they would run."""
 
     def __init__(
-        self, root: Path, path: PurePosixPath, metadata: DcpMetadata, files: Mapping[PurePosixPath, ShardFile]
+        self,
+        root: Path,
+        path: PurePosixPath,
+        metadata: DcpMetadata,
+        files: Mapping[PurePosixPath, ShardFile],
     ) -> None:
         self.scopes: list[NameScope] = []
         self.listed: dict[tuple[tuple[str, ...], str], NamesInItem] = {}
@@ -590,7 +652,10 @@ class _Items:
             found = read_item(reader, item)
         except FormatError as error:
             self.unread[item.fqn] = str(error)  # under any name: every object may contain keys
-            if not isinstance(error, UnsupportedFormat) and item.offset + item.length <= reader.size:
+            if (
+                not isinstance(error, UnsupportedFormat)
+                and item.offset + item.length <= reader.size
+            ):
                 self.broken[file] = f"the item {item.fqn!r:.200} at byte {item.offset}: {error}"
             return
         if names := _unsafe(found.tree):
@@ -598,7 +663,11 @@ class _Items:
         listed = self._lists(item.fqn, found)
         taken = {text.site for _, _, texts in listed for text in texts}
         self.said.update(text.value for text in found.tree.texts if text.site not in taken)
-        unknown = [".".join(pair) for pair in found.tree.globals if classify(*pair) is not GlobalSafety.SAFE]
+        unknown = [
+            ".".join(pair)
+            for pair in found.tree.globals
+            if classify(*pair) is not GlobalSafety.SAFE
+        ]
         if listed and unknown:
             # What such an object does with the keys in it is unknown without running it.
             self.unread[item.fqn] = (

@@ -1,7 +1,8 @@
 """Files of DeepSpeed checkpoints, and the check that no rank's file is missing.
 
-Facts from DeepSpeed 0.18 (``runtime/engine.py``): the states of a run are in a folder named by a tag, which is in the
-file ``latest`` next to it; accelerate's tags are ``pytorch_model`` and ``pytorch_model_1``.
+Facts from DeepSpeed 0.18 (``runtime/engine.py``): the states of a run are in a folder named by a
+tag, which is in the file ``latest`` next to it; accelerate's tags are ``pytorch_model`` and
+``pytorch_model_1``.
 """
 
 import os
@@ -23,9 +24,13 @@ from ckptfix.errors import OperationError
 from ckptfix.storage.reading import names_in, read_start
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-"""Files next to DeepSpeed's folders that contain the tag of the newest one, or of the newest universal one."""
+"""Files next to DeepSpeed's folders that contain the tag of the newest one, or of the newest
+universal one.
+"""
 
-BESIDE = tuple(map(PurePosixPath, (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")))
+BESIDE = tuple(
+    map(PurePosixPath, (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py"))
+)
 """Files that DeepSpeed puts next to its folders: those with a tag, and conversion scripts."""
 
 UNIVERSAL = PurePosixPath("zero")
@@ -47,8 +52,8 @@ class OtherKindError(OperationError):
 
 
 class MissingRankError(OperationError):
-    """Error for ranks whose saved files are missing. ``path``: the first missing file; ``files``: the number of
-    missing files.
+    """Error for ranks whose saved files are missing. ``path``: the first missing file; ``files``:
+    the number of missing files.
     """
 
     def __init__(self, message: str, *, path: Path, rank: int, files: int) -> None:
@@ -59,15 +64,20 @@ class MissingRankError(OperationError):
 
 
 def deepspeed_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosixPath]]:
-    """Yield position and path of each DeepSpeed checkpoint in a scanned folder, or of the folder itself as ``.``."""
+    """Yield position and path of each DeepSpeed checkpoint in a scanned folder, or of the folder
+    itself as ``.``.
+    """
     return deepspeed_below(folder.root, folder.subfolders)
 
 
-def deepspeed_below(root: Path, names: Collection[PurePosixPath]) -> Iterator[tuple[int, PurePosixPath]]:
-    """Yield position and path of each DeepSpeed checkpoint in a folder with sub-folders of these names.
+def deepspeed_below(
+    root: Path, names: Collection[PurePosixPath]
+) -> Iterator[tuple[int, PurePosixPath]]:
+    """Yield position and path of each DeepSpeed checkpoint in a folder with sub-folders of these
+    names.
 
-    Their place is accelerate's, else the one in DeepSpeed's file ``latest`` or ``latest_universal``; ``.`` is the
-    folder itself.
+    Their place is accelerate's, else the one in DeepSpeed's file ``latest`` or
+    ``latest_universal``; ``.`` is the folder itself.
     """
     if _is_deepspeed(root):
         yield 0, PurePosixPath(".")
@@ -87,7 +97,8 @@ def deepspeed_below(root: Path, names: Collection[PurePosixPath]) -> Iterator[tu
 
 
 def tag_problem(folder: CheckpointFolder) -> tuple[PurePosixPath, str] | None:
-    """Return a DeepSpeed checkpoint in a folder, and why a load without a tag does not find it: "" for no ``latest``.
+    """Return a DeepSpeed checkpoint in a folder, and why a load without a tag does not find it: ""
+    for no ``latest``.
 
     None if a load finds one. accelerate's ``load_state`` gives the tag, and never reads ``latest``.
     """
@@ -112,22 +123,32 @@ def tag_problem(folder: CheckpointFolder) -> tuple[PurePosixPath, str] | None:
     tag = PurePosixPath(text)
     if len(tag.parts) > 1 or (tag in folder.subfolders and _is_deepspeed(folder.root / tag)):
         return None
-    return newest, f"it names {text!r:.200}, which is not a DeepSpeed folder here" if text else "it is empty"
+    return newest, (
+        f"it names {text!r:.200}, which is not a DeepSpeed folder here" if text else "it is empty"
+    )
 
 
 def is_deepspeed_file(name: str) -> bool:
-    """Return whether DeepSpeed keeps states of a model, optimizer, layer or expert in a file of this name."""
+    """Return whether DeepSpeed keeps states of a model, optimizer, layer or expert in a file of
+    this name.
+    """
     return parse_deepspeed_name(name) is not None
 
 
 def deepspeed_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:
-    """Yield the files of a DeepSpeed checkpoint, of a universal one those below ``UNIVERSAL`` too."""
-    yield from (where / name for name in sorted(os.listdir(root / where)) if is_deepspeed_file(name))
+    """Yield the files of a DeepSpeed checkpoint, of a universal one those below ``UNIVERSAL``
+    too.
+    """
+    yield from (
+        where / name for name in sorted(os.listdir(root / where)) if is_deepspeed_file(name)
+    )
     yield from universal_paths(root, where)
 
 
 def universal_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:
-    """Yield the files with the states of parameters in a universal checkpoint, nothing for any other."""
+    """Yield the files with the states of parameters in a universal checkpoint, nothing for any
+    other.
+    """
     top = root / where / UNIVERSAL
     for folder, names, files in os.walk(top):
         names.sort()
@@ -152,9 +173,11 @@ def _latest(path: Path) -> PurePosixPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedFiles:
-    """Files of one checkpoint, rank -> name. ``by_rank``: every rank has its own model states (ZeRO-3).
+    """Files of one checkpoint, rank -> name. ``by_rank``: every rank has its own model states
+    (ZeRO-3).
 
-    ``is_universal``: the states of each trained parameter are in a folder of their own below ``UNIVERSAL``.
+    ``is_universal``: the states of each trained parameter are in a folder of their own below
+    ``UNIVERSAL``.
     """
 
     folder: Path
@@ -164,8 +187,8 @@ class DeepSpeedFiles:
     optimizers: Mapping[int, str]
 
     def ensure_ranks(self, saved: int | None) -> None:
-        """Raise MissingRankError unless there is a file of every rank. ``saved``: the number of ranks at the save,
-        None when unknown.
+        """Raise MissingRankError unless there is a file of every rank. ``saved``: the number of
+        ranks at the save, None when unknown.
 
         Raises OperationError for ranks too many.
         """
@@ -200,11 +223,19 @@ def list_files(folder: Path) -> DeepSpeedFiles:
     models: dict[int, str] = {}
     optimizers: dict[int, str] = {}
     found = {
-        file: name for file in sorted(os.listdir(folder)) if (name := parse_deepspeed_name(file)) is not None
+        file: name
+        for file in sorted(os.listdir(folder))
+        if (name := parse_deepspeed_name(file)) is not None
     }
     _ensure_kind(folder, found.values())
     for file, name in found.items():
-        into = optimizers if name.part is DeepSpeedPart.OPTIMIZER else uncut if name.rank is None else models
+        into = (
+            optimizers
+            if name.part is DeepSpeedPart.OPTIMIZER
+            else uncut
+            if name.rank is None
+            else models
+        )
         rank = name.rank or 0
         if into.setdefault(rank, file) != file:
             raise _mixed(folder, f"{into[rank]} and {file} are both of rank {rank}")
@@ -225,7 +256,8 @@ def list_files(folder: Path) -> DeepSpeedFiles:
 
 
 def stray_states(files: DeepSpeedFiles) -> Iterator[tuple[DeepSpeedPart, str]]:
-    """Yield the files of no rank that ``zero_to_fp32`` takes by the ending of their names, such as a copy.
+    """Yield the files of no rank that ``zero_to_fp32`` takes by the ending of their names, such as
+    a copy.
 
     Nothing where it reads no rank's file either: without ZeRO, and of a universal checkpoint.
     """
@@ -241,12 +273,16 @@ def stray_states(files: DeepSpeedFiles) -> Iterator[tuple[DeepSpeedPart, str]]:
 
 
 def is_read_by_engine(name: str) -> bool:
-    """Return whether ``load_checkpoint`` takes a file of model states for a part of a model that is cut by tensors."""
+    """Return whether ``load_checkpoint`` takes a file of model states for a part of a model that is
+    cut by tensors.
+    """
     return _OF_ENGINE.fullmatch(name) is not None
 
 
 def order_of_zero_to_fp32(name: str) -> list[str | int]:
-    """Return the key by which ``zero_to_fp32`` sorts the files: it takes most from the first of them."""
+    """Return the key by which ``zero_to_fp32`` sorts the files: it takes most from the first of
+    them.
+    """
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
@@ -254,18 +290,24 @@ def _ensure_kind(folder: Path, names: Collection[DeepSpeedName]) -> None:
     """Raise OtherKindError for a model that is cut by more than data parallelism."""
     parts = Counter(name.part for name in names)
     if layers := parts[DeepSpeedPart.LAYER]:
-        raise other_kind(folder, f"the model is cut into {layers} files of layers, for pipeline parallelism")
+        raise other_kind(
+            folder, f"the model is cut into {layers} files of layers, for pipeline parallelism"
+        )
     if experts := parts[DeepSpeedPart.EXPERT]:
         raise other_kind(
-            folder, f"{experts} files hold experts of a mixture, which only their ranks can put together"
+            folder,
+            f"{experts} files hold experts of a mixture, which only their ranks can put together",
         )
     if (folder / _ON_NVME).is_dir():
         raise other_kind(
             folder,
-            f"the optimizer and the fp32 weights were offloaded to NVMe ({_ON_NVME}/), in files of its swapper",
+            f"the optimizer and the fp32 weights were offloaded to NVMe ({_ON_NVME}/), in files of "
+            "its swapper",
         )
     if highest := max((name.model_rank for name in names), default=0):
-        raise other_kind(folder, f"the model is cut into {highest + 1} parts, for tensor parallelism")
+        raise other_kind(
+            folder, f"the model is cut into {highest + 1} parts, for tensor parallelism"
+        )
 
 
 def other_kind(folder: Path, why: str) -> OtherKindError:

@@ -1,14 +1,17 @@
-"""Records that the client of the Hugging Face hub leaves next to a download. Nothing is asked of a network.
+"""Records that the client of the Hugging Face hub leaves next to a download. Nothing is asked of a
+network.
 
-``huggingface_hub`` 0.23 to 2.4 writes (``_local_folder.py``, ``file_download.py``, ``_tree_cache.py``):
+``huggingface_hub`` 0.23 to 2.4 writes (``_local_folder.py``, ``file_download.py``,
+``_tree_cache.py``):
 
-- into a folder that was named as ``--local-dir``: ``.cache/huggingface/download/FILE.metadata``, with the commit, the
-  etag and the time of the download on three lines;
-- into its cache: ``models--ORG--NAME/snapshots/COMMIT/FILE``, a link to ``blobs/ETAG`` of the same repository, and in
-  ``trees/COMMIT.json`` the digests of all files of the revision (2.x).
+- into a folder that was named as ``--local-dir``: ``.cache/huggingface/download/FILE.metadata``,
+  with the commit, the etag and the time of the download on three lines;
+- into its cache: ``models--ORG--NAME/snapshots/COMMIT/FILE``, a link to ``blobs/ETAG`` of the same
+  repository, and in ``trees/COMMIT.json`` the digests of all files of the revision (2.x).
 
-An etag of 64 hex digits is the sha256 of a file in LFS or xet, one of 40 is git's id of a blob. A link in ``blobs/``
-can lead on to a file that is named by its xet hash, 64 digits that are not its sha256: links are followed once.
+An etag of 64 hex digits is the sha256 of a file in LFS or xet, one of 40 is git's id of a blob. A
+link in ``blobs/`` can lead on to a file that is named by its xet hash, 64 digits that are not its
+sha256: links are followed once.
 """
 
 import json
@@ -42,7 +45,9 @@ _BLOB = re.compile(r"(?:.*/)?blobs/[0-9a-f]{40,64}")
 
 
 class HubFile(NamedTuple):
-    """The record of one file. ``etag``: its digest. ``time``: when it was downloaded, None where it is not recorded."""
+    """The record of one file. ``etag``: its digest. ``time``: when it was downloaded, None where it
+    is not recorded.
+    """
 
     etag: str
     commit: str
@@ -57,9 +62,10 @@ class HubFile(NamedTuple):
 class HubPlace(NamedTuple):
     """The place of a folder in a download.
 
-    ``top``: the folder of the download, or of a snapshot in the cache. ``below``: the path of the folder in the
-    repository, "" for its top. ``storage``: the folder of the repository in a cache, None for a local folder.
-    ``commit``: the revision of a snapshot. ``repo``: the name of the repository, "" where it is not recorded.
+    ``top``: the folder of the download, or of a snapshot in the cache. ``below``: the path of the
+    folder in the repository, "" for its top. ``storage``: the folder of the repository in a cache,
+    None for a local folder. ``commit``: the revision of a snapshot. ``repo``: the name of the
+    repository, "" where it is not recorded.
     """
 
     top: Path
@@ -70,7 +76,9 @@ class HubPlace(NamedTuple):
     repo: str = ""
 
     def again(self, names: Iterable[str], commit: str, *, force: bool = True) -> str:
-        """Return the command that downloads files of the folder alone; all of the revision without ``names``."""
+        """Return the command that downloads files of the folder alone; all of the revision without
+        ``names``.
+        """
         words = ["hf", "download", self.repo or "REPO"]
         words += [os.path.join(self.below, name) for name in names]
         words += ["--repo-type", self.kind] if self.kind != "model" else []
@@ -85,9 +93,11 @@ class HubPlace(NamedTuple):
 
 
 class Download(NamedTuple):
-    """The records about a folder. ``files``: path in it -> record. ``unusable``: path -> why it has no digest.
+    """The records about a folder. ``files``: path in it -> record. ``unusable``: path -> why it has
+    no digest.
 
-    ``copied``: files of a snapshot that are not links: the system has none, or an editor replaced one.
+    ``copied``: files of a snapshot that are not links: the system has none, or an editor replaced
+    one.
     """
 
     place: HubPlace
@@ -97,9 +107,11 @@ class Download(NamedTuple):
 
 
 def read_download(root: Path, names: Iterable[str]) -> Download | None:
-    """Return the records about a folder, None where the client left none. ``names``: the files that are in it.
+    """Return the records about a folder, None where the client left none. ``names``: the files that
+    are in it.
 
-    The records of a local folder can name files that are gone. One that cannot be read or understood gives no digest.
+    The records of a local folder can name files that are gone. One that cannot be read or
+    understood gives no digest.
     """
     place = find_place(root)
     if place is None:
@@ -125,7 +137,9 @@ def read_download(root: Path, names: Iterable[str]) -> Download | None:
         if _ETAG.fullmatch(etag):
             files[name] = HubFile(etag, place.commit)
         else:
-            unusable[name] = f"its blob is named {etag!r}, which is neither a sha256 nor an id of git"
+            unusable[name] = (
+                f"its blob is named {etag!r}, which is neither a sha256 nor an id of git"
+            )
     return Download(place, files, unusable, frozenset(copied & files.keys()))
 
 
@@ -160,7 +174,9 @@ def _records(place: HubPlace) -> Iterator[tuple[str, Path]]:
 
 
 def _record(path: Path) -> HubFile:
-    """Return a record of a local folder. Raises ValueError where it is not three lines with a commit and a digest."""
+    """Return a record of a local folder. Raises ValueError where it is not three lines with a
+    commit and a digest.
+    """
     data = read_start(path, _MAX_RECORD + 1)
     if data is None or len(data) > _MAX_RECORD:
         raise ValueError(f"has more than {_MAX_RECORD} bytes" if data else "is not a regular file")
@@ -186,7 +202,9 @@ def _reason(error: Exception) -> str:
 
 
 def _linked_blob(path: Path, storage: Path) -> str | None:
-    """Return the name of the blob that a file of a snapshot is a link to, None for any other file."""
+    """Return the name of the blob that a file of a snapshot is a link to, None for any other
+    file.
+    """
     try:
         target = os.path.join(os.path.realpath(path.parent), os.readlink(path))
     except OSError:
@@ -197,7 +215,9 @@ def _linked_blob(path: Path, storage: Path) -> str | None:
 
 
 def _tree(place: HubPlace) -> dict[str, str]:
-    """Return the digests of all files of a revision as the client listed it, {} without a listing."""
+    """Return the digests of all files of a revision as the client listed it, {} without a
+    listing.
+    """
     found: dict[str, str] = {}
     if place.storage is None:
         return found
@@ -210,7 +230,9 @@ def _tree(place: HubPlace) -> dict[str, str]:
         if not isinstance(files, dict):
             return found
         for name, facts in files.items():
-            etag = facts.get("lfs_sha256") or facts.get("blob_id") if isinstance(facts, dict) else None
+            etag = (
+                facts.get("lfs_sha256") or facts.get("blob_id") if isinstance(facts, dict) else None
+            )
             if isinstance(etag, str) and _ETAG.fullmatch(etag):
                 found[name] = etag
     return found
@@ -234,8 +256,9 @@ def may_be_download(folder: Path, subfolders: Iterable[str]) -> bool:
 class HalfDownload(NamedTuple):
     """A file whose download did not end, or files of a snapshot whose blobs are missing.
 
-    ``names``: the files, relative to the folder; () where it is not recorded which one it is. ``path``: where the bytes
-    are that came, and ``have`` how many; None for links to missing blobs. ``again``: the command that downloads it.
+    ``names``: the files, relative to the folder; () where it is not recorded which one it is.
+    ``path``: where the bytes are that came, and ``have`` how many; None for links to missing blobs.
+    ``again``: the command that downloads it.
     """
 
     names: tuple[str, ...]
@@ -249,7 +272,11 @@ def half_downloads(root: Path) -> Iterator[HalfDownload]:
     with suppress(OSError):
         place = find_place(root)
         if place is not None:
-            halves = _half_in_cache(root, place) if place.storage is not None else _half_local(root, place)
+            halves = (
+                _half_in_cache(root, place)
+                if place.storage is not None
+                else _half_local(root, place)
+            )
             yield from sorted(halves, key=lambda half: (half.names, half.path))
         lost = tuple(sorted(_dangling(root, deep=place is not None and place.storage is not None)))
         if lost:
@@ -273,15 +300,22 @@ def _half_local(root: Path, place: HubPlace) -> Iterator[HalfDownload]:
         unfinished = [name for name in names if name.endswith(".incomplete")]
         if not unfinished:
             continue
-        # A lock remains of each file whose download began, so that the hash in the temporary name can be resolved.
-        started = {name.rpartition(".")[0] for name in names if name.endswith((".lock", ".metadata"))}
+        # A lock remains of each file whose download began, so that the hash in the temporary name
+        # can be resolved.
+        started = {
+            name.rpartition(".")[0] for name in names if name.endswith((".lock", ".metadata"))
+        }
         hashes = {_short_hash(f"{name}.metadata"): name for name in started}
         largest: dict[str, tuple[int, str]] = {}
         for name in unfinished:
             match = _UNFINISHED.fullmatch(name)
             before, etag = (match["name"] or "", match["etag"]) if match is not None else ("", "")
             called = hashes.get(before, before if before in started else "")
-            file = os.path.normpath(os.path.join(os.path.relpath(folder, top), called)) if called else ""
+            file = (
+                os.path.normpath(os.path.join(os.path.relpath(folder, top), called))
+                if called
+                else ""
+            )
             is_complete = os.path.lexists(root / file) if file else etag in etags
             if not is_complete:
                 size = os.stat(os.path.join(folder, name)).st_size
@@ -323,7 +357,9 @@ def _half_in_cache(root: Path, place: HubPlace) -> Iterator[HalfDownload]:
             largest[etag] = max(largest.get(etag, (-1, "")), (status.st_size, name))
     below = f"{place.below}/" if place.below else ""
     for etag, (size, name) in largest.items():
-        inside = tuple(file.removeprefix(below) for file in files_of.get(etag, ()) if file.startswith(below))
+        inside = tuple(
+            file.removeprefix(below) for file in files_of.get(etag, ()) if file.startswith(below)
+        )
         if files_of and all(os.path.lexists(root / file) for file in inside):
             continue  # a file of another revision or folder
         where = PurePosixPath(os.path.relpath(blobs / name, os.path.realpath(root)))
@@ -331,9 +367,11 @@ def _half_in_cache(root: Path, place: HubPlace) -> Iterator[HalfDownload]:
 
 
 def _last_change(place: HubPlace) -> float:
-    """Return when the last file came to a revision, infinity where one came to another revision since.
+    """Return when the last file came to a revision, infinity where one came to another revision
+    since.
 
-    A half file that is older is left over from an earlier download. It may be of any file, and no file here lacks it.
+    A half file that is older is left over from an earlier download. It may be of any file, and no
+    file here lacks it.
     """
     with os.scandir(place.top.parent) as listing:
         times = {entry.name: entry.stat().st_mtime_ns for entry in listing if entry.is_dir()}
@@ -342,7 +380,9 @@ def _last_change(place: HubPlace) -> float:
 
 
 def _dangling(root: Path, *, deep: bool) -> Iterator[str]:
-    """Yield the links to blobs that are missing, in a folder, and with ``deep`` in those below it."""
+    """Yield the links to blobs that are missing, in a folder, and with ``deep`` in those below
+    it.
+    """
     for folder in (walked[0] for walked in os.walk(root)) if deep else (root,):
         with os.scandir(folder) as listing:
             links = [entry.path for entry in listing if entry.is_symlink()]
@@ -352,7 +392,9 @@ def _dangling(root: Path, *, deep: bool) -> Iterator[str]:
 
 
 def _short_hash(name: str) -> str:
-    """Return the hash of a file's name that the client puts into the name of the unfinished file."""
+    """Return the hash of a file's name that the client puts into the name of the unfinished
+    file.
+    """
     from base64 import urlsafe_b64encode  # every check imports this module
 
     return urlsafe_b64encode(sha1(name.encode(), usedforsecurity=False).digest()).decode()

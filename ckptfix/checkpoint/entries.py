@@ -1,7 +1,9 @@
-"""The entries of each role of a folder in order, the files that hold each of them, and entries that are duplicates.
+"""The entries of each role of a folder in order, the files that hold each of them, and entries that
+are duplicates.
 
-A group of files holds one state dict: one file, or the shards of a model with their index. The facts about a
-complete model are judged per group: the wrapper of its keys, two keys that would become one, a missing file.
+A group of files holds one state dict: one file, or the shards of a model with their index. The
+facts about a complete model are judged per group: the wrapper of its keys, two keys that would
+become one, a missing file.
 """
 
 import os
@@ -13,7 +15,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import PARTS_LABEL, Role, parse_file_name
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, ProblemKind, is_unreadable
+from ckptfix.checkpoint.folder import (
+    CheckpointFolder,
+    Component,
+    NameScope,
+    ProblemKind,
+    is_unreadable,
+)
 from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers, is_computed, shared_chain
 from ckptfix.checkpoint.loading_order import (
     BIN_INDEX,
@@ -41,9 +49,9 @@ ShardSet = tuple[str, int, str, str]
 class Replacement(NamedTuple):
     """The complete file or index that loaders take in place of shards of which some are gone.
 
-    ``is_complete``: it has every key of their index. ``blocked``: the loaders that take the index of the shards all the
-    same, and fail. ``refused_by``: those that refuse a folder with two indexes, and would take this one alone.
-    ``is_resumed``: the Trainer takes it.
+    ``is_complete``: it has every key of their index. ``blocked``: the loaders that take the index
+    of the shards all the same, and fail. ``refused_by``: those that refuse a folder with two
+    indexes, and would take this one alone. ``is_resumed``: the Trainer takes it.
     """
 
     path: PurePosixPath
@@ -57,11 +65,12 @@ class Replacement(NamedTuple):
 class ModelFiles:
     """Files of one state dict, in the order of their shards; empty when only the index is left.
 
-    ``index_path``: the path of their index, even if missing; None for a file that needs no index. ``index``: the
-    index, readable or not, None when it is missing. ``missing``: absent files that the index or the shards' numbers
-    promise. ``rivals``: the number of shard sets that could claim the same index. ``stale_of``: the index that names
-    other shards. ``replaced``: the file or index of another save, where shards of this one are gone. ``renamed``: the
-    member -> the missing file whose listed keys it holds.
+    ``index_path``: the path of their index, even if missing; None for a file that needs no index.
+    ``index``: the index, readable or not, None when it is missing. ``missing``: absent files that
+    the index or the shards' numbers promise. ``rivals``: the number of shard sets that could claim
+    the same index. ``stale_of``: the index that names other shards. ``replaced``: the file or index
+    of another save, where shards of this one are gone. ``renamed``: the member -> the missing file
+    whose listed keys it holds.
     """
 
     members: tuple[Component, ...]
@@ -72,9 +81,15 @@ class ModelFiles:
     stale_of: PurePosixPath | None = None
     replaced: Replacement | None = None
     renamed: Mapping[PurePosixPath, str] = field(default_factory=dict)
-    _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
-    _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict, repr=False)
-    _scopes: dict[tuple[tuple[str, ...], str], list[NameScope]] = field(default_factory=dict, repr=False)
+    _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(
+        default_factory=dict, repr=False
+    )
+    _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(
+        default_factory=dict, repr=False
+    )
+    _scopes: dict[tuple[tuple[str, ...], str], list[NameScope]] = field(
+        default_factory=dict, repr=False
+    )
     _parted: list[tuple[PartedTensor, ...]] = field(default_factory=list, repr=False)
 
     @property
@@ -84,19 +99,25 @@ class ModelFiles:
 
     @property
     def label(self) -> str:
-        """The name of all files together: the lone file, or the index, or a pattern for the files with parts."""
+        """The name of all files together: the lone file, or the index, or a pattern for the files
+        with parts.
+        """
         if len(self.members) == 1:
             return str(self.members[0].path)
         return PARTS_LABEL if self.is_in_parts else str(self.index_path)
 
     @property
     def is_in_parts(self) -> bool:
-        """Return whether each file has parts of tensors, as torch's ``HuggingFaceStorageWriter`` saves them."""
+        """Return whether each file has parts of tensors, as torch's ``HuggingFaceStorageWriter``
+        saves them.
+        """
         return bool(self.members) and self.members[0].name.is_of_parts
 
     @property
     def parted_tensors(self) -> tuple[PartedTensor, ...]:
-        """The tensors whose parts are in the files; joined once, as a thousand ranks have a part of each."""
+        """The tensors whose parts are in the files; joined once, as a thousand ranks have a part of
+        each.
+        """
         if not self._parted:
             self._parted.append(joined_parts(self.members))
         return self._parted[0]
@@ -134,9 +155,9 @@ class ModelFiles:
     def lost(self) -> tuple[str, ...]:
         """The listed keys that no file holds and that a model may need, in order.
 
-        No loader looks for a listed key in its shard: it loads all keys of all listed shards, and goes on without the
-        rest. Nothing is lost if the shards hold all bytes that the index counts, or the key is of a buffer that its
-        model computes.
+        No loader looks for a listed key in its shard: it loads all keys of all listed shards, and
+        goes on without the rest. Nothing is lost if the shards hold all bytes that the index
+        counts, or the key is of a buffer that its model computes.
         """
         held = {tensor.fqn for member in self.members for tensor in member.tensors}
         absent = sorted(self.listed.keys() - held)
@@ -167,7 +188,8 @@ class ModelFiles:
     def chain(self, scope: NameScope) -> tuple[str, ...]:
         """Return the wrapper chain of all keys in this place.
 
-        A user's own submodule called ``module`` may fill a shard by itself, so one shard alone proves nothing.
+        A user's own submodule called ``module`` may fill a shard by itself, so one shard alone
+        proves nothing.
         """
         key = scope.path, scope.kind
         if key not in self._chains:  # asked for by each of 1,000 shards, for all of them
@@ -184,7 +206,9 @@ class ModelFiles:
 
 
 def stored_size(files: Iterable[Component]) -> int:
-    """Return the bytes of all tensors in these files; tied tensors of a ``.bin`` file share theirs."""
+    """Return the bytes of all tensors in these files; tied tensors of a ``.bin`` file share
+    theirs.
+    """
     return sum(
         end - begin
         for file in files
@@ -216,13 +240,16 @@ def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:
     groups += _unindexed(folder, sets, used)
     used |= {member.path for group in groups for member in group.members}
     groups += [
-        ModelFiles(members=(component,)) for component in folder.components if component.path not in used
+        ModelFiles(members=(component,))
+        for component in folder.components
+        if component.path not in used
     ]
     return tuple(_replaced(folder, _without_copies(groups)))
 
 
 def _without_copies(groups: Sequence[ModelFiles]) -> Sequence[ModelFiles]:
-    """Return the groups, copies of shards as left over from the model that has their keys: ``Copy of model-00001...``.
+    """Return the groups, copies of shards as left over from the model that has their keys: ``Copy
+    of model-00001...``.
 
     No loader looks for shards of such names, nor for their index.
     """
@@ -258,7 +285,8 @@ def _is_loaded(shard: Component) -> bool:
 
 
 def _renamed(folder: CheckpointFolder) -> Mapping[PurePosixPath, Mapping[PurePosixPath, str]]:
-    """Return index -> file -> the missing shard of which this file alone holds exactly the listed keys.
+    """Return index -> file -> the missing shard of which this file alone holds exactly the listed
+    keys.
 
     Where the index counts the bytes of all tensors, those of the files must add up to no more.
     """
@@ -275,7 +303,12 @@ def _renamed(folder: CheckpointFolder) -> Mapping[PurePosixPath, Mapping[PurePos
     holders: dict[frozenset[str], list[Component]] = {}
     for file in folder.components:
         may_be_shard = file.role is Role.UNKNOWN or _shard_set(file) is not None
-        if may_be_shard and file.problem is None and file.tensors and str(file.path) not in promised:
+        if (
+            may_be_shard
+            and file.problem is None
+            and file.tensors
+            and str(file.path) not in promised
+        ):
             holders.setdefault(frozenset(tensor.fqn for tensor in file.tensors), []).append(file)
     renamed: dict[PurePosixPath, dict[PurePosixPath, str]] = {}
     for path, index in indexes.items():
@@ -289,7 +322,9 @@ def _renamed(folder: CheckpointFolder) -> Mapping[PurePosixPath, Mapping[PurePos
                 files[name] = alike[0]
         listed = [component for component in folder.components if str(component.path) in keys]
         group = ModelFiles(
-            members=(*listed, *files.values()), index_path=path, index=component_at(folder, str(path))
+            members=(*listed, *files.values()),
+            index_path=path,
+            index=component_at(folder, str(path)),
         )
         # A count of fewer bytes than the listed files have is of something else.
         total = group.total_size
@@ -309,15 +344,19 @@ def _replaced(folder: CheckpointFolder, groups: Sequence[ModelFiles]) -> Sequenc
     A damaged index without a shard lacks all of them.
     """
     lacking = {
-        group: ModelFiles(members=(), index_path=group.path, index=group.members[0])
-        if group.index_path is None
-        else group
+        group: (
+            ModelFiles(members=(), index_path=group.path, index=group.members[0])
+            if group.index_path is None
+            else group
+        )
         for group in groups
         if group.missing or _is_damaged_index(group)
     }
     if not lacking:
         return groups
-    names = model_names(map(str, (*folder.strays, *(component.path for component in folder.components))))
+    names = model_names(
+        map(str, (*folder.strays, *(component.path for component in folder.components)))
+    )
     by_name = {str(group.path): group for group in groups if group.members}
     replaced = {
         group: replace(shards, replaced=replacement)
@@ -337,9 +376,13 @@ _MOST_TIES = 16
 
 
 def _replacement(
-    folder: CheckpointFolder, group: ModelFiles, by_name: Mapping[str, ModelFiles], names: ModelNames
+    folder: CheckpointFolder,
+    group: ModelFiles,
+    by_name: Mapping[str, ModelFiles],
+    names: ModelNames,
 ) -> Replacement | None:
-    """Return the complete file or index of a model that loaders take in place of these shards, None without one.
+    """Return the complete file or index of a model that loaders take in place of these shards, None
+    without one.
 
     Nor is there one where it may be a piece of the model.
     """
@@ -352,7 +395,11 @@ def _replacement(
     now = loads(names, name.model, name.index)
     without = loads(names, name.model, name.index, removed=str(group.path))
     file = by_name.get(without.taken.get(loader) or without.by_option.get(loader, ""))
-    if file is None or not file.is_whole or (file.index_path is not None and file.read_index is None):
+    if (
+        file is None
+        or not file.is_whole
+        or (file.index_path is not None and file.read_index is None)
+    ):
         return None
     held = {tensor.fqn for member in file.members for tensor in member.tensors}
     if not held or any(member.whole is None for member in file.members):
@@ -360,8 +407,11 @@ def _replacement(
     of_shards = {tensor.fqn for member in group.members for tensor in member.tensors}
     keys = group.listed.keys() if group.index is not None else of_shards
     lost = {key for key in keys - held if not is_computed(key)}
-    # An index of .bin shards lists each of the tied weights, and a safetensors file holds the first of them.
-    may_be_tied = group.index is not None and kind_of(name) == BIN_INDEX and _may_be_ties(lost, held, group)
+    # An index of .bin shards lists each of the tied weights, and a safetensors file holds the first
+    # of them.
+    may_be_tied = (
+        group.index is not None and kind_of(name) == BIN_INDEX and _may_be_ties(lost, held, group)
+    )
     is_piece = held < keys or group.index is None
     if is_piece and is_part(lost, keys) and not may_be_tied:
         return None
@@ -379,10 +429,12 @@ def _replacement(
 
 
 def _may_be_ties(lost: Collection[str], held: Collection[str], group: ModelFiles) -> bool:
-    """Return whether a file may lack keys of an index because they are tied to the keys that it holds.
+    """Return whether a file may lack keys of an index because they are tied to the keys that it
+    holds.
 
-    A save writes tied weights into one shard (huggingface_hub, ``split_torch_state_dict_into_shards``; transformers
-    4.44, ``shard_checkpoint``). A file without all weights of a shard, or with fewer keys than it lacks, is a piece.
+    A save writes tied weights into one shard (huggingface_hub,
+    ``split_torch_state_dict_into_shards``; transformers 4.44, ``shard_checkpoint``). A file without
+    all weights of a shard, or with fewer keys than it lacks, is a piece.
     """
     shards_of_held = {shard for key, shard in group.listed.items() if key in held}
     in_shards_of_held = shards_of_held.issuperset(group.listed[key] for key in lost)
@@ -422,15 +474,21 @@ def _indexed(
         component
         for component in others
         if _shard_set(component) not in of_named
-        or (is_complete and _holds_anything(component) and {one.fqn for one in component.tensors} <= held)
+        or (
+            is_complete
+            and _holds_anything(component)
+            and {one.fqn for one in component.tensors} <= held
+        )
     ]
     members = _ordered([*named, *(component for component in others if component not in stale)])
     absent = tuple(sorted(promised - {str(component.path) for component in named}))
     unlisted = _unnumbered(members, promised) if named else []
     members += _ordered([component for component in folder.components if component.path in renamed])
-    group = ModelFiles(members=members, index_path=index.path, index=index, missing=absent, renamed=renamed)
-    # Shards that were merged keep numbers of more: loaders go by the index, and ask for no other file. It lists only a
-    # part of the model if the tensors of the model have more bytes.
+    group = ModelFiles(
+        members=members, index_path=index.path, index=index, missing=absent, renamed=renamed
+    )
+    # Shards that were merged keep numbers of more: loaders go by the index, and ask for no other
+    # file. It lists only a part of the model if the tensors of the model have more bytes.
     if absent or group.lost or group.stored_size < (group.total_size or 0):
         group = replace(group, missing=(*absent, *unlisted))
     return [group, *(ModelFiles(members=(component,), stale_of=index.path) for component in stale)]
@@ -459,7 +517,9 @@ def _unindexed(
 
 
 def _holds_anything(component: Component) -> bool:
-    """Return whether a shard can be from another save: an empty shard of this save is in no index, either."""
+    """Return whether a shard can be from another save: an empty shard of this save is in no index,
+    either.
+    """
     return bool(component.tensors) or component.problem is not None
 
 
@@ -487,9 +547,12 @@ def _unnumbered(
         return []
     name, total = shards[0].name, shards[0].name.shard[1]
     present = {shard.name.shard[0] for shard in shards if shard.name.shard is not None}
-    # The total comes from a file name, so it can claim 99,999 shards; names of that many are still cheap.
+    # The total comes from a file name, so it can claim 99,999 shards; names of that many are still
+    # cheap.
     names = (
-        str(replace(name, shard=(number, total))) for number in range(1, total + 1) if number not in present
+        str(replace(name, shard=(number, total)))
+        for number in range(1, total + 1)
+        if number not in present
     )
     return [name for name in names if name not in promised]
 
@@ -502,10 +565,10 @@ Shapes = Mapping[str, tuple[int, ...] | None]
 class Entry:
     """One saved object: its files, its position among its kind, and its record in the manifest.
 
-    ``problem``: why it cannot be read, "" for a readable one. ``path``: the keys that lead to the state dict in a
-    pickle. ``shapes``: those of a state dict's keys, empty for other states. ``aliases``: each key that the file lacks
-    -> the key with which it shared a storage, by the manifest. ``index_words``: the fields of an index other than its
-    map.
+    ``problem``: why it cannot be read, "" for a readable one. ``path``: the keys that lead to the
+    state dict in a pickle. ``shapes``: those of a state dict's keys, empty for other states.
+    ``aliases``: each key that the file lacks -> the key with which it shared a storage, by the
+    manifest. ``index_words``: the fields of an index other than its map.
     """
 
     index: int
@@ -530,10 +593,13 @@ class Entry:
 
 
 def model_entries(folder: CheckpointFolder, manifest: Manifest | None) -> tuple[Entry, ...]:
-    """Return the models that ``load_state`` would look for, one a position; safetensors before ``.bin``, as it does."""
+    """Return the models that ``load_state`` would look for, one a position; safetensors before
+    ``.bin``, as it does.
+    """
     found: dict[int, tuple[int, Entry]] = {}
     models = manifest.models if manifest else ()
-    recorded = {entry.index: entry for entry in models if "/" not in entry.file}  # and not in a sub-folder
+    # And not in a sub-folder.
+    recorded = {entry.index: entry for entry in models if "/" not in entry.file}
     if (
         manifest is not None and not manifest.is_of_a_save
     ):  # seal lists the ties that it saw in files, which proves nothing
@@ -549,10 +615,11 @@ def model_entries(folder: CheckpointFolder, manifest: Manifest | None) -> tuple[
 
 
 def all_state_dicts(folder: CheckpointFolder, *, of_modules: bool = True) -> tuple[Entry, ...]:
-    """Return every state dict of a module in a folder or file, including those inside training dicts.
+    """Return every state dict of a module in a folder or file, including those inside training
+    dicts.
 
-    A dict with state dicts of modules in it is a training dict, even where a tensor lies in it (a loss, a state of the
-    generators). ``of_modules`` off: every dict that holds a tensor.
+    A dict with state dicts of modules in it is a training dict, even where a tensor lies in it (a
+    loss, a state of the generators). ``of_modules`` off: every dict that holds a tensor.
     """
     found: list[Entry] = []
     for group in group_files(folder):
@@ -576,13 +643,18 @@ def _is_one_state_dict(component: Component) -> bool:
     whole = component.whole
     return whole is not None and (
         whole.is_model
-        or not any(scope.is_model and scope.path for scope in component.scopes if scope.kind == "state dict")
+        or not any(
+            scope.is_model and scope.path
+            for scope in component.scopes
+            if scope.kind == "state dict"
+        )
     )
 
 
 def believed(manifest: Manifest | None, folder: CheckpointFolder) -> Manifest | None:
-    """Return a manifest without its records of files that changed since the save. The manifest lists files by name and
-    position, and a repair moves entries up; models are judged one by one, by their keys.
+    """Return a manifest without its records of files that changed since the save. The manifest
+    lists files by name and position, and a repair moves entries up; models are judged one by one,
+    by their keys.
     """
     if manifest is None:
         return None
@@ -597,7 +669,9 @@ def believed(manifest: Manifest | None, folder: CheckpointFolder) -> Manifest | 
 
 
 def _is_as_saved(manifest: Manifest, folder: CheckpointFolder, role: Role) -> bool:
-    """Return whether the files of a role are the listed ones of the manifest, with the listed sizes."""
+    """Return whether the files of a role are the listed ones of the manifest, with the listed
+    sizes.
+    """
     saved = {
         name: size
         for name, size in manifest.files.items()
@@ -610,7 +684,9 @@ def _is_as_saved(manifest: Manifest, folder: CheckpointFolder, role: Role) -> bo
 def state_entries(
     folder: CheckpointFolder, role: Role, recorded: Sequence[ManifestEntry]
 ) -> tuple[Entry, ...]:
-    """Return the entries of a role that Accelerate numbers (optimizers, schedulers, custom, ...), in order."""
+    """Return the entries of a role that Accelerate numbers (optimizers, schedulers, custom, ...),
+    in order.
+    """
     known = {entry.file: entry for entry in recorded}
     return tuple(
         single_entry(component, known.get(str(component.path)))
@@ -631,10 +707,12 @@ def single_entry(component: Component, recorded: ManifestEntry | None = None) ->
 
 
 def doubles(root: Path, entries: Sequence[Entry], *, wrapped: bool) -> dict[int, int]:
-    """Return (position of a duplicate -> position of its original), proven by reading every byte of both.
+    """Return (position of a duplicate -> position of its original), proven by reading every byte of
+    both.
 
-    ``wrapped``: the keys of the duplicate must carry more of the wrappers that ``prepare`` puts around a model;
-    otherwise equal entries are duplicates whatever their keys. Raises OSError when a file cannot be read.
+    ``wrapped``: the keys of the duplicate must carry more of the wrappers that ``prepare`` puts
+    around a model; otherwise equal entries are duplicates whatever their keys. Raises OSError when
+    a file cannot be read.
     """
     intact = {
         one.members[0].path: number
@@ -652,7 +730,8 @@ def doubles(root: Path, entries: Sequence[Entry], *, wrapped: bool) -> dict[int,
 
     ordered = [entries[intact[path]].members[0] for path in sorted(intact, key=depth)]
     return {
-        intact[entry.path]: intact[original.path] for original, entry, _ in equal_entries(ordered, equality)
+        intact[entry.path]: intact[original.path]
+        for original, entry, _ in equal_entries(ordered, equality)
     }
 
 
@@ -668,13 +747,17 @@ def changed_files(root: Path, entries: Sequence[Entry]) -> list[str]:
 
 
 def model_position(group: ModelFiles) -> int | None:
-    """Return the position at which ``load_state`` looks for a model's files, None for files that it never reads."""
+    """Return the position at which ``load_state`` looks for a model's files, None for files that it
+    never reads.
+    """
     place = _position(group)
     return place[0] if place is not None and not group.is_left_over else None
 
 
 def _position(group: ModelFiles) -> tuple[int, int] | None:
-    """Return position and rank of preference of a model's files, None for files that ``load_state`` never reads."""
+    """Return position and rank of preference of a model's files, None for files that ``load_state``
+    never reads.
+    """
     if group.index_path is not None:
         name = parse_file_name(group.index_path.name)
     else:
@@ -727,7 +810,9 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
 
 
 def _lists(recorded: ManifestEntry, label: str, tensors: Sequence[TensorInfo]) -> bool:
-    """Return whether the manifest lists this file unchanged: a repair may have moved or renamed the saved file."""
+    """Return whether the manifest lists this file unchanged: a repair may have moved or renamed the
+    saved file.
+    """
     if recorded.file != label:
         return False
     return not recorded.keys or recorded.keys == key_fingerprint(
@@ -747,7 +832,9 @@ def _inside(component: Component, path: tuple[str, ...], index: int) -> Entry:
 
 
 def shapes_of(component: Component, path: tuple[str, ...]) -> dict[str, tuple[int, ...] | None]:
-    """Return the names in the state dict at ``path`` of a file, with the shapes of those that are tensors."""
+    """Return the names in the state dict at ``path`` of a file, with the shapes of those that are
+    tensors.
+    """
     names: dict[str, tuple[int, ...] | None] = {}
     for scope in component.scopes:
         if scope.path == path and scope.kind == "state dict":
@@ -773,8 +860,8 @@ def _problem(component: Component) -> str:
 
 
 def _depth(entry: Entry) -> tuple[int, int]:
-    """Count the wrappers of ``prepare`` around an entry, without ``torch.compile``: a script may compile one of two
-    models.
+    """Count the wrappers of ``prepare`` around an entry, without ``torch.compile``: a script may
+    compile one of two models.
     """
     chain = [segment for segment in entry.chain if segment in PREPARE_WRAPPERS]
     return len(set(chain)), len(chain)

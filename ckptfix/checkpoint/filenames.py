@@ -2,19 +2,25 @@
 
 Every library's names are here, and only here:
 
-- Accelerate's states (``utils/constants.py`` and ``checkpointing.py``, 1.0 to 1.15): entry 0 of a role has no number,
-  entry i has ``_i``; custom objects are numbered from 0; RNG states are numbered by rank.
+- Accelerate's states (``utils/constants.py`` and ``checkpointing.py``, 1.0 to 1.15): entry 0 of a
+  role has no number, entry i has ``_i``; custom objects are numbered from 0; RNG states are
+  numbered by rank.
 - The Trainer's states (``trainer.py`` of transformers 5).
-- Weights of transformers, peft and diffusers, their variants (``model.fp16.safetensors``), their shards and indexes.
-- The files and folders of DCP (``torch/distributed/checkpoint/filesystem.py`` of torch 2.13), and of DeepSpeed 0.18
-  (``runtime/engine.py``).
-- The files of FSDP that each rank saves alone: ``optimizer_0_rank1.bin`` (``utils/fsdp_utils.py`` of accelerate 1.15).
+- Weights of transformers, peft and diffusers, their variants (``model.fp16.safetensors``), their
+  shards and indexes.
+- The files and folders of DCP (``torch/distributed/checkpoint/filesystem.py`` of torch 2.13), and
+  of DeepSpeed 0.18 (``runtime/engine.py``).
+- The files of FSDP that each rank saves alone: ``optimizer_0_rank1.bin`` (``utils/fsdp_utils.py``
+  of accelerate 1.15).
 - The safetensors files in which torch saves each rank's parts of tensors,
-  ``shard-00001-model-00001-of-00002.safetensors`` (``distributed/checkpoint/_hf_utils.py`` of torch 2.13).
+  ``shard-00001-model-00001-of-00002.safetensors`` (``distributed/checkpoint/_hf_utils.py`` of torch
+  2.13).
 - ``run_state_0.pt``, in which the guarded Accelerator keeps what a rank needs to go on exactly.
-- Folders that are one of several checkpoints: ``checkpoint_3``, ``checkpoint-500``, ``step_10``, ``epoch_2``.
+- Folders that are one of several checkpoints: ``checkpoint_3``, ``checkpoint-500``, ``step_10``,
+  ``epoch_2``.
 
-``str()`` of a parsed name is the name again, and parsing the ``str()`` of a meaning gives that meaning.
+``str()`` of a parsed name is the name again, and parsing the ``str()`` of a meaning gives that
+meaning.
 """
 
 import re
@@ -50,11 +56,14 @@ OF_ONE_RANK = (Role.RNG_STATE, Role.RUN_STATE)
 """Roles of files that each rank has for itself."""
 
 NOT_STATES = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN)
-"""Roles of files that may hold weights of a model. Every other role is a state that a library saves by that name."""
+"""Roles of files that may hold weights of a model. Every other role is a state that a library saves
+by that name.
+"""
 
 
 class ModelName(NamedTuple):
-    """A model by the name of its files, without numbers: ``variant`` is "fp16" of ``model.fp16.safetensors``.
+    """A model by the name of its files, without numbers: ``variant`` is "fp16" of
+    ``model.fp16.safetensors``.
 
     Files with one name and one index are one model, in any format and any number of shards.
     """
@@ -76,11 +85,12 @@ _LIBRARY_STEMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileName:
-    """A parsed name. ``stem`` and ``suffix`` belong to the family: files of one family are one list of entries.
+    """A parsed name. ``stem`` and ``suffix`` belong to the family: files of one family are one list
+    of entries.
 
-    ``shard`` is (number, total), both from 1, for one file of a sharded model. ``rank`` is set for what each
-    rank has for itself; both are set for a file of parts (``is_of_parts``).
-    ``variant`` is set where it follows the number of a shard, as diffusers wrote it before 0.30.
+    ``shard`` is (number, total), both from 1, for one file of a sharded model. ``rank`` is set for
+    what each rank has for itself; both are set for a file of parts (``is_of_parts``). ``variant``
+    is set where it follows the number of a shard, as diffusers wrote it before 0.30.
     """
 
     role: Role
@@ -93,33 +103,47 @@ class FileName:
 
     @property
     def is_numbered(self) -> bool:
-        """Return whether Accelerate finds this file by its position, so that a gap or a duplicate shifts others."""
+        """Return whether Accelerate finds this file by its position, so that a gap or a duplicate
+        shifts others.
+        """
         return self.role in _NUMBERED and self.shard is None and not self.is_of_trainer
 
     @property
     def is_of_trainer(self) -> bool:
-        """Return whether transformers' Trainer writes and reads this state, and ``load_state`` never does."""
+        """Return whether transformers' Trainer writes and reads this state, and ``load_state``
+        never does.
+        """
         return (self.stem, self.suffix) in _OF_TRAINER
 
     @property
     def is_of_accelerate(self) -> bool:
-        """Return whether ``save_state`` writes a state under this name; of ``scaler.pt`` the Trainer does, too."""
+        """Return whether ``save_state`` writes a state under this name; of ``scaler.pt`` the
+        Trainer does, too.
+        """
         return self.role not in NOT_STATES and not self.is_of_trainer
 
     @property
     def is_of_save_state(self) -> bool:
-        """Return whether only ``save_state`` writes it: it always leaves the random states of every rank."""
+        """Return whether only ``save_state`` writes it: it always leaves the random states of every
+        rank.
+        """
         return self.role is Role.RNG_STATE and not self.is_of_trainer
 
     @property
     def is_of_parts(self) -> bool:
-        """Return whether torch's ``HuggingFaceStorageWriter`` saved one rank's parts of tensors here."""
+        """Return whether torch's ``HuggingFaceStorageWriter`` saved one rank's parts of tensors
+        here.
+        """
         return self.shard is not None and self.rank is not None
 
     @property
     def is_state_file(self) -> bool:
-        """Return whether a library reads a file by exactly this name: a state, or weights in one file."""
-        is_weights = self.role is not Role.WEIGHTS_INDEX and self.is_of_library and self.shard is None
+        """Return whether a library reads a file by exactly this name: a state, or weights in one
+        file.
+        """
+        is_weights = (
+            self.role is not Role.WEIGHTS_INDEX and self.is_of_library and self.shard is None
+        )
         return self.role not in NOT_STATES or is_weights
 
     @property
@@ -137,8 +161,8 @@ class FileName:
 
     @property
     def load_order(self) -> tuple[int, int] | None:
-        """The position of this model or index for ``load_state``, and the rank of its name among those tried for one
-        position; None for a file that ``load_state`` never reads.
+        """The position of this model or index for ``load_state``, and the rank of its name among
+        those tried for one position; None for a file that ``load_state`` never reads.
         """
         if self.shard is not None or self.variant:
             return None
@@ -153,7 +177,9 @@ class FileName:
 
     @property
     def is_of_library(self) -> bool:
-        """Return whether a library writes weights, or their index, under this name, and finds them by it."""
+        """Return whether a library writes weights, or their index, under this name, and finds them
+        by it.
+        """
         return (
             self.role in NOT_STATES
             and self.suffix != ""  # none for a file that was asked for by its name: model.onnx
@@ -163,9 +189,11 @@ class FileName:
 
     @property
     def is_of_script(self) -> bool:
-        """Return whether no library looks for a file of this name, so that a script or any program may write it.
+        """Return whether no library looks for a file of this name, so that a script or any program
+        may write it.
 
-        ``model.bin`` is of this kind: it holds the weights of CTranslate2, and no library for torch reads it.
+        ``model.bin`` is of this kind: it holds the weights of CTranslate2, and no library for torch
+        reads it.
         """
         name = str(self)
         return self.role is Role.UNKNOWN and not (
@@ -184,8 +212,8 @@ class FileName:
     def index_names(self) -> tuple[str, ...]:
         """The names that the index of this shard can have, of which loaders take the first.
 
-        transformers never looks for the one that diffusers wrote before 0.30, and diffusers 0.42 misses it where the
-        path of the folder has a dot.
+        transformers never looks for the one that diffusers wrote before 0.30, and diffusers 0.42
+        misses it where the path of the folder has a dot.
         """
         if not self.variant:
             return (index_name(self.stem, self.suffix),)
@@ -219,15 +247,32 @@ class FileName:
         return self.stem + self.suffix
 
 
-_NUMBERED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
-LOADED_MODELS = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("pytorch_model_fsdp", ".bin"))
-"""File names that ``load_state`` tries for the weights of a model, in order; a full FSDP save has the last."""
+_NUMBERED = (
+    Role.MODEL,
+    Role.OPTIMIZER,
+    Role.SCHEDULER,
+    Role.SAMPLER,
+    Role.DATALOADER,
+    Role.CUSTOM,
+)
+LOADED_MODELS = (
+    ("model", ".safetensors"),
+    ("pytorch_model", ".bin"),
+    ("pytorch_model_fsdp", ".bin"),
+)
+"""File names that ``load_state`` tries for the weights of a model, in order; a full FSDP save has
+the last.
+"""
 
 FORMATS_OF_MODELS = LOADED_MODELS[:2]
-"""Of these, it looks for both at each position anew (accelerate 1.0 to 1.15, ``load_accelerator_state``)."""
+"""Of these, it looks for both at each position anew (accelerate 1.0 to 1.15,
+``load_accelerator_state``).
+"""
 
 Stems = Mapping[str, tuple[str, ...]]
-"""Kind of weights -> the stems under which a loader looks for them, and for their index; the first is the usual one."""
+"""Kind of weights -> the stems under which a loader looks for them, and for their index; the first
+is the usual one.
+"""
 
 _OF_DIFFUSERS = ("learned_embeds.bin", "pytorch_custom_diffusion_weights.bin")
 """Files of parts of a model that diffusers finds by their names (``loaders`` of 0.42)."""
@@ -238,21 +283,28 @@ STEMS_OF_LIBRARIES: Mapping[str, Stems] = {
     "diffusers": dict.fromkeys(WEIGHT_KINDS, ("diffusion_pytorch_model",)),
     "peft": dict.fromkeys(WEIGHT_KINDS, ("adapter_model",)),
 }
-"""Library -> the stems that its ``from_pretrained`` looks for (transformers 5.23, diffusers 0.42, PEFT 0.21)."""
+"""Library -> the stems that its ``from_pretrained`` looks for (transformers 5.23, diffusers 0.42,
+PEFT 0.21).
+"""
 
 LORA = "pytorch_lora_weights"
 """Stem of the LoRA weights that ``save_lora_weights`` of diffusers' pipelines writes."""
 
 MODEL_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model")
-"""Stems of the weights of complete models. The stems of adapters count only where an adapter is looked for."""
+"""Stems of the weights of complete models. The stems of adapters count only where an adapter is
+looked for.
+"""
 
 
 def weights_names(library: str) -> tuple[str, ...]:
     """Return the names of a library's weights in one file, the preferred one first."""
-    return tuple(f"{stem}{kind}" for kind, stems in STEMS_OF_LIBRARIES[library].items() for stem in stems)
+    return tuple(
+        f"{stem}{kind}" for kind, stems in STEMS_OF_LIBRARIES[library].items() for stem in stems
+    )
 
 
-_LONE, _FROM_ONE, _FROM_ZERO = range(3)  # never numbered; entry 0 has no number; every one has a number
+# Never numbered; entry 0 has no number; every one has a number.
+_LONE, _FROM_ONE, _FROM_ZERO = range(3)
 _FAMILIES = {
     **dict.fromkeys(LOADED_MODELS, (Role.MODEL, _FROM_ONE)),
     ("optimizer", ".bin"): (Role.OPTIMIZER, _FROM_ONE),
@@ -277,7 +329,9 @@ _OF_TRAINER = frozenset(
 
 
 def name_of_trainer(name: str) -> str:
-    """Return the name that the Trainer gives to the first state of a kind of ``save_state``, "" for any other."""
+    """Return the name that the Trainer gives to the first state of a kind of ``save_state``, "" for
+    any other.
+    """
     stem, _, suffix = name.partition(".")
     return f"{stem}.pt" if suffix == "bin" and (stem, ".pt") in _OF_TRAINER else ""
 
@@ -291,24 +345,33 @@ _SHARD = re.compile(
 _PARTS_STEM = "shard-*-model"
 _PARTS = re.compile(
     r"shard-(?!00000)([0-9]{5})-model-([0-9]{5})-of-([0-9]{5})(\.safetensors)"
-)  # shard-00001-model-00001-of-00002.safetensors: the parts that rank 0 has of the tensors in file 1
+    # Shard-00001-model-00001-of-00002.safetensors: the parts that rank 0 has of the tensors in file
+    # 1.
+)
 PARTS_LABEL = f"{_PARTS_STEM}-*.safetensors"
 """The name in messages of all files with parts of one model."""
 
 _INDEX = re.compile(
     rf"(.+)((?:\.safetensors|\.bin)(?:\.index(?:\.{_WORD})?|\.{_WORD}\.index)\.json)", re.DOTALL
 )  # .index.fp16.json, and .fp16.index.json as diffusers wrote it before 0.30
-_VARIANT_OF_INDEX = re.compile(rf"(?:\.safetensors|\.bin)(?:\.index\.({_WORD})|\.({_WORD})\.index)\.json")
+_VARIANT_OF_INDEX = re.compile(
+    rf"(?:\.safetensors|\.bin)(?:\.index\.({_WORD})|\.({_WORD})\.index)\.json"
+)
 _INDEX_SUFFIX = ".index.json"
 _SUFFIXES_OF_SCRIPTS = (".pt", ".pth", ".ckpt", ".pth.tar", ".th")
 
 
 _OF_MACOS = "._"
-"""Beginning of the files in which macOS keeps attributes of another file, in archives and on foreign file systems."""
+"""Beginning of the files in which macOS keeps attributes of another file, in archives and on
+foreign file systems.
+"""
 
-_FOUND_BY_ENDING = re.compile(r"\._(pytorch_lora_weights|shard-[0-9]{5}-model-.*)\.safetensors", re.DOTALL)
-"""Those that a loader reads as weights, because it lists a folder and compares endings: ``load_lora_weights`` of
-diffusers 0.42, and ``HuggingFaceStorageReader`` of torch 2.13."""
+_FOUND_BY_ENDING = re.compile(
+    r"\._(pytorch_lora_weights|shard-[0-9]{5}-model-.*)\.safetensors", re.DOTALL
+)
+"""Those that a loader reads as weights, because it lists a folder and compares endings:
+``load_lora_weights`` of diffusers 0.42, and ``HuggingFaceStorageReader`` of torch 2.13.
+"""
 
 
 def is_of_macos(name: str) -> bool:
@@ -335,11 +398,17 @@ def parse_file_name(name: str) -> FileName | None:
     if match := _PARTS.fullmatch(name):
         rank, number, total = (int(digits) for digits in match.groups()[:3])
         return FileName(
-            role=Role.MODEL, stem=_PARTS_STEM, suffix=match[4], rank=rank - 1, shard=(number, total)
+            role=Role.MODEL,
+            stem=_PARTS_STEM,
+            suffix=match[4],
+            rank=rank - 1,
+            shard=(number, total),
         )
     if match := _SHARD.fullmatch(name):
         shard = (int(match[2]), int(match[3]))
-        return FileName(role=Role.MODEL, stem=match[1], suffix=match[5], shard=shard, variant=match[4] or "")
+        return FileName(
+            role=Role.MODEL, stem=match[1], suffix=match[5], shard=shard, variant=match[4] or ""
+        )
     if match := _INDEX.fullmatch(name):
         return FileName(role=Role.WEIGHTS_INDEX, stem=match[1], suffix=match[2])
     for suffix in WEIGHT_SUFFIXES:
@@ -349,13 +418,17 @@ def parse_file_name(name: str) -> FileName | None:
 
 
 def is_file_of_parts(name: str) -> bool:
-    """Return whether a file of this name has one rank's parts of tensors, as ``FileName.is_of_parts`` says."""
+    """Return whether a file of this name has one rank's parts of tensors, as
+    ``FileName.is_of_parts`` says.
+    """
     parsed = parse_file_name(name)
     return parsed is not None and parsed.is_of_parts
 
 
 _ADDED = re.compile(r"\s|\([0-9]+\)|~|\.[0-9]+$")
-"""Spaces, and the marks of a second copy: ``optimizer (1).bin`` of browsers, ``optimizer.bin.1`` of wget."""
+"""Spaces, and the marks of a second copy: ``optimizer (1).bin`` of browsers, ``optimizer.bin.1`` of
+wget.
+"""
 
 _SET_ASIDE = re.compile(r"\.(?:bak|backup|old|orig)$")
 """Endings by which people put a file out of use."""
@@ -364,11 +437,12 @@ _LOOSE_NUMBER = re.compile(r"_+0*([0-9]+\.)")
 
 
 def nearly_state(name: str) -> FileName | None:
-    """Return the file of ``save_state`` whose name this one nearly is: ``Optimizer.bin``, ``model_01.safetensors``.
+    """Return the file of ``save_state`` whose name this one nearly is: ``Optimizer.bin``,
+    ``model_01.safetensors``.
 
-    They differ in case, spaces, dashes, zeros, the mark of a second copy, an ending such as ``.bak``, a missing rank or
-    the stem of the other format, as ``pytorch_model.safetensors``, so that ``load_state`` never finds the file. None
-    for any other name.
+    They differ in case, spaces, dashes, zeros, the mark of a second copy, an ending such as
+    ``.bak``, a missing rank or the stem of the other format, as ``pytorch_model.safetensors``, so
+    that ``load_state`` never finds the file. None for any other name.
     """
     known = parse_file_name(name)
     if known is not None and known.role is not Role.UNKNOWN:
@@ -387,42 +461,60 @@ def nearly_state(name: str) -> FileName | None:
 
 
 def is_copy_of(name: str, copy: str) -> bool:
-    """Return whether a name is another one with a space or the mark of a second copy, as in ``optimizer (1).bin``."""
+    """Return whether a name is another one with a space or the mark of a second copy, as in
+    ``optimizer (1).bin``.
+    """
     return copy != name and _ADDED.sub("", copy) == name
 
 
 MARK_OF_COPY = r"[\s._-]+copy|[\s._-]*\((?:(?:another|[0-9]+[a-z]{2})[\s_])?copy(?:[\s_][0-9]+)?\)"
-"""The words that file managers add to a copy: `` copy``, `` - Copy``, `` (copy)``, `` (another copy)``."""
+"""The words that file managers add to a copy: `` copy``, `` - Copy``, `` (copy)``, `` (another
+copy)``.
+"""
 
 _COPIED = re.compile(
-    rf"(.+?)((?:{MARK_OF_COPY})?(?:[\s_-]*\([0-9]{{1,2}}\)|[\s_-]+[0-9]{{1,2}})?)(\.[a-z]+)", re.DOTALL
+    rf"(.+?)((?:{MARK_OF_COPY})?(?:[\s_-]*\([0-9]{{1,2}}\)|[\s_-]+[0-9]{{1,2}})?)(\.[a-z]+)",
+    re.DOTALL,
 )
 
 
 def names_weights(name: str) -> bool:
-    """Return whether a file is of weights by its name: one that a library or a script gives to a model, or a shard."""
+    """Return whether a file is of weights by its name: one that a library or a script gives to a
+    model, or a shard.
+    """
     parsed = parse_file_name(name)
-    return parsed is not None and parsed.role in NOT_STATES and parsed.role is not Role.WEIGHTS_INDEX
+    return (
+        parsed is not None and parsed.role in NOT_STATES and parsed.role is not Role.WEIGHTS_INDEX
+    )
 
 
 def copied_state(name: str) -> tuple[FileName, str] | None:
-    """Return the state of ``save_state`` of which a file is a copy by its name, and the mark; None for any other name.
+    """Return the state of ``save_state`` of which a file is a copy by its name, and the mark; None
+    for any other name.
 
-    Safari names a second download ``model_1-1.safetensors``, file managers ``model_1 - Copy (2).safetensors``. A mark
-    that is a number alone may have a meaning for a script: ``model-1.safetensors``.
+    Safari names a second download ``model_1-1.safetensors``, file managers ``model_1 - Copy
+    (2).safetensors``. A mark that is a number alone may have a meaning for a script:
+    ``model-1.safetensors``.
     """
     match = _COPIED.fullmatch(name.casefold())
     known = parse_file_name(name)
     if not match or not match[2] or (known is not None and known.role is not Role.UNKNOWN):
         return None
     meant = parse_file_name(match[1] + match[3])
-    if meant is None or meant.role is Role.UNKNOWN or not meant.is_state_file or meant.is_of_trainer:
+    if (
+        meant is None
+        or meant.role is Role.UNKNOWN
+        or not meant.is_state_file
+        or meant.is_of_trainer
+    ):
         return None
     return meant, match[2]
 
 
 def index_name(stem: str, suffix: str) -> str:
-    """Return the name of the index of shards; that of ``model.fp16`` is ``model.safetensors.index.fp16.json``."""
+    """Return the name of the index of shards; that of ``model.fp16`` is
+    ``model.safetensors.index.fp16.json``.
+    """
     base, _, variant = stem.partition(".")
     if base in _LIBRARY_STEMS and variant:
         return f"{base}{suffix}.index.{variant}.json"
@@ -430,7 +522,9 @@ def index_name(stem: str, suffix: str) -> str:
 
 
 def model_file(suffix: str, index: int = 0) -> FileName:
-    """Return the name under which ``load_state`` looks for a model, ``.safetensors`` or ``.bin``."""
+    """Return the name under which ``load_state`` looks for a model, ``.safetensors`` or
+    ``.bin``.
+    """
     stem = next(stem for stem, ending in LOADED_MODELS if ending == suffix)
     return FileName(role=Role.MODEL, stem=stem, suffix=suffix, index=index)
 
@@ -446,7 +540,9 @@ def random_states_name(rank: int) -> str:
 
 
 def run_state_name(rank: int) -> str:
-    """Return the name of the file in which the guarded Accelerator keeps what a rank needs to go on exactly."""
+    """Return the name of the file in which the guarded Accelerator keeps what a rank needs to go on
+    exactly.
+    """
     return str(FileName(role=Role.RUN_STATE, stem="run_state", suffix=".pt", rank=rank))
 
 
@@ -456,7 +552,8 @@ TRAINER_STATE = "trainer_state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderName:
-    """Parsed name of a folder with one entry of a checkpoint: a DCP folder of FSDP, or one of DeepSpeed.
+    """Parsed name of a folder with one entry of a checkpoint: a DCP folder of FSDP, or one of
+    DeepSpeed.
 
     Entry 0 has its number in the name of a DCP folder, and none in that of DeepSpeed's.
     """
@@ -467,7 +564,9 @@ class FolderName:
 
     @property
     def is_deepspeed(self) -> bool:
-        """Return whether this is the folder, with accelerate's tag for its name, in which DeepSpeed saves."""
+        """Return whether this is the folder, with accelerate's tag for its name, in which DeepSpeed
+        saves.
+        """
         return self.stem == _TAG
 
     def at(self, index: int) -> "FolderName":
@@ -501,7 +600,8 @@ def parse_deepspeed_folder_name(name: str) -> FolderName | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFileName:
-    """The parsed name of a file in which one rank saved its part of a model or optimizer: FSDP without DCP.
+    """The parsed name of a file in which one rank saved its part of a model or optimizer: FSDP
+    without DCP.
 
     Entry 0 has its number in the name, but for FSDP1's local state dicts of a model.
     """
@@ -526,14 +626,17 @@ def parse_rank_file_name(name: str) -> RankFileName | None:
         return None
     role = Role.OPTIMIZER if match[1] == "optimizer" else Role.MODEL
     index = int(match[2] or 0)
-    return RankFileName(role=role, index=index, rank=int(match[3]), stem=match[1], is_local=match[2] is None)
+    return RankFileName(
+        role=role, index=index, rank=int(match[3]), stem=match[1], is_local=match[2] is None
+    )
 
 
 class WorldRankName(NamedTuple):
-    """The parsed name of a file in which one of ``world_size`` ranks saved its part: ``model_world_size_8_rank_0.pt``.
+    """The parsed name of a file in which one of ``world_size`` ranks saved its part:
+    ``model_world_size_8_rank_0.pt``.
 
-    verl saves ``model``, ``optim`` and ``extra_state`` so (``utils/checkpoint/fsdp_checkpoint_manager.py``), and others
-    use the same form.
+    verl saves ``model``, ``optim`` and ``extra_state`` so
+    (``utils/checkpoint/fsdp_checkpoint_manager.py``), and others use the same form.
     """
 
     stem: str
@@ -562,7 +665,9 @@ def dcp_model_folder(index: int) -> FolderName:
 
 
 def describe_folder_name(name: str) -> str | None:
-    """Describe a sub-folder of a checkpoint by its name; None for a name that Accelerate never writes."""
+    """Describe a sub-folder of a checkpoint by its name; None for a name that Accelerate never
+    writes.
+    """
     if parse_folder_name(name) is not None:
         return "a torch.distributed.checkpoint (DCP) folder"
     return "a DeepSpeed folder" if parse_deepspeed_folder_name(name) is not None else None
@@ -580,8 +685,9 @@ class DcpPart(Enum):
 class DcpFileName:
     """The parsed name of a file in a DCP folder.
 
-    ``rank``: the process that wrote it; None for the metadata of all ranks. ``number``: counts a rank's data files.
-    ``stem``: the beginning of a data file's name when torch itself would not use that name, else "".
+    ``rank``: the process that wrote it; None for the metadata of all ranks. ``number``: counts a
+    rank's data files. ``stem``: the beginning of a data file's name when torch itself would not use
+    that name, else "".
     """
 
     part: DcpPart
@@ -601,7 +707,9 @@ _DCP_DATA = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
 
 def parse_dcp_name(name: str) -> DcpFileName | None:
-    """Return the meaning of the name of a file in a DCP folder, None for a file that no save of DCP leaves there."""
+    """Return the meaning of the name of a file in a DCP folder, None for a file that no save of DCP
+    leaves there.
+    """
     if is_of_macos(name):
         return None
     if match := _DCP_METADATA.fullmatch(name):
@@ -625,9 +733,10 @@ class DeepSpeedPart(Enum):
 class DeepSpeedName:
     """The parsed name of a file of DeepSpeed.
 
-    ``rank``: among the processes of data parallelism; None for model states that are not cut among them (ZeRO-1, 2).
-    ``model_rank``: among those of tensor parallelism. ``before`` and ``between`` differ between versions and dtypes:
-    ``bf16_`` in front, ``_`` before "optim_states". ``other``: the name of a layer's or expert's file.
+    ``rank``: among the processes of data parallelism; None for model states that are not cut among
+    them (ZeRO-1, 2). ``model_rank``: among those of tensor parallelism. ``before`` and ``between``
+    differ between versions and dtypes: ``bf16_`` in front, ``_`` before "optim_states". ``other``:
+    the name of a layer's or expert's file.
     """
 
     part: DeepSpeedPart
@@ -640,7 +749,9 @@ class DeepSpeedName:
     def __str__(self) -> str:
         rank = "" if self.rank is None else f"zero_pp_rank_{self.rank}_"
         kind = "model_states" if self.part is DeepSpeedPart.MODEL else "optim_states"
-        return self.other or f"{self.before}{rank}mp_rank_{self.model_rank:02}{self.between}{kind}.pt"
+        return (
+            self.other or f"{self.before}{rank}mp_rank_{self.model_rank:02}{self.between}{kind}.pt"
+        )
 
 
 _DEEPSPEED_FILE = re.compile(
@@ -651,7 +762,9 @@ _EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank.*\.pt|expp_rank_.
 
 
 def parse_deepspeed_name(name: str) -> DeepSpeedName | None:
-    """Return the meaning of the name of a file that DeepSpeed keeps states in, None for any other."""
+    """Return the meaning of the name of a file that DeepSpeed keeps states in, None for any
+    other.
+    """
     if match := _DEEPSPEED_FILE.fullmatch(name):
         before, rank, model_rank, is_model, between = match.groups()
         if (before and is_model) or (rank is None and not is_model):
@@ -669,22 +782,26 @@ def parse_deepspeed_name(name: str) -> DeepSpeedName | None:
 
 
 ACCELERATE = "checkpoint_{}"
-"""Names of folders that ``save_state`` numbers itself (accelerate 1.0 to 1.15). ``{}`` is the number."""
+"""Names of folders that ``save_state`` numbers itself (accelerate 1.0 to 1.15). ``{}`` is the
+number.
+"""
 
 TRAINER = "checkpoint-{}"
 """Names of the checkpoint folders of transformers' Trainer."""
 
 FAMILIES = (ACCELERATE, TRAINER, "step_{}", "epoch_{}")
-"""Names of checkpoint folders of the Trainer, of diffusers' scripts and of accelerate's examples."""
+"""Names of checkpoint folders of the Trainer, of diffusers' scripts and of accelerate's examples.
+"""
 
 _ONE_OF_SEVERAL = re.compile(r"(checkpoint|step|epoch)[-_]?[0-9]+")
 
 
 def checkpoint_number(name: str, pattern: str = ACCELERATE) -> int | None:
-    """Return the number in the name of a checkpoint, None for any other name. ``{}`` in the pattern is the number.
+    """Return the number in the name of a checkpoint, None for any other name. ``{}`` in the pattern
+    is the number.
 
-    accelerate and the Trainer order folders by the number, with zeros in front, too: ``checkpoint_008`` is after
-    ``checkpoint_4``.
+    accelerate and the Trainer order folders by the number, with zeros in front, too:
+    ``checkpoint_008`` is after ``checkpoint_4``.
     """
     before, _, after = pattern.partition("{}")
     match = re.fullmatch(f"{re.escape(before)}([0-9]+){re.escape(after)}", name)
@@ -704,7 +821,9 @@ def split_number(name: str) -> tuple[str, int] | None:
 
 
 def family_of(name: str) -> tuple[str, int] | None:
-    """Return the pattern of ``FAMILIES`` and the number of a checkpoint's name, None for any other name."""
+    """Return the pattern of ``FAMILIES`` and the number of a checkpoint's name, None for any other
+    name.
+    """
     numbers = ((pattern, checkpoint_number(name, pattern)) for pattern in FAMILIES)
     return next(((pattern, number) for pattern, number in numbers if number is not None), None)
 
@@ -722,8 +841,10 @@ _COUNTED = re.compile(
 
 
 def counts_saves(before: str) -> bool:
-    """Return whether a number after this text counts the saves of one run, as in ``epoch=`` or ``global_step``.
+    """Return whether a number after this text counts the saves of one run, as in ``epoch=`` or
+    ``global_step``.
 
-    A number of ``run_``, ``fold_``, ``seed``, ``client_`` or ``stage`` may tell one run from another.
+    A number of ``run_``, ``fold_``, ``seed``, ``client_`` or ``stage`` may tell one run from
+    another.
     """
     return _COUNTED.fullmatch(before) is not None

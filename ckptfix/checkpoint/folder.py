@@ -1,6 +1,8 @@
-"""A checkpoint folder: components with a role, a position and a parsed header; and the scan that finds them.
+"""A checkpoint folder: components with a role, a position and a parsed header; and the scan that
+finds them.
 
-The scan reads every header and no tensor bytes. Nothing is unpickled, and no bad file stops the scan.
+The scan reads every header and no tensor bytes. Nothing is unpickled, and no bad file stops the
+scan.
 """
 
 import os
@@ -58,9 +60,10 @@ class ProblemKind(Enum):
 class Problem:
     """A component that could not be read: a value, so that one bad file never stops a scan.
 
-    ``in_header``: a truncated file without the complete list of its tensors. ``is_foreign``: an intact file in a
-    format that ckptfix never reads. ``is_limit``: a file beyond the limits of ckptfix, which no library writes.
-    ``is_elsewhere``: an index of shards that exist in other folders.
+    ``in_header``: a truncated file without the complete list of its tensors. ``is_foreign``: an
+    intact file in a format that ckptfix never reads. ``is_limit``: a file beyond the limits of
+    ckptfix, which no library writes. ``is_elsewhere``: an index of shards that exist in other
+    folders.
     """
 
     kind: ProblemKind
@@ -74,19 +77,24 @@ class Problem:
 
     @property
     def is_only_unchecked(self) -> bool:
-        """Return whether the file is of a known kind that ckptfix does not read, without any sign of damage."""
+        """Return whether the file is of a known kind that ckptfix does not read, without any sign
+        of damage.
+        """
         return self.kind is ProblemKind.UNSUPPORTED and not self.is_limit
 
 
 def as_damage(problem: Problem | None) -> Problem | None:
-    """Return the problem of a file of another program as that of a file that a loader wants to read."""
+    """Return the problem of a file of another program as that of a file that a loader wants to
+    read.
+    """
     if problem is None or not problem.is_foreign:
         return problem
     return replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, is_foreign=False)
 
 
 def is_unreadable(component: "Component") -> bool:
-    """Return whether a component could not be read without being damaged, so that its contents are unknown.
+    """Return whether a component could not be read without being damaged, so that its contents are
+    unknown.
 
     Permission to read it is denied, or it is an index of shards in other folders.
     """
@@ -96,9 +104,9 @@ def is_unreadable(component: "Component") -> bool:
 class NameScope(NamedTuple):
     """One dict or list of keys in a file, and the wrapper chain of all of them.
 
-    ``path`` leads to the dict in a pickle (``("model",)``), () is the file itself. ``kind`` is "state dict" or,
-    for optimizers, "param_names", "params" or "optimizer state". ``is_model``: a module's state dict by its looks, and
-    not any dict in which a tensor lies.
+    ``path`` leads to the dict in a pickle (``("model",)``), () is the file itself. ``kind`` is
+    "state dict" or, for optimizers, "param_names", "params" or "optimizer state". ``is_model``: a
+    module's state dict by its looks, and not any dict in which a tensor lies.
     """
 
     path: tuple[str, ...]
@@ -117,8 +125,9 @@ class NameScope(NamedTuple):
 class Component:
     """One file of a checkpoint, or one sub-folder that is not scanned.
 
-    ``content`` is the parsed header, None for an unread one. ``tensors``: the tensors of every state dict in it.
-    ``is_linked``: reached through a symbolic link, or one of several hard links, so never patched in place.
+    ``content`` is the parsed header, None for an unread one. ``tensors``: the tensors of every
+    state dict in it. ``is_linked``: reached through a symbolic link, or one of several hard links,
+    so never patched in place.
     """
 
     path: PurePosixPath
@@ -144,7 +153,10 @@ class Component:
     @property
     def whole(self) -> NameScope | None:
         """The names of a file that is one state dict, None for any other."""
-        return next((scope for scope in self.scopes if scope.path == () and scope.kind == "state dict"), None)
+        return next(
+            (scope for scope in self.scopes if scope.path == () and scope.kind == "state dict"),
+            None,
+        )
 
     @property
     def model(self) -> NameScope | None:
@@ -153,7 +165,9 @@ class Component:
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """The wrappers that every key carries of a file that is one state dict, () for any other."""
+        """The wrappers that every key carries of a file that is one state dict, () for any
+        other.
+        """
         return self.whole.chain if self.whole is not None else ()
 
     @property
@@ -166,9 +180,10 @@ class Component:
 class CheckpointFolder:
     """A scanned folder. ``only`` names the one requested file; ``strays`` are never touched.
 
-    ``subfolders`` maps the name of a sub-folder to what it is; ``scan_dcp_folders`` reads those of DCP.
-    ``ranks``: those whose random states are in the folder, even when only one file is scanned. ``unscanned``: then the
-    names of the other entries, which show what kind of folder the file is in.
+    ``subfolders`` maps the name of a sub-folder to what it is; ``scan_dcp_folders`` reads those of
+    DCP. ``ranks``: those whose random states are in the folder, even when only one file is scanned.
+    ``unscanned``: then the names of the other entries, which show what kind of folder the file is
+    in.
     """
 
     root: Path
@@ -186,7 +201,9 @@ class CheckpointFolder:
         yield from (name for name in map(parse_file_name, self.unscanned) if name is not None)
 
     def has_file(self, name: str) -> bool:
-        """Return whether a file that is not scanned is in the folder, even when only one file is asked for."""
+        """Return whether a file that is not scanned is in the folder, even when only one file is
+        asked for.
+        """
         return PurePosixPath(name) in self.strays or name in self.unscanned
 
     @property
@@ -206,8 +223,8 @@ class CheckpointFolder:
 
     @property
     def processes(self) -> int | None:
-        """The number of processes of the saving run, by the random states in the folder; None without any. A missing
-        state proves nothing: the highest rank counts.
+        """The number of processes of the saving run, by the random states in the folder; None
+        without any. A missing state proves nothing: the highest rank counts.
         """
         return max(self.ranks) + 1 if self.ranks else None
 
@@ -224,7 +241,9 @@ class CheckpointFolder:
         positions = [entry.name.index for family in formats for entry in found[family]]
         if len(formats) == 2 and len(positions) == len(set(positions)):
             found[formats[0]] += found.pop(formats[1])
-        return tuple(tuple(sorted(entries, key=lambda entry: entry.name.index)) for entries in found.values())
+        return tuple(
+            tuple(sorted(entries, key=lambda entry: entry.name.index)) for entries in found.values()
+        )
 
 
 Content = SafetensorsFile | TorchFile | WeightsIndex
@@ -235,8 +254,8 @@ def scan_folder(
 ) -> CheckpointFolder:
     """Scan the folder ``root``, or just the file ``only`` in it.
 
-    ``wanted``: selects files by name; others are neither opened nor returned. Raises OSError when the
-    folder itself cannot be listed; an unreadable file becomes a component with a problem.
+    ``wanted``: selects files by name; others are neither opened nor returned. Raises OSError when
+    the folder itself cannot be listed; an unreadable file becomes a component with a problem.
     """
     components, strays, subfolders, unscanned = [], [], {}, []
     ranks: set[int] = set()
@@ -272,7 +291,9 @@ def scan_folder(
 
 
 def scan_file(root: Path, path: PurePosixPath, name: FileName) -> Component:
-    """Read a file of a folder as one of this name, whatever its own is; a problem says why it cannot be read."""
+    """Read a file of a folder as one of this name, whatever its own is; a problem says why it
+    cannot be read.
+    """
     full = root / path
     content: Content | None = None
     problem: Problem | None = None
@@ -307,7 +328,9 @@ def scan_file(root: Path, path: PurePosixPath, name: FileName) -> Component:
     )
 
 
-def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content | None, Problem | None]:
+def _read(
+    full: Path, status: os.stat_result, name: FileName
+) -> tuple[Content | None, Problem | None]:
     if not stat.S_ISREG(status.st_mode):
         return None, Problem(kind=ProblemKind.NOT_A_TENSOR_FILE, message="not a regular file")
     with open_reader(full) as reader:
@@ -318,7 +341,9 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
         except TruncatedError as error:
             have, need, in_header = error.have, error.need, error.in_header
             kind = ProblemKind.TRUNCATED
-            problem = Problem(kind=kind, message=str(error), have=have, need=need, in_header=in_header)
+            problem = Problem(
+                kind=kind, message=str(error), have=have, need=need, in_header=in_header
+            )
         except UnsupportedFormat as error:
             is_limit = isinstance(error, BeyondLimits)
             kind = ProblemKind.UNSUPPORTED
@@ -328,12 +353,16 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
         return None, _judged(reader, name, problem)
 
 
-def _located(folder: Path, name: FileName, index: WeightsIndex) -> tuple[Content | None, Problem | None]:
-    """Return an index that lists paths with file names in their place, where all of them lead to files in the folder.
+def _located(
+    folder: Path, name: FileName, index: WeightsIndex
+) -> tuple[Content | None, Problem | None]:
+    """Return an index that lists paths with file names in their place, where all of them lead to
+    files in the folder.
 
-    Else its problem: unknown where all files exist, because files of other folders are not read, and malformed where
-    one does not. transformers and accelerate join the folder and the path. diffusers refuses a path in its own index
-    (0.42, ``hub_utils.py``), and one that leads to a file in the folder has a finding of its own.
+    Else its problem: unknown where all files exist, because files of other folders are not read,
+    and malformed where one does not. transformers and accelerate join the folder and the path.
+    diffusers refuses a path in its own index (0.42, ``hub_utils.py``), and one that leads to a file
+    in the folder has a finding of its own.
     """
     paths = sorted(set(index.weight_map.values()))
     here = {where for where in set(map(os.path.dirname, paths)) if _is_same(folder, folder / where)}
@@ -344,23 +373,35 @@ def _located(folder: Path, name: FileName, index: WeightsIndex) -> tuple[Content
         return replace(index, weight_map=names, spelled=spelled), None
     lost = [path for path in paths if not os.path.isfile(folder / path)]
     if lost:
-        more = f" and {count_of(len(lost) - 1, 'more shard')}, which do" if lost[1:] else ", which does"
-        return None, Problem(kind=ProblemKind.MALFORMED, message=f"it lists {lost[0]!r}{more} not exist")
+        more = (
+            f" and {count_of(len(lost) - 1, 'more shard')}, which do"
+            if lost[1:]
+            else ", which does"
+        )
+        return None, Problem(
+            kind=ProblemKind.MALFORMED, message=f"it lists {lost[0]!r}{more} not exist"
+        )
     folders = sorted({str(PurePosixPath(path).parent) for path in elsewhere})
-    is_below = not any(where.startswith("/") or ".." in PurePosixPath(where).parts for where in folders)
+    is_below = not any(
+        where.startswith("/") or ".." in PurePosixPath(where).parts for where in folders
+    )
     words = (
-        f"it lists {count_of(len(elsewhere), 'shard')} in {'a sub-folder' if is_below else 'another folder'}"
+        f"it lists {count_of(len(elsewhere), 'shard')} in "
+        f"{'a sub-folder' if is_below else 'another folder'}"
     )
     words = f"{words} ({list_names(folders)})"
     if name.model is not None and name.model.stem == "diffusion_pytorch_model":
-        return None, Problem(kind=ProblemKind.MALFORMED, message=f"{words}, which diffusers refuses")
+        return None, Problem(
+            kind=ProblemKind.MALFORMED, message=f"{words}, which diffusers refuses"
+        )
     message = f"{words}, which were not read; transformers and accelerate load them"
     return None, Problem(kind=ProblemKind.UNREADABLE, message=message, is_elsewhere=True)
 
 
 def _is_same(folder: Path, where: Path) -> bool:
     try:
-        # And not by os.path.realpath, to which absent/.. is the folder; opening a file by such a path fails.
+        # And not by os.path.realpath, to which absent/.. is the folder; opening a file by such a
+        # path fails.
         return os.path.samefile(folder, where)
     except OSError:
         return False
@@ -381,7 +422,8 @@ def _read_index(reader: FileReader) -> WeightsIndex:
 def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
     """Distinguish a broken file of the right kind from a file of another kind.
 
-    A script may name a file of another program freely; under a name that a loader reads, it counts as damage.
+    A script may name a file of another program freely; under a name that a loader reads, it counts
+    as damage.
     """
     if problem.kind is ProblemKind.UNSUPPORTED:
         return problem
@@ -400,7 +442,8 @@ def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
     has_lost_start = name.suffix != ".bin" and not any(head)
     is_of_other = is_scripts_own and name.suffix and not (has_lost_start or may_be_of_torch(reader))
     if is_of_other and words is None:
-        # Many programs write such names: tokens in ``train.bin``, weights of OpenVINO and of mindspore.
+        # Many programs write such names: tokens in ``train.bin``, weights of OpenVINO and of
+        # mindspore.
         message = "not a torch file, and no library looks for it by its name"
         return replace(problem, kind=ProblemKind.UNSUPPORTED, message=message, is_foreign=True)
     if words == "a zip archive":
@@ -411,13 +454,19 @@ def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
         words = f"not a safetensors file: {problem.message}"
     elif words is None and name.role is not Role.WEIGHTS_INDEX and head[:1] != b"\x80":
         words = "not a torch file: it is neither a zip archive nor a pickle"
-    return problem if words is None else replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=words)
+    return (
+        problem
+        if words is None
+        else replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=words)
+    )
 
 
 def _names(content: Content | None) -> tuple[tuple[TensorInfo, ...], tuple[NameScope, ...]]:
     if isinstance(content, SafetensorsFile):
         names = tuple(tensor.fqn for tensor in content.tensors)
-        return content.tensors, (NameScope((), "state dict", names, common_wrappers(names), is_model=True),)
+        return content.tensors, (
+            NameScope((), "state dict", names, common_wrappers(names), is_model=True),
+        )
     if isinstance(content, TorchFile):
         scopes = tuple(
             NameScope(names.path, names.kind, fqns, common_wrappers(fqns), names.is_model)

@@ -1,4 +1,6 @@
-"""States of the generators of random numbers: those that Python, numpy and torch take (torch 2.13, numpy 2)."""
+"""States of the generators of random numbers: those that Python, numpy and torch take (torch 2.13,
+numpy 2).
+"""
 
 from collections.abc import Container, Mapping
 from math import prod
@@ -13,10 +15,14 @@ _INT32 = 1 << 31
 _UINT32 = 1 << 32
 _UINT64 = 1 << 64
 _SIZES_OF_TORCH = (5048, 5056)
-"""torch 2.13 refuses a state of the CPU's generator with other than 5056 bytes; older ones wrote 5048."""
+"""torch 2.13 refuses a state of the CPU's generator with other than 5056 bytes; older ones wrote
+5048.
+"""
 
 _SIZES_OF_CUDA = (8, 16, 808, 816)
-"""A CUDA generator takes a seed with or without an offset; up to torch 1.13 it wrote 800 unused bytes before them."""
+"""A CUDA generator takes a seed with or without an offset; up to torch 1.13 it wrote 800 unused
+bytes before them.
+"""
 
 
 def problem_of_random_states(tree: PickleTree, python: str, numpy: str, cpu: str, cuda: str) -> str:
@@ -51,7 +57,11 @@ def _is_of_python(state: object) -> bool:
     # Version 2 cuts every number to 32 bits. The last one is the position.
     is_in_range = version == 2 or all(0 <= word < _UINT64 for word in words)
     position = words[-1] % _UINT32 if version == 2 else words[-1]
-    return is_in_range and 0 <= position < _WORDS_OF_PYTHON and (gauss is None or type(gauss) in (int, float))
+    return (
+        is_in_range
+        and 0 <= position < _WORDS_OF_PYTHON
+        and (gauss is None or type(gauss) in (int, float))
+    )
 
 
 def _is_of_numpy(state: object) -> bool:
@@ -90,14 +100,18 @@ def _are_words_of_numpy(value: object) -> bool:
 
 
 def is_int32(value: object) -> bool:
-    """Return whether C code takes a value as a number of 32 bits, or cannot be known to refuse it."""
+    """Return whether C code takes a value as a number of 32 bits, or cannot be known to refuse
+    it.
+    """
     if type(value) in (int, float):
         return -_INT32 <= value < _INT32  # type: ignore[operator]
     return type(value) in (bool, Node) and not (is_list(value) or is_dict_like(value))
 
 
 def _has_bytes(value: object, sizes: Container[int], known: Mapping[str, PickledStorage]) -> bool:
-    """Return whether a value is a tensor of one of these numbers of bytes, or of a kind that is not known here."""
+    """Return whether a value is a tensor of one of these numbers of bytes, or of a kind that is not
+    known here.
+    """
     if type(value) is not Node or not is_tensor(value):
         return False
     tensor = read_tensor(Text("", 0, 0), value, known)
@@ -112,4 +126,8 @@ def is_list(value: object) -> bool:
 def is_of_numpy_module(value: object) -> bool:
     """Return whether a value is an object of numpy."""
     head = value.head if type(value) is Node and value.kind is Kind.CALL else None
-    return type(head) is Node and head.kind is Kind.GLOBAL and head.head[0].partition(".")[0] == "numpy"
+    return (
+        type(head) is Node
+        and head.kind is Kind.GLOBAL
+        and head.head[0].partition(".")[0] == "numpy"
+    )

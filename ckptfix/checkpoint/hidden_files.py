@@ -1,12 +1,14 @@
-"""Files that a loader needs and does not find, because they have another name than the one that it looks for.
+"""Files that a loader needs and does not find, because they have another name than the one that it
+looks for.
 
-One rule for every loader: the folder shows which loader reads it, no name that the loader looks for exists, and a file
-holds what belongs under that name. The names are exact:
+One rule for every loader: the folder shows which loader reads it, no name that the loader looks for
+exists, and a file holds what belongs under that name. The names are exact:
 
 - ``load_state`` of accelerate 1.15 (``checkpointing.py``).
-- ``Trainer._load_from_checkpoint`` of transformers 5.23: six names, and folders of FSDP and of adapters.
-- ``from_pretrained`` of transformers 5.23 (``_get_resolved_checkpoint_files``), diffusers 0.42 (``ModelMixin``) and
-  PEFT 0.21: a config, and weights by the library of the config.
+- ``Trainer._load_from_checkpoint`` of transformers 5.23: six names, and folders of FSDP and of
+  adapters.
+- ``from_pretrained`` of transformers 5.23 (``_get_resolved_checkpoint_files``), diffusers 0.42
+  (``ModelMixin``) and PEFT 0.21: a config, and weights by the library of the config.
 """
 
 import os
@@ -52,10 +54,11 @@ class Loader(Enum):
 
 
 class HiddenFile(NamedTuple):
-    """A file that a loader needs and does not find: its name, the name that the loader looks for, and the evidence.
+    """A file that a loader needs and does not find: its name, the name that the loader looks for,
+    and the evidence.
 
-    ``is_certain``: off for a file of a name that a script or another loader may look for on purpose. ``content``: its
-    content in words.
+    ``is_certain``: off for a file of a name that a script or another loader may look for on
+    purpose. ``content``: its content in words.
     """
 
     name: str
@@ -67,19 +70,23 @@ class HiddenFile(NamedTuple):
 
 
 _COUNTED = re.compile(r"custom_checkpoint_\d+\.pkl")
-"""Names of which ``load_state`` wants as many as there are registered objects (``accelerator.py``)."""
+"""Names of which ``load_state`` wants as many as there are registered objects (``accelerator.py``).
+"""
 
 _OPTIMIZER, _FSDP = "optimizer.pt", "pytorch_model_fsdp.bin"
 _OF_TRANSFORMERS, _OF_ADAPTERS = STEMS_OF_LIBRARIES["transformers"], STEMS_OF_LIBRARIES["peft"]
 
 
 def hidden_files(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[HiddenFile]:
-    """Yield the files of a folder that its loader does not find by their names, one for each name it looks for.
+    """Yield the files of a folder that its loader does not find by their names, one for each name
+    it looks for.
 
-    Random states of accelerate show that ``save_state`` wrote the folder, whatever else a script put there.
+    Random states of accelerate show that ``save_state`` wrote the folder, whatever else a script
+    put there.
     """
     hidden: dict[str, HiddenFile] = {}
-    # The Trainer's ``scaler.pt`` (fp16) and ``optimizer.bin`` (FSDP) have names of accelerate's states.
+    # The Trainer's ``scaler.pt`` (fp16) and ``optimizer.bin`` (FSDP) have names of accelerate's
+    # states.
     is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
     if not is_of_trainer and _is_of_accelerate(folder):
         misnamed = _hidden_from_load_state(folder, neighbours)
@@ -98,15 +105,17 @@ def hidden_files(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[H
 
 
 def hidden_from_trainer(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
-    """Yield the optimizer and the weights that the Trainer does not find by their names. ``names``: all of the folder.
+    """Yield the optimizer and the weights that the Trainer does not find by their names. ``names``:
+    all of the folder.
 
-    A subclass may write and read weights under names of its own: a name is certain that a library gives to weights, or
-    that has the mark of a copy.
+    A subclass may write and read weights under names of its own: a name is certain that a library
+    gives to weights, or that has the mark of a copy.
     """
     if TRAINER_STATE not in names:
         return
     if _OPTIMIZER not in names:
-        # FSDP alone reads ``optimizer.bin``, and saves it together with its own weights or with folders.
+        # FSDP alone reads ``optimizer.bin``, and saves it together with its own weights or with
+        # folders.
         is_whole = {"optimizer.bin", "scheduler.pt"} <= set(names) and _FSDP not in names
         if is_whole and not _has_folder_of_weights(root, names):
             yield _hidden("optimizer.bin", _OPTIMIZER, Loader.TRAINER)
@@ -132,7 +141,8 @@ def hidden_from_trainer(root: Path, names: Collection[str]) -> Iterator[HiddenFi
 def _hidden_from_pretrained(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
     """Yield the weights that the library of a config does not find by their name.
 
-    Other programs take a config of transformers and weights of a name of their own, such as ``output.safetensors``.
+    Other programs take a config of transformers and weights of a name of their own, such as
+    ``output.safetensors``.
     """
     config = next((name for name in (CONFIG, ADAPTER) if name in names), None)
     library = library_of_names(root / config) if config else ""
@@ -161,13 +171,17 @@ def _hidden_weights(
     of_libraries: bool,
     keeps_variant: bool,
 ) -> tuple[str, str, bool] | None:
-    """Return a file with weights, the name that belongs to them, and whether they surely are the ones looked for.
+    """Return a file with weights, the name that belongs to them, and whether they surely are the
+    ones looked for.
 
-    The mark of a copy is certain (``model_old.safetensors``, ``Model (1).bin``). Other additions have a meaning for the
-    program that wrote them: ``model-rank-0-part-0.safetensors`` is read by vLLM, ``model_ema.safetensors`` by a script.
-    ``of_libraries``: so is every name that a library gives to weights.
+    The mark of a copy is certain (``model_old.safetensors``, ``Model (1).bin``). Other additions
+    have a meaning for the program that wrote them: ``model-rank-0-part-0.safetensors`` is read by
+    vLLM, ``model_ema.safetensors`` by a script. ``of_libraries``: so is every name that a library
+    gives to weights.
     """
-    parsed = {name: meaning for name in sorted(names) if (meaning := parse_file_name(name)) is not None}
+    parsed = {
+        name: meaning for name in sorted(names) if (meaning := parse_file_name(name)) is not None
+    }
     has_index = any(meaning.role is Role.WEIGHTS_INDEX for meaning in parsed.values())
     if not has_index and any(meaning.shard for meaning in parsed.values()):
         return None  # the missing index of shards has a finding
@@ -176,7 +190,9 @@ def _hidden_weights(
     alike = Counter(_COUNT.sub("#", name) for name in parsed)
 
     def is_copy(name: str, kind: str) -> bool:
-        return alike[_COUNT.sub("#", name)] == 1 and any(_is_copy(name, stem, kind) for stem in known)
+        return alike[_COUNT.sub("#", name)] == 1 and any(
+            _is_copy(name, stem, kind) for stem in known
+        )
 
     uncertain: tuple[str, str, bool] | None = None
     for name, meaning in parsed.items():
@@ -189,7 +205,8 @@ def _hidden_weights(
         is_sure = kind is not None and (
             is_variant or is_copy(name, kind) or (of_libraries and meaning.is_of_library)
         )
-        # Of uncertain files the first is named: a folder may have hundreds, and the others need not be read.
+        # Of uncertain files the first is named: a folder may have hundreds, and the others need not
+        # be read.
         if (uncertain and not is_sure) or not _holds_weights(root, name):
             continue
         of_kind = stems[kind or ".bin"]
@@ -204,7 +221,9 @@ def _hidden_weights(
 
 
 def hidden_configs(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
-    """Yield the configs of models that ``from_pretrained`` does not find: ``config.json.tmp``, ``config (1).json``."""
+    """Yield the configs of models that ``from_pretrained`` does not find: ``config.json.tmp``,
+    ``config (1).json``.
+    """
     for wanted in (CONFIG, ADAPTER):
         if wanted in names or not has_weights_of(wanted, names):
             continue
@@ -217,7 +236,9 @@ def hidden_configs(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
 
 
 def has_weights_of(config: str, names: Collection[str]) -> bool:
-    """Return whether weights are among names that a library writes together with a config of this name."""
+    """Return whether weights are among names that a library writes together with a config of this
+    name.
+    """
     stems = ("adapter_model",) if config == ADAPTER else MODEL_STEMS
     parsed = filter(None, map(parse_file_name, names))
     return any(
@@ -237,7 +258,8 @@ def _joined(first: Stems, second: Stems) -> Stems:
 
 
 def _finds(stems: Stems, name: str, *, takes_variants: bool) -> bool:
-    """Return whether a loader of these stems reads a file by its name: weights in one file, or the index of shards.
+    """Return whether a loader of these stems reads a file by its name: weights in one file, or the
+    index of shards.
 
     The Trainer and FSDP's loader find ``pytorch_model_fsdp.bin``.
     """
@@ -258,19 +280,25 @@ _MARK = (
     rf"(?:{MARK_OF_COPY}|{_BETWEEN}+(?:old|backup|bak|orig|tmp|new))?"
     rf"(?:{_BETWEEN}*\([0-9]{{1,2}}\)|{_BETWEEN}+[0-9]{{1,2}}|~)?"
 )
-"""Marks of copies: of browsers (`` (1)``), file managers (`` - Copy (2)``), wget (``.1``), editors and people."""
+"""Marks of copies: of browsers (`` (1)``), file managers (`` - Copy (2)``), wget (``.1``), editors
+and people.
+"""
 
 _COUNT = re.compile(r"(?<![(0-9])[0-9]+")
 
 
 def _is_copy(name: str, stem: str, suffix: str) -> bool:
-    """Return whether a name differs from a stem and a suffix by case or by marks of a copy: ``Model_old (1).bin``."""
+    """Return whether a name differs from a stem and a suffix by case or by marks of a copy:
+    ``Model_old (1).bin``.
+    """
     pattern = rf"{stem}{_MARK}{re.escape(suffix)}(?:\.index\.json)?{_MARK}"
     return re.fullmatch(pattern, re.sub(r"[-\s]", "_", name.casefold())) is not None
 
 
 def _holds_weights(root: Path, name: str) -> bool:
-    """Return whether a file has tensors of a model, and not the state of an optimizer or the like, or is unreadable."""
+    """Return whether a file has tensors of a model, and not the state of an optimizer or the like,
+    or is unreadable.
+    """
     for component in scan_folder(root, name).components:
         content = component.content
         if isinstance(content, WeightsIndex):
@@ -287,12 +315,16 @@ def _has_folder_of_weights(root: Path, names: Collection[str]) -> bool:
     return any(map(may_hold_weights, folders))
 
 
-def _hidden_from_load_state(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[HiddenFile]:
-    """Yield the files that nearly have the name of a missing state of ``save_state``, and may be that state.
+def _hidden_from_load_state(
+    folder: CheckpointFolder, neighbours: Neighbours
+) -> Iterator[HiddenFile]:
+    """Yield the files that nearly have the name of a missing state of ``save_state``, and may be
+    that state.
 
-    Scripts use such names for files of their own: ``model_01.safetensors`` for an export, ``Scaler.pt`` for the mean of
-    their data. So the content must fit, and the other files, or the checkpoints next to it, must show that a state is
-    missing. A file that all of these checkpoints have by this name is not certain. Nor is one that nothing shows.
+    Scripts use such names for files of their own: ``model_01.safetensors`` for an export,
+    ``Scaler.pt`` for the mean of their data. So the content must fit, and the other files, or the
+    checkpoints next to it, must show that a state is missing. A file that all of these checkpoints
+    have by this name is not certain. Nor is one that nothing shows.
     """
     existing = {_part(one.name) for one in folder.components if not one.name.is_of_trainer}
     for path in folder.subfolders:
@@ -316,8 +348,9 @@ def _hidden_from_load_state(folder: CheckpointFolder, neighbours: Neighbours) ->
             or not _may_be(folder.root, name, meant)
         ):
             continue
-        # ``model-1.safetensors`` may be of an epoch, ``model_1_1.safetensors`` of its step, and people make a copy of a
-        # model before they delete it. Browsers and file managers give one mark to all files.
+        # ``model-1.safetensors`` may be of an epoch, ``model_1_1.safetensors`` of its step, and
+        # people make a copy of a model before they delete it. Browsers and file managers give one
+        # mark to all files.
         is_mark_of_others = len(marked[mark, number]) > 1 and not mark.startswith("_")
         is_shown = (
             number < count[role]
@@ -325,10 +358,14 @@ def _hidden_from_load_state(folder: CheckpointFolder, neighbours: Neighbours) ->
             or is_mark_of_others
             or (number == 0 and not mark.strip(" _-").isdigit())
             or is_copy_of(wanted, name)
-            or any(count[more] > count[role] for more in _SHOWN_BY.get(role, ()) if number or not mark)
+            or any(
+                count[more] > count[role] for more in _SHOWN_BY.get(role, ()) if number or not mark
+            )
         )
         if near is None:
-            near = [save.names.every for save in neighbours.folders() if save.names.is_of_save_state]
+            near = [
+                save.names.every for save in neighbours.folders() if save.names.is_of_save_state
+            ]
         is_of_all = bool(near) and all(name in names and wanted not in names for names in near)
         is_of_others = any(wanted in names and name not in names for names in near)
         if is_of_others or (is_shown and not is_of_all):
@@ -337,19 +374,24 @@ def _hidden_from_load_state(folder: CheckpointFolder, neighbours: Neighbours) ->
             reach[role] = max(reach[role], number + 1)
             yield _hidden(name, wanted, Loader.LOAD_STATE)
         elif is_shown or not is_of_all:
-            words = f"load_state does not look for {name!r}, and fails for a script that needs {wanted}"
+            words = (
+                f"load_state does not look for {name!r}, and fails for a script that needs {wanted}"
+            )
             yield HiddenFile(name, wanted, Loader.LOAD_STATE, words, False, role.value)
 
 
 def _is_of_accelerate(folder: CheckpointFolder) -> bool:
-    """Return whether a state of ``save_state`` is in a folder, or its random states are under nearly their name."""
+    """Return whether a state of ``save_state`` is in a folder, or its random states are under
+    nearly their name.
+    """
     if any(one.name.is_of_accelerate for one in folder.components):
         return True
     return any(meant.is_of_save_state for _, meant, _ in _near_names(folder))
 
 
 def _near_names(folder: CheckpointFolder) -> list[tuple[str, FileName, str]]:
-    """Return the names that are nearly those of states, with the states and the mark of a copy, by their numbers.
+    """Return the names that are nearly those of states, with the states and the mark of a copy, by
+    their numbers.
 
     ``model-1.safetensors`` may be either of two.
     """
@@ -369,7 +411,9 @@ def _near_names(folder: CheckpointFolder) -> list[tuple[str, FileName, str]]:
 def _marked(
     folder: CheckpointFolder, existing: Collection[tuple[Role, int]]
 ) -> dict[tuple[str, int], set[Role]]:
-    """Return the roles of missing states of which copies have one mark: they were copied together."""
+    """Return the roles of missing states of which copies have one mark: they were copied
+    together.
+    """
     marked: dict[tuple[str, int], set[Role]] = defaultdict(set)
     for _, meant, mark in _near_names(folder):
         part = _part(meant)
@@ -390,7 +434,9 @@ _SHOWN_BY = {
 
 
 def _may_be(root: Path, name: str, meant: FileName) -> bool:
-    """Return whether a file may hold the state that it nearly has the name of; a damaged one may."""
+    """Return whether a file may hold the state that it nearly has the name of; a damaged one
+    may.
+    """
     if meant.role is Role.MODEL:
         return _holds_weights(root, name)
     for component in scan_folder(root, name).components:
@@ -401,7 +447,9 @@ def _may_be(root: Path, name: str, meant: FileName) -> bool:
 
 
 def _miscounted(folder: CheckpointFolder) -> Iterator[HiddenFile]:
-    """Yield the files with other numbers that ``load_state`` counts as custom objects, and does not look for."""
+    """Yield the files with other numbers that ``load_state`` counts as custom objects, and does not
+    look for.
+    """
     paths = (*(one.path for one in folder.components), *folder.strays, *folder.subfolders)
     counted = {path.name for path in paths if _COUNTED.fullmatch(path.name)}
     extra = sorted(name for name in counted if parse_file_name(name) is None)

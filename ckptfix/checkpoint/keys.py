@@ -1,9 +1,11 @@
-"""Grammar of keys of tensors (fqns): wrapper segments, evidence for them, and maps from old keys to new.
+"""Grammar of keys of tensors (fqns): wrapper segments, evidence for them, and maps from old keys to
+new.
 
-A wrapper adds one *segment* to every name below it: DistributedDataParallel and DataParallel ``module``,
-torch.compile ``_orig_mod``, FSDP1 ``_fsdp_wrapped_module``, activation checkpointing
-``_checkpoint_wrapped_module``. A user's own submodule may be called ``module``, so a segment counts as a wrapper
-only where every name of a state dict begins with it; a name's last segment never counts.
+A wrapper adds one *segment* to every name below it: DistributedDataParallel and DataParallel
+``module``, torch.compile ``_orig_mod``, FSDP1 ``_fsdp_wrapped_module``, activation checkpointing
+``_checkpoint_wrapped_module``. A user's own submodule may be called ``module``, so a segment counts
+as a wrapper only where every name of a state dict begins with it; a name's last segment never
+counts.
 """
 
 import re
@@ -17,7 +19,9 @@ PRIVATE_WRAPPERS = WRAPPERS - {"module"}
 """Segments that no user writes by accident: these are wrappers in the middle of a name, too."""
 
 PREPARE_WRAPPERS = frozenset({"module", "_fsdp_wrapped_module"})
-"""The wrappers of ``prepare``. The script itself adds the others: it may compile one of two equal models."""
+"""The wrappers of ``prepare``. The script itself adds the others: it may compile one of two equal
+models.
+"""
 
 DDP_CHAIN = ("module",)
 """The wrapper chain of a correctly prepared model's own ``state_dict()``."""
@@ -27,17 +31,23 @@ _FLAT = "_flat_param"
 """The name of FSDP1's flattened parameters (torch/distributed/fsdp/_flat_param.py)."""
 
 _COMPUTED = frozenset({"inv_freq", "masked_bias", "position_ids"})
-"""Last parts of the keys of buffers that transformers computes, and that its older versions saved and listed."""
+"""Last parts of the keys of buffers that transformers computes, and that its older versions saved
+and listed.
+"""
 
 
 _OF_ADAPTER = re.compile(
     "lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|ia3_l"
     "|vera_lambda_[bd]|trainable_tokens_delta"
 )
-"""Segments of the parameters of PEFT's adapters: in a model the adapter's name follows, in a file it does not."""
+"""Segments of the parameters of PEFT's adapters: in a model the adapter's name follows, in a file
+it does not.
+"""
 
 _SAVED_WHOLE = "modules_to_save"
-"""Segment of a module that PEFT trains as a whole: in a model it and the adapter's name follow the module's name."""
+"""Segment of a module that PEFT trains as a whole: in a model it and the adapter's name follow the
+module's name.
+"""
 
 
 def is_of_adapter(key: str) -> bool:
@@ -59,7 +69,9 @@ def adapter_name(key: str) -> str:
 
 
 def without_adapter_name(key: str, name: str) -> str:
-    """Return a key of a model with adapters as PEFT saves it, if its adapter has this name; else the key."""
+    """Return a key of a model with adapters as PEFT saves it, if its adapter has this name; else
+    the key.
+    """
     if not name or adapter_name(key) != name:
         return key
     path = key.split(".")
@@ -133,10 +145,11 @@ def prepared(chain: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_wrapped_again(chain: tuple[str, ...], before: tuple[str, ...]) -> bool:
-    """Return whether ``chain`` is ``before`` in exactly one DistributedDataParallel more, as ``prepare`` returns it.
+    """Return whether ``chain`` is ``before`` in exactly one DistributedDataParallel more, as
+    ``prepare`` returns it.
 
-    A script may have compiled the model in between. An average of the prepared model is two wrappers away, its own and
-    that of ``prepare``.
+    A script may have compiled the model in between. An average of the prepared model is two
+    wrappers away, its own and that of ``prepare``.
     """
     begin = chain[: len(chain) - len(before)]
     return begin + before == chain and prepared(begin) == DDP_CHAIN
@@ -151,9 +164,9 @@ def inner_wrappers(names: Iterable[str]) -> bool:
 class KeyMap:
     """A rule for renaming every fqn of one state dict: a leading chain is replaced by another.
 
-    ``inner``: first remove private wrapper segments anywhere in a name. ``remove``: the leading wrapper chain of every
-    name after that. ``insert``: the replacement of that chain. ``adapter``: name of the adapter to take out of the keys
-    of its parameters, "" for none.
+    ``inner``: first remove private wrapper segments anywhere in a name. ``remove``: the leading
+    wrapper chain of every name after that. ``insert``: the replacement of that chain. ``adapter``:
+    name of the adapter to take out of the keys of its parameters, "" for none.
     """
 
     remove: tuple[str, ...]
@@ -173,11 +186,12 @@ class KeyMap:
         return dotted(self.insert) + fqn[len(prefix) :]
 
     def module(self, name: str) -> str:
-        """Return the new name of a module, as ``_metadata`` of a state dict holds it: "" is the root.
+        """Return the new name of a module, as ``_metadata`` of a state dict holds it: "" is the
+        root.
 
-        Modules above the chain's end have no counterpart of their own. They map onto the modules of the new
-        chain, and onto its end when that is shorter; torch then lets the later entry win, which is the
-        innermost module, the right one.
+        Modules above the chain's end have no counterpart of their own. They map onto the modules of
+        the new chain, and onto its end when that is shorter; torch then lets the later entry win,
+        which is the innermost module, the right one.
         """
         segments = tuple(name.split(".")) if name else ()
         if self.inner:
@@ -199,7 +213,9 @@ def without_private_wrappers(fqn: str) -> str:
 
 
 def collisions(names: Iterable[str], key_map: KeyMap) -> tuple[tuple[str, str, str], ...]:
-    """Return (first old name, second old name, new name) for each two names that would become one."""
+    """Return (first old name, second old name, new name) for each two names that would become
+    one.
+    """
     origin: dict[str, str] = {}
     clashes = []
     for fqn in names:

@@ -1,4 +1,6 @@
-"""The numbered checkpoints of a project folder, and why a save is incomplete by its names and headers."""
+"""The numbered checkpoints of a project folder, and why a save is incomplete by its names and
+headers.
+"""
 
 import os
 import re
@@ -27,10 +29,20 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, ProblemKind, scan_folder
-from ckptfix.checkpoint.manifest import NotAsSaved, is_repaired, missing_files, read_losses, read_manifest
+from ckptfix.checkpoint.manifest import (
+    NotAsSaved,
+    is_repaired,
+    missing_files,
+    read_losses,
+    read_manifest,
+)
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, lost_models, may_hold_weights
 from ckptfix.checkpoint.placeholders import files_with_placeholders
-from ckptfix.checkpoint.state_contents import is_weights_file, state_problem, weights_without_tensors
+from ckptfix.checkpoint.state_contents import (
+    is_weights_file,
+    state_problem,
+    weights_without_tensors,
+)
 from ckptfix.checkpoint.trainer_folders import trainer_problem
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
@@ -46,17 +58,21 @@ from ckptfix.storage.transactions import is_partly_changed, transactions
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near its end"
 _WEIGHTS_ALONE = (
-    f"weights alone, with neither {_STATES} of save_state nor the Trainer's {TRAINER_STATE} to resume from"
+    f"weights alone, with neither {_STATES} of save_state nor the Trainer's {TRAINER_STATE} to "
+    "resume from"
 )
 _LAST_WRITTEN = (_STATES, TRAINER_STATE)
-"""Files that a save writes near its end and no repair changes, so their time is the time of the save."""
+"""Files that a save writes near its end and no repair changes, so their time is the time of the
+save.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A checkpoint with its number, and why it is incomplete (None: complete by its headers).
 
-    ``time``: when the save ended, in seconds since the epoch; None where the file that shows it is missing.
+    ``time``: when the save ended, in seconds since the epoch; None where the file that shows it is
+    missing.
     """
 
     path: Path
@@ -67,11 +83,15 @@ class Candidate:
 
 def candidates(folder: Path, pattern: str = ACCELERATE) -> tuple[Candidate, ...]:
     """Return the numbered checkpoints of one family in a folder, newest first. Raises OSError."""
-    return tuple(judge(path, number) for number, path in numbered(folder, (pattern,)).get(pattern, ()))
+    return tuple(
+        judge(path, number) for number, path in numbered(folder, (pattern,)).get(pattern, ())
+    )
 
 
 def problems_in(candidates: Iterable[Candidate]) -> str:
-    """Return the problems of checkpoints in words, each once with the names of those that have it."""
+    """Return the problems of checkpoints in words, each once with the names of those that have
+    it.
+    """
     names: dict[str | None, list[str]] = {}
     for candidate in candidates:
         names.setdefault(candidate.problem, []).append(candidate.path.name)
@@ -88,8 +108,11 @@ _SAID = 5
 """Names, and problems, of a run that are said: it may have a thousand checkpoints."""
 
 
-def judge(path: Path, number: int, problem_of: Callable[[Path], str | None] | None = None) -> Candidate:
-    """Return a numbered checkpoint with its problem. In a store that is only listed, its folder is made for that.
+def judge(
+    path: Path, number: int, problem_of: Callable[[Path], str | None] | None = None
+) -> Candidate:
+    """Return a numbered checkpoint with its problem. In a store that is only listed, its folder is
+    made for that.
 
     ``problem_of``: returns the problem of a folder; by default ``incomplete``.
     """
@@ -98,18 +121,24 @@ def judge(path: Path, number: int, problem_of: Callable[[Path], str | None] | No
     return Candidate(path=path, number=number, problem=problem, time=time)
 
 
-def numbered(folder: Path, patterns: Collection[str] = FAMILIES) -> dict[str, tuple[tuple[int, Path], ...]]:
-    """Return the folders of each family in a folder with their numbers, newest first. Raises OSError."""
+def numbered(
+    folder: Path, patterns: Collection[str] = FAMILIES
+) -> dict[str, tuple[tuple[int, Path], ...]]:
+    """Return the folders of each family in a folder with their numbers, newest first. Raises
+    OSError.
+    """
     listed = listed_names(folder)
     if listed is not None:
         names = listed.folders
     else:
         with os.scandir(folder) as listing:
-            # A link is followed as resuming scripts do; os.path.isdir is False for one that leads to itself.
+            # A link is followed as resuming scripts do; os.path.isdir is False for one that leads
+            # to itself.
             names = [
                 one.name
                 for one in listing
-                if one.is_dir(follow_symlinks=False) or (one.is_symlink() and os.path.isdir(one.path))
+                if one.is_dir(follow_symlinks=False)
+                or (one.is_symlink() and os.path.isdir(one.path))
             ]
     families: dict[str, list[tuple[int, Path]]] = {}
     for name in names:
@@ -117,7 +146,9 @@ def numbered(folder: Path, patterns: Collection[str] = FAMILIES) -> dict[str, tu
             if (number := checkpoint_number(name, pattern)) is not None:
                 families.setdefault(pattern, []).append((number, folder / name))
     return {
-        pattern: tuple(sorted(families[pattern], reverse=True)) for pattern in patterns if pattern in families
+        pattern: tuple(sorted(families[pattern], reverse=True))
+        for pattern in patterns
+        if pattern in families
     }
 
 
@@ -130,42 +161,51 @@ def time_of(checkpoint: Path) -> float | None:
 
 
 def taken_instead(run: Path) -> str:
-    """Return what stock ``load_state()`` does with an entry that is not a checkpoint, "" where it takes the newest one.
+    """Return what stock ``load_state()`` does with an entry that is not a checkpoint, "" where it
+    takes the newest one.
 
-    With automatic naming it sorts every entry of ``checkpoints`` by the first number in its name, and takes the last
-    (accelerate 1.15, ``accelerator.py``). Automatic naming counts by one, so a script chose numbers with gaps itself.
-    Raises OSError.
+    With automatic naming it sorts every entry of ``checkpoints`` by the first number in its name,
+    and takes the last (accelerate 1.15, ``accelerator.py``). Automatic naming counts by one, so a
+    script chose numbers with gaps itself. Raises OSError.
     """
     if Path(os.path.abspath(run)).name != "checkpoints":
         return ""
     names = sorted(os.listdir(run))
     own = {path.name: number for number, path in numbered(run, (ACCELERATE,)).get(ACCELERATE, ())}
     numbers = sorted(own.values())
-    is_counted = (len(numbers) > 1 or numbers == [0]) and numbers[-1] - numbers[0] == len(numbers) - 1
+    is_counted = (len(numbers) > 1 or numbers == [0]) and numbers[-1] - numbers[0] == len(
+        numbers
+    ) - 1
     if not is_counted:
         return ""
     entries = {name: re.search("[0-9]+", name) for name in names if name not in own}
     for name, number in entries.items():
         if number is None:
-            return f"{run / name}: load_state() without a folder fails with an IndexError: the name has no number"
+            return (
+                f"{run / name}: load_state() without a folder fails with an IndexError: the name "
+                "has no number"
+            )
     first = {name: int(number[0][:18]) for name, number in entries.items() if number is not None}
     last = max(first, key=lambda name: first[name], default="")
     if not last or first[last] < numbers[-1]:
         return ""
     may = "may take" if first[last] == numbers[-1] else "takes"
     fails = "" if (run / last).is_dir() else ", and fails: it is not a folder"
-    return f"{run / last}: load_state() without a folder {may} it instead of checkpoint_{numbers[-1]}{fails}"
+    return (
+        f"{run / last}: load_state() without a folder {may} it instead of "
+        f"checkpoint_{numbers[-1]}{fails}"
+    )
 
 
 def is_bare(folder: Path, holds: Callable[[Path, str], bool] | None = None) -> bool:
     """Return whether a folder without a file of a checkpoint is one all the same, by its name.
 
-    A Trainer that is killed in a save leaves such a folder, and its ``get_last_checkpoint`` takes it. Two of three
-    signs are wanted, as ``epoch_3`` may be a folder of pictures: the name is one that accelerate or the Trainer
-    gives, the folder is empty or holds configs alone, and a folder of the same family has files of a checkpoint. A
-    folder with weights in sub-folders alone is none, but where others of the family have such files: hooks of
-    diffusers save ``unet`` before anything else is written. ``holds``: ``family_holds``, for those who ask about many
-    folders.
+    A Trainer that is killed in a save leaves such a folder, and its ``get_last_checkpoint`` takes
+    it. Two of three signs are wanted, as ``epoch_3`` may be a folder of pictures: the name is one
+    that accelerate or the Trainer gives, the folder is empty or holds configs alone, and a folder
+    of the same family has files of a checkpoint. A folder with weights in sub-folders alone is
+    none, but where others of the family have such files: hooks of diffusers save ``unet`` before
+    anything else is written. ``holds``: ``family_holds``, for those who ask about many folders.
     """
     holds = holds or family_holds
     folder = Path(os.path.abspath(origin_of(folder)))
@@ -194,12 +234,16 @@ _CONFIGS = (".jinja", ".json", ".md", ".model", ".py", ".txt", ".yaml", ".yml")
 
 
 def family_holds(folder: Path, pattern: str) -> bool:
-    """Return whether a numbered folder of a family holds a file of a checkpoint, or a folder of its states."""
+    """Return whether a numbered folder of a family holds a file of a checkpoint, or a folder of its
+    states.
+    """
     return any(holds_files(path) for _, path in numbered(folder, (pattern,)).get(pattern, ()))
 
 
 def holds_files(folder: Path) -> bool:
-    """Return whether files of a checkpoint are right in a folder, or in a folder of its states, or cannot be listed."""
+    """Return whether files of a checkpoint are right in a folder, or in a folder of its states, or
+    cannot be listed.
+    """
     try:
         names = names_in(folder)
     except OSError:
@@ -213,23 +257,31 @@ def holds_files(folder: Path) -> bool:
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """Return the folder with the numbered checkpoints: ``path`` itself, or ``checkpoints`` in a project folder."""
+    """Return the folder with the numbered checkpoints: ``path`` itself, or ``checkpoints`` in a
+    project folder.
+    """
     below = path / "checkpoints"
     return below if path.name != "checkpoints" and below.is_dir() else path
 
 
 def partly_repaired(checkpoint: Path) -> Path | None:
-    """Return the checkpoint, or its DCP folder, in which a repair or an undo was interrupted, None for none.
+    """Return the checkpoint, or its DCP folder, in which a repair or an undo was interrupted, None
+    for none.
 
     Raises JournalError, OSError.
     """
     inside = [checkpoint / name for name in os.listdir(checkpoint)] if checkpoint.is_dir() else []
-    folders = (checkpoint, *(one for one in inside if one.name != JOURNAL and (one / JOURNAL).is_dir()))
+    folders = (
+        checkpoint,
+        *(one for one in inside if one.name != JOURNAL and (one / JOURNAL).is_dir()),
+    )
     return next((one for one in folders if is_partly_changed(one)), None)
 
 
 def cut_upload(checkpoint: Path) -> str | None:
-    """Return why the upload of a checkpoint is not complete, None for one that is, or was not uploaded by ckptfix."""
+    """Return why the upload of a checkpoint is not complete, None for one that is, or was not
+    uploaded by ckptfix.
+    """
     try:
         return upload_problem(checkpoint)
     except (FormatError, OSError) as error:
@@ -237,7 +289,8 @@ def cut_upload(checkpoint: Path) -> str | None:
 
 
 def gone_since_upload(root: Path) -> list[NotAsSaved]:
-    """Return the files of a committed upload that are missing, none where a repair can have deleted them.
+    """Return the files of a committed upload that are missing, none where a repair can have deleted
+    them.
 
     Another size does not count: what has no manifest may be saved again by anybody. Raises OSError.
     """
@@ -254,18 +307,22 @@ def gone_since_upload(root: Path) -> list[NotAsSaved]:
 
 
 def incomplete(
-    checkpoint: Path, *, reads_files: bool = True, scan: Callable[[], CheckpointFolder] | None = None
+    checkpoint: Path,
+    *,
+    reads_files: bool = True,
+    scan: Callable[[], CheckpointFolder] | None = None,
 ) -> str | None:
     """Return why a checkpoint is incomplete, None for a complete one.
 
-    ``reads_files``: off for a caller that has a finding for each damaged file. ``scan``: returns the folder with all
-    headers, for a caller that needs them, too.
+    ``reads_files``: off for a caller that has a finding for each damaged file. ``scan``: returns
+    the folder with all headers, for a caller that needs them, too.
 
-    With the manifest of a save, every file of that save must exist with its size; a folder that was repaired since
-    counts as complete. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and
-    the main process's state of the generators, which it writes after all but the custom objects; no file may be empty,
-    and those of weights and states must be intact by their headers and hold what their names say. A folder that
-    ``salvage`` wrote with losses is incomplete. A folder of the Trainer needs weights, too, and ``trainer_state.json``,
+    With the manifest of a save, every file of that save must exist with its size; a folder that was
+    repaired since counts as complete. Without one, as stock accelerate leaves it, sealed or not,
+    there must be weights of a model and the main process's state of the generators, which it writes
+    after all but the custom objects; no file may be empty, and those of weights and states must be
+    intact by their headers and hold what their names say. A folder that ``salvage`` wrote with
+    losses is incomplete. A folder of the Trainer needs weights, too, and ``trainer_state.json``,
     which it writes last, with the step of the folder's name.
     """
     try:
@@ -294,7 +351,8 @@ def incomplete(
     if _STATES not in names:
         if TRAINER_STATE not in names and _has_weights_alone(checkpoint, names):
             return _WEIGHTS_ALONE
-        if checkpoint_number(checkpoint.name) is not None:  # load_state takes it, so it must be Accelerate's
+        # load_state takes it, so it must be Accelerate's.
+        if checkpoint_number(checkpoint.name) is not None:
             return _NO_STATES
         try:
             problem = trainer_problem(checkpoint, complete=reads_files)
@@ -302,7 +360,8 @@ def incomplete(
             if checkpoint_number(checkpoint.name, TRAINER) is None:
                 return _NO_STATES
             return (
-                f"neither {_STATES}, which save_state writes near its end, nor the Trainer's {TRAINER_STATE}"
+                f"neither {_STATES}, which save_state writes near its end, nor the Trainer's "
+                f"{TRAINER_STATE}"
             )
         if problem is not None:
             return problem
@@ -313,7 +372,9 @@ def incomplete(
 
 
 def _has_weights_alone(checkpoint: Path, names: Iterable[str]) -> bool:
-    """Return whether nothing in a folder is of a training: ``save_pretrained`` writes a model or an adapter so."""
+    """Return whether nothing in a folder is of a training: ``save_pretrained`` writes a model or an
+    adapter so.
+    """
     parsed = map(parse_file_name, names)
     return all(name is None or name.role in NOT_STATES for name in parsed) and not any(
         (checkpoint / name).is_dir() for name in names if name != JOURNAL
@@ -321,9 +382,11 @@ def _has_weights_alone(checkpoint: Path, names: Iterable[str]) -> bool:
 
 
 def _lies_in(checkpoint: Path, names: Collection[str]) -> str:
-    """Return the sub-folder that is all a folder holds, and that is a checkpoint, "" for any other folder.
+    """Return the sub-folder that is all a folder holds, and that is a checkpoint, "" for any other
+    folder.
 
-    An archive that is unpacked in a folder of its name leaves it so, and ``cp -r`` of a checkpoint onto itself.
+    An archive that is unpacked in a folder of its name leaves it so, and ``cp -r`` of a checkpoint
+    onto itself.
     """
     visible = [name for name in names if not name.startswith(".") and name != OF_ARCHIVES]
     if len(visible) != 1 or not (checkpoint / visible[0]).is_dir():
@@ -341,14 +404,18 @@ OF_ARCHIVES = "__MACOSX"
 def _damage(
     checkpoint: Path, names: Collection[str], scan: Callable[[], CheckpointFolder] | None
 ) -> str | None:
-    """Return the problem of the first file that is empty, damaged, or under a wrong name. Raises OSError."""
+    """Return the problem of the first file that is empty, damaged, or under a wrong name. Raises
+    OSError.
+    """
     for name in names:
         if parse_file_name(name) is not None and (checkpoint / name).stat().st_size == 0:
             return f"{name} is empty"
         if parse_folder_name(name) is not None and not (checkpoint / name / METADATA_NAME).exists():
             return f"{name} has no {METADATA_NAME}, which is written last"
     folder = scan() if scan is not None else scan_folder(checkpoint, wanted=_is_loaded_whole)
-    folder = replace(folder, components=tuple(one for one in folder.components if _is_loaded_whole(one.name)))
+    folder = replace(
+        folder, components=tuple(one for one in folder.components if _is_loaded_whole(one.name))
+    )
     for lost in lost_models(checkpoint, folder.plain_subfolders, names):
         return lost.problem
     passed_over: Collection[PurePosixPath] | None = None
@@ -367,8 +434,9 @@ def _damage(
 def _unloadable_weights(folder: CheckpointFolder) -> str | None:
     """Return why the weights of a folder cannot be loaded, None where they may.
 
-    ``load_state`` passes a file to ``Module.load_state_dict``, so that no class of a script can read another content.
-    Of a model with both files it reads ``model.safetensors`` alone (accelerate 1.15, ``checkpointing.py``).
+    ``load_state`` passes a file to ``Module.load_state_dict``, so that no class of a script can
+    read another content. Of a model with both files it reads ``model.safetensors`` alone
+    (accelerate 1.15, ``checkpointing.py``).
     """
     weights = [one for one in folder.components if is_weights_file(one.name)]
     of_safetensors = {one.name.index for one in weights if one.name.suffix == ".safetensors"}
@@ -379,7 +447,8 @@ def _unloadable_weights(folder: CheckpointFolder) -> str | None:
             wrong = state_problem(component.name, content)
             if wrong is not None:
                 return f"{component.path} holds {wrong.holds}, not {wrong.expected.value}"
-    # DeepSpeed resumes from its own folder: with ZeRO-3 the Trainer leaves an adapter without a tensor next to it.
+    # DeepSpeed resumes from its own folder: with ZeRO-3 the Trainer leaves an adapter without a
+    # tensor next to it.
     if any(deepspeed_folders(folder)):
         return None
     empty = next(weights_without_tensors(folder), None)
@@ -396,14 +465,17 @@ def _unloadable_weights(folder: CheckpointFolder) -> str | None:
 
 
 def _is_loaded_whole(name: FileName) -> bool:
-    """Return whether a resume needs a file. Of accelerate's random states one rank's do: a run may have a thousand."""
+    """Return whether a resume needs a file. Of accelerate's random states one rank's do: a run may
+    have a thousand.
+    """
     if name.is_of_save_state:
         return name.rank == 0
     return _holds_weights(name) or name.role in _LOADED
 
 
 _LOADED = (
-    Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.SAMPLER, Role.DATALOADER, Role.RNG_STATE, Role.CUSTOM,
+    Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.SAMPLER, Role.DATALOADER, Role.RNG_STATE,
+    Role.CUSTOM,
 )  # fmt: skip
 """Roles of the states that ``load_state`` and the Trainer load."""
 
@@ -413,9 +485,15 @@ def _holds_weights(name: FileName) -> bool:
 
 
 def _unsound(folder: CheckpointFolder, component: Component) -> str | None:
-    """Return why a loader refuses or misreads a file, None when its header is right or of a kind that is not read."""
+    """Return why a loader refuses or misreads a file, None when its header is right or of a kind
+    that is not read.
+    """
     problem, content = component.problem, component.content
-    if problem is not None and problem.kind is not ProblemKind.UNSUPPORTED and not problem.is_elsewhere:
+    if (
+        problem is not None
+        and problem.kind is not ProblemKind.UNSUPPORTED
+        and not problem.is_elsewhere
+    ):
         return f"{component.path}: {problem.message}"
     if isinstance(content, SafetensorsFile) and content.trailing:
         return f"{component.path}: {content.trailing} bytes follow its end"
@@ -431,7 +509,9 @@ def _unsound(folder: CheckpointFolder, component: Component) -> str | None:
 
 
 def _passed_over(folder: CheckpointFolder) -> Collection[PurePosixPath]:
-    """Return the indexes before which every loader, or the Trainer, takes the file or index of another save."""
+    """Return the indexes before which every loader, or the Trainer, takes the file or index of
+    another save.
+    """
     return {
         group.path
         for group in group_files(folder)
@@ -445,8 +525,8 @@ NO_WEIGHTS = "no weights of a model"
 def holds_weights(checkpoint: Path, names: Iterable[str]) -> bool:
     """Return whether any of the names in a checkpoint may be of a model's weights.
 
-    That is any file or folder that is not known for something else: hooks of scripts, and subclasses of the Trainer,
-    write weights under names of their own.
+    That is any file or folder that is not known for something else: hooks of scripts, and
+    subclasses of the Trainer, write weights under names of their own.
     """
     return any(_may_be_weights(checkpoint, name) for name in names)
 
@@ -468,4 +548,6 @@ def _may_be_weights(checkpoint: Path, name: str) -> bool:
 HALF_REPAIRED = "a repair was interrupted, or is running, so some files are changed and others not"
 
 UNFINISHED = "unfinished"
-"""Name of the file in ``.ckptfix`` that exists while files of a new save replace the old ones one by one."""
+"""Name of the file in ``.ckptfix`` that exists while files of a new save replace the old ones one
+by one.
+"""

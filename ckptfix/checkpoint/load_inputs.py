@@ -1,6 +1,8 @@
-"""Inputs that a folder gives to one call of ``from_pretrained``: configs, tensors, and samples of their bytes.
+"""Inputs that a folder gives to one call of ``from_pretrained``: configs, tensors, and samples of
+their bytes.
 
-A rule about a load takes such a value and no path, so that a test writes one in five lines, without a file.
+A rule about a load takes such a value and no path, so that a test writes one in five lines, without
+a file.
 """
 
 import sys
@@ -21,7 +23,9 @@ SAMPLE = 4096
 """Bytes of a sample: a page of the disk."""
 
 SAMPLED = 1 << 20
-"""Most bytes of samples of one folder. A request of a store costs more than the bytes that it brings."""
+"""Most bytes of samples of one folder. A request of a store costs more than the bytes that it
+brings.
+"""
 
 CONFIG_OF_LIBRARY = {"peft": ADAPTER, "transformers": CONFIG, "diffusers": CONFIG}
 """Library -> the config without which its ``from_pretrained`` takes nothing."""
@@ -34,18 +38,22 @@ MISSING = "is missing"
 
 Config = Mapping[str, Any]
 Sample = Callable[[str, int], bytes | None]
-"""Takes a key and a number of bytes, and returns the first ones of its tensor; None once the limit is reached."""
+"""Takes a key and a number of bytes, and returns the first ones of its tensor; None once the limit
+is reached.
+"""
 
 
 class Load(NamedTuple):
     """The weights of one model, and the configs next to them.
 
-    ``path``: the file with the weights, or the index of their shards. ``files``: those with weights. ``library``:
-    ``transformers``, ``diffusers`` or ``peft``. ``configs``: name -> content, of those that are readable. ``tensors``:
-    key -> tensor, of all files. ``is_whole``: the header of each file was read. ``states_of``: whose states of a
-    training lie next to them, ``save_state`` or of the Trainer. ``deepspeed``: the folder of DeepSpeed next to them, ""
-    for none. ``steps``: of the optimizer, as a counter next to them shows. ``size``: the most bytes of a tensor that a
-    rule reads. ``index_fault``: what is wrong with the index of its shards, "" where it has none, or nothing is.
+    ``path``: the file with the weights, or the index of their shards. ``files``: those with
+    weights. ``library``: ``transformers``, ``diffusers`` or ``peft``. ``configs``: name -> content,
+    of those that are readable. ``tensors``: key -> tensor, of all files. ``is_whole``: the header
+    of each file was read. ``states_of``: whose states of a training lie next to them,
+    ``save_state`` or of the Trainer. ``deepspeed``: the folder of DeepSpeed next to them, "" for
+    none. ``steps``: of the optimizer, as a counter next to them shows. ``size``: the most bytes of
+    a tensor that a rule reads. ``index_fault``: what is wrong with the index of its shards, ""
+    where it has none, or nothing is.
     """
 
     path: PurePosixPath
@@ -68,7 +76,9 @@ class Load(NamedTuple):
 
     @property
     def turn(self) -> int:
-        """The place of this family in the order in which the library looks for one: it loads the first that exists."""
+        """The place of this family in the order in which the library looks for one: it loads the
+        first that exists.
+        """
         name = parse_file_name(self.path.name) if self.index_fault != MISSING else None
         kind = kind_of(name) if name is not None else None
         if name is None or name.model is None or kind is None:
@@ -85,14 +95,16 @@ def loads_of(
     data: bool = False,
     count_steps: Callable[[], int] = lambda: 0,
 ) -> Iterator[Load]:
-    """Yield each load that the configs of a folder and the names of its weights promise. Reads the configs alone.
+    """Yield each load that the configs of a folder and the names of its weights promise. Reads the
+    configs alone.
 
-    ``libraries``: those whose loads are asked for. ``data``: let the rules read tensors as a whole. ``count_steps``:
-    returns those of the optimizer, as a counter in the folder shows; called where there is a load.
+    ``libraries``: those whose loads are asked for. ``data``: let the rules read tensors as a whole.
+    ``count_steps``: returns those of the optimizer, as a counter in the folder shows; called where
+    there is a load.
 
-    Weights without the config of their library yield nothing: no ``from_pretrained`` takes them. Two families of one
-    model, such as safetensors next to ``.bin``, are two loads, those of an adapter one. Variants are loaded by name
-    alone, and yield nothing.
+    Weights without the config of their library yield nothing: no ``from_pretrained`` takes them.
+    Two families of one model, such as safetensors next to ``.bin``, are two loads, those of an
+    adapter one. Variants are loaded by name alone, and yield nothing.
     """
     for library in libraries:
         name = CONFIG_OF_LIBRARY[library]
@@ -103,30 +115,45 @@ def loads_of(
         )
         if not families:
             continue
-        configs = {known: config for known in _CONFIGS if (config := read_config(folder.root, known))}
+        configs = {
+            known: config for known in _CONFIGS if (config := read_config(folder.root, known))
+        }
         if library_of(configs.get(name, {})) != library:
             continue
         if library == "peft":
             # PEFT and transformers read the first alone, shards only transformers.
             families.sort(
-                key=lambda group: (group.index_path is not None, group.members[0].name.suffix != SAFE)
+                key=lambda group: (
+                    group.index_path is not None,
+                    group.members[0].name.suffix != SAFE,
+                )
             )
             del families[1:]
         steps = count_steps()
         folders = (*folder.subfolders, *map(PurePosixPath, folder.unscanned))
         states_of = (
-            "save_state" if folder.is_save_state else "Trainer" if folder.has_file(TRAINER_STATE) else ""
+            "save_state"
+            if folder.is_save_state
+            else "Trainer"
+            if folder.has_file(TRAINER_STATE)
+            else ""
         )
         for group in families:
             yield Load(
                 path=group.index_path or group.members[0].path,
                 library=library,
                 configs=configs,
-                tensors={tensor.fqn: tensor for member in group.members for tensor in member.tensors},
-                sample=_sampler(folder.root, group, sys.maxsize if data else SAMPLED // len(families)),
+                tensors={
+                    tensor.fqn: tensor for member in group.members for tensor in member.tensors
+                },
+                sample=_sampler(
+                    folder.root, group, sys.maxsize if data else SAMPLED // len(families)
+                ),
                 is_whole=group.is_whole,
                 states_of=states_of,
-                deepspeed=next((str(path) for _, path in deepspeed_below(folder.root, folders)), ""),
+                deepspeed=next(
+                    (str(path) for _, path in deepspeed_below(folder.root, folders)), ""
+                ),
                 steps=steps,
                 size=sys.maxsize if data else SAMPLE,
                 files=tuple(member.path for member in group.members),
@@ -143,16 +170,22 @@ def _index_fault(group: ModelFiles) -> str:
 def adapters_without_config(
     folder: CheckpointFolder, groups: Sequence[ModelFiles], loads: Sequence[Load]
 ) -> Iterator[Load]:
-    """Yield the adapters of PEFT that ``loads_of`` passes over, with no config: a script may load them.
+    """Yield the adapters of PEFT that ``loads_of`` passes over, with no config: a script may load
+    them.
 
-    Theirs is missing or unreadable, or their name has a variant, which PEFT does not know. The file that PEFT passes
-    over next to the one that it reads is left over, and yields nothing.
+    Theirs is missing or unreadable, or their name has a variant, which PEFT does not know. The file
+    that PEFT passes over next to the one that it reads is left over, and yields nothing.
     """
     (stem,) = STEMS_OF_LIBRARIES["peft"][SAFE]
     is_read = any(load.library == "peft" for load in loads)
     for group in groups:
         model = group.members[0].name.model if group.members else None
-        if model is None or model.stem != stem or group.is_left_over or (is_read and not model.variant):
+        if (
+            model is None
+            or model.stem != stem
+            or group.is_left_over
+            or (is_read and not model.variant)
+        ):
             continue
         if folder.only is not None and group.members[0].name.shard is not None:
             continue
@@ -167,7 +200,8 @@ def adapters_without_config(
 
 
 def _is_of(group: ModelFiles, library: str, only: str | None) -> bool:
-    """Return whether a library looks for the files of a group by their names, without being told a variant.
+    """Return whether a library looks for the files of a group by their names, without being told a
+    variant.
 
     ``only``: the one file that was read, if it was one: a shard alone shows nothing.
     """

@@ -1,7 +1,9 @@
-"""The order in which loaders look for the files of a model, and which of those in a folder each of them takes.
+"""The order in which loaders look for the files of a model, and which of those in a folder each of
+them takes.
 
-A save deletes the shards of the save before it and leaves their index: ``save_pretrained`` of transformers 5.23 and of
-diffusers 0.42 do. transformers then loads the one file, and diffusers fails, because it looks for an index first.
+A save deletes the shards of the save before it and leaves their index: ``save_pretrained`` of
+transformers 5.23 and of diffusers 0.42 do. transformers then loads the one file, and diffusers
+fails, because it looks for an index first.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,7 +24,9 @@ _STEMS = {
 """Stem of a file name -> the kinds of family that a loader looks for under it."""
 
 IN_MODEL = "load_checkpoint_in_model"
-"""The loader that takes the only index of a folder, of any model, where no file holds the first model."""
+"""The loader that takes the only index of a folder, of any model, where no file holds the first
+model.
+"""
 _IN_ONE_FILE = ModelName("model")
 
 _LOADERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -37,17 +41,19 @@ _LOADERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Model -> loader -> the kinds of family that it looks for; it takes the first that exists.
 
-accelerate 1.15.0: ``checkpointing.py:load_accelerator_state``; ``utils/modeling.py:load_checkpoint_in_model``, which
-takes an index only where neither file exists. transformers 5.23.0: ``_get_resolved_checkpoint_files`` of
-``modeling_utils.py``. diffusers 0.42.1: ``models/modeling_utils.py:from_pretrained`` and ``loaders/lora_base.py``.
-PEFT 0.21.2: ``utils/save_and_load.py:load_peft_weights``. transformers 4.44.2 has the order of 5.23.0.
+accelerate 1.15.0: ``checkpointing.py:load_accelerator_state``;
+``utils/modeling.py:load_checkpoint_in_model``, which takes an index only where neither file exists.
+transformers 5.23.0: ``_get_resolved_checkpoint_files`` of ``modeling_utils.py``. diffusers 0.42.1:
+``models/modeling_utils.py:from_pretrained`` and ``loaders/lora_base.py``. PEFT 0.21.2:
+``utils/save_and_load.py:load_peft_weights``. transformers 4.44.2 has the order of 5.23.0.
 """
 
 RESUME = "the Trainer"
 """The loader that resumes from a folder with a ``trainer_state.json``."""
 _RESUMED = (SAFE, BIN, SAFE_INDEX, BIN_INDEX)
-"""The kinds that it looks for under the names of transformers: an index only where neither file exists (5.23.0,
-``trainer.py:_load_from_checkpoint``)."""
+"""The kinds that it looks for under the names of transformers: an index only where neither file
+exists (5.23.0, ``trainer.py:_load_from_checkpoint``).
+"""
 
 BY_OPTION = {("diffusers", BIN_INDEX)}
 """Kinds that a loader takes only with an option: ``use_safetensors=False``."""
@@ -57,7 +63,9 @@ _OF_VARIANTS = ("transformers", "diffusers")
 
 
 def kind_of(name: FileName) -> str | None:
-    """Return the kind of family of a file or an index by its name, None for a name that no loader tries."""
+    """Return the kind of family of a file or an index by its name, None for a name that no loader
+    tries.
+    """
     if name.role is Role.WEIGHTS_INDEX:
         kind = SAFE_INDEX if name.suffix.startswith(SAFE) else BIN_INDEX
     elif name.role in (Role.MODEL, Role.UNKNOWN) and name.shard is None:
@@ -68,19 +76,23 @@ def kind_of(name: FileName) -> str | None:
 
 
 def loaders_of(model: ModelName, position: int) -> dict[str, tuple[str, ...]]:
-    """Return loader -> the kinds of family that it looks for, of the loaders that look for this model."""
+    """Return loader -> the kinds of family that it looks for, of the loaders that look for this
+    model.
+    """
     return {
         loader: order
         for loader, order in _LOADERS.get(model.stem, {}).items()
-        if (not model.variant or loader in _OF_VARIANTS) and (position == 0 or loader == "load_state")
+        if (not model.variant or loader in _OF_VARIANTS)
+        and (position == 0 or loader == "load_state")
     }
 
 
 class ModelNames(NamedTuple):
-    """The names of files in a folder for which loaders look, parsed once: a folder may have thousands of models.
+    """The names of files in a folder for which loaders look, parsed once: a folder may have
+    thousands of models.
 
-    ``kinds``: model and position -> kind of family -> name. ``indexes``: of all models. ``is_of_trainer``: the Trainer
-    saved the folder.
+    ``kinds``: model and position -> kind of family -> name. ``indexes``: of all models.
+    ``is_of_trainer``: the Trainer saved the folder.
     """
 
     kinds: Mapping[tuple[ModelName, int], Mapping[str, str]]
@@ -107,8 +119,9 @@ def model_names(names: Iterable[str]) -> ModelNames:
 class Loads(NamedTuple):
     """The file or index of a model that each loader takes, by the names of the files in a folder.
 
-    ``taken``: loader -> that name; a loader that takes none is left out. ``by_option``: those that a loader takes only
-    with an option. ``refused_by``: loaders that refuse the folder, because it has two indexes.
+    ``taken``: loader -> that name; a loader that takes none is left out. ``by_option``: those that
+    a loader takes only with an option. ``refused_by``: loaders that refuse the folder, because it
+    has two indexes.
     """
 
     taken: Mapping[str, str]
@@ -119,13 +132,22 @@ class Loads(NamedTuple):
 def loads(
     names: ModelNames, model: ModelName, position: int = 0, *, added: str = "", removed: str = ""
 ) -> Loads:
-    """Return what each loader takes of a model in a folder with files of these names, damaged or not.
+    """Return what each loader takes of a model in a folder with files of these names, damaged or
+    not.
 
-    ``load_checkpoint_in_model`` may take the index of another model. ``added``, ``removed``: the name of an index of
-    this model with which, or without which, the folder is judged.
+    ``load_checkpoint_in_model`` may take the index of another model. ``added``, ``removed``: the
+    name of an index of this model with which, or without which, the folder is judged.
     """
-    kinds = {kind: name for kind, name in names.kinds.get((model, position), {}).items() if name != removed}
-    if added and (parsed := parse_file_name(added)) is not None and (kind := kind_of(parsed)) is not None:
+    kinds = {
+        kind: name
+        for kind, name in names.kinds.get((model, position), {}).items()
+        if name != removed
+    }
+    if (
+        added
+        and (parsed := parse_file_name(added)) is not None
+        and (kind := kind_of(parsed)) is not None
+    ):
         kinds[kind] = added
     taken: dict[str, str] = {}
     by_option: dict[str, str] = {}
@@ -135,7 +157,9 @@ def loads(
     for loader, order in orders.items():
         for kind in order:
             if kind in kinds:
-                (by_option if (loader, kind) in BY_OPTION else taken).setdefault(loader, kinds[kind])
+                (by_option if (loader, kind) in BY_OPTION else taken).setdefault(
+                    loader, kinds[kind]
+                )
     refused_by: tuple[str, ...] = ()
     if not names.kinds.get((_IN_ONE_FILE, 0), {}).keys() & {SAFE, BIN}:
         changed = {name for name in (added,) if name.endswith(".index.json")} - names.indexes
@@ -148,7 +172,9 @@ def loads(
 
 
 def first_loader(model: ModelName, position: int = 0) -> str | None:
-    """Return the loader of a model that looks for most kinds of files, None for a model for which no loader looks."""
+    """Return the loader of a model that looks for most kinds of files, None for a model for which
+    no loader looks.
+    """
     orders = loaders_of(model, position)
     return max(orders, key=lambda loader: len(orders[loader]), default=None)
 
@@ -156,7 +182,8 @@ def first_loader(model: ModelName, position: int = 0) -> str | None:
 def is_part(lost: Collection[str], keys: Collection[str]) -> bool:
     """Return whether a model that lacks these of its keys is a part of it, such as one shard.
 
-    A fourth of the keys, because versions of a library differ in some: masks of GPT-2 (``attn.bias``) are 12 of 160,
-    ``decoder.bias`` of BERT and ``relative_attention_bias`` of T5 are one.
+    A fourth of the keys, because versions of a library differ in some: masks of GPT-2
+    (``attn.bias``) are 12 of 160, ``decoder.bias`` of BERT and ``relative_attention_bias`` of T5
+    are one.
     """
     return 4 * sum(not is_computed(key) for key in lost) >= len(keys)

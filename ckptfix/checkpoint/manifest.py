@@ -1,8 +1,9 @@
-"""The manifest of a checkpoint (``.ckptfix/manifest.json``), and the list of losses that ``salvage`` writes.
+"""The manifest of a checkpoint (``.ckptfix/manifest.json``), and the list of losses that
+``salvage`` writes.
 
-A save writes the manifest last, so a folder whose manifest agrees with its files is complete; it contains facts of the
-run, and digests. ``ckptfix seal`` adds digests, or writes a manifest that holds nothing else. Stock accelerate never
-looks at it.
+A save writes the manifest last, so a folder whose manifest agrees with its files is complete; it
+contains facts of the run, and digests. ``ckptfix seal`` adds digests, or writes a manifest that
+holds nothing else. Stock accelerate never looks at it.
 """
 
 import hashlib
@@ -37,18 +38,22 @@ _LINKS = ("models", "optimizer")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 RANGE = 1_000_000_000
-"""Bytes of a range that has a digest of its own: OpenSSF Model Signing cuts files into shards of this size."""
+"""Bytes of a range that has a digest of its own: OpenSSF Model Signing cuts files into shards of
+this size.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestEntry:
-    """One object that was saved: its file, its class as ``module.Class``, and for models a fingerprint of their keys.
+    """One object that was saved: its file, its class as ``module.Class``, and for models a
+    fingerprint of their keys.
 
-    ``file``: for a model the label of ``tensors.opening``: a file, the index of its shards, the folder of a DCP
-    checkpoint, or ``ckpt.pt['model']``. ``type``: "" when unknown. ``keys``: fingerprint of the names, dtypes and
-    shapes, for optimizers of the shapes of their parameters; "" when unknown. ``aliases``: key that the file lacks ->
-    key of the tensor with the same storage. ``digests``: tensor name -> sha256 (``tensors.stored``), only on request.
-    ``models``: of an optimizer, the positions of the models whose parameters it holds; () when unknown.
+    ``file``: for a model the label of ``tensors.opening``: a file, the index of its shards, the
+    folder of a DCP checkpoint, or ``ckpt.pt['model']``. ``type``: "" when unknown. ``keys``:
+    fingerprint of the names, dtypes and shapes, for optimizers of the shapes of their parameters;
+    "" when unknown. ``aliases``: key that the file lacks -> key of the tensor with the same
+    storage. ``digests``: tensor name -> sha256 (``tensors.stored``), only on request. ``models``:
+    of an optimizer, the positions of the models whose parameters it holds; () when unknown.
     ``optimizer``: of a scheduler, the position of the one it drives.
     """
 
@@ -64,14 +69,16 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The record of a save. ``files``: every file that the save wrote, relative, with its size in bytes.
+    """The record of a save. ``files``: every file that the save wrote, relative, with its size in
+    bytes.
 
-    ``versions``: package -> version. ``step``: the accelerator's own counter of gradient accumulation steps.
-    ``sha256``: every file that was sealed -> sha256 of the file, in hex, as the Hugging Face hub gives it for
-    large files; "" for one that a repair changed since. ``ranges``: long file -> the sha256 of each ``range_size``
-    bytes of it, which many processes can take at once; such a file may have no sha256 of its own. A manifest that
-    ``seal`` wrote has digests alone: no ``files``, and 0 for ``world_size`` and ``step``. ``digests_of_save``: the save
-    itself took the ``sha256``; a file that came later does not count as a difference then.
+    ``versions``: package -> version. ``step``: the accelerator's own counter of gradient
+    accumulation steps. ``sha256``: every file that was sealed -> sha256 of the file, in hex, as the
+    Hugging Face hub gives it for large files; "" for one that a repair changed since. ``ranges``:
+    long file -> the sha256 of each ``range_size`` bytes of it, which many processes can take at
+    once; such a file may have no sha256 of its own. A manifest that ``seal`` wrote has digests
+    alone: no ``files``, and 0 for ``world_size`` and ``step``. ``digests_of_save``: the save itself
+    took the ``sha256``; a file that came later does not count as a difference then.
     """
 
     versions: Mapping[str, str]
@@ -90,12 +97,16 @@ class Manifest:
 
     @property
     def is_of_a_save(self) -> bool:
-        """Return whether a save wrote it, and not ``seal``; only then are its files and its step those of a save."""
+        """Return whether a save wrote it, and not ``seal``; only then are its files and its step
+        those of a save.
+        """
         return bool(self.files)
 
     @property
     def digests(self) -> dict[str, str]:
-        """Every sealed file -> the digest that it is compared by: those of its ranges as one text, or its sha256."""
+        """Every sealed file -> the digest that it is compared by: those of its ranges as one text,
+        or its sha256.
+        """
         return {**self.sha256, **{name: joined(digests) for name, digests in self.ranges.items()}}
 
     def to_bytes(self) -> bytes:
@@ -111,7 +122,9 @@ class Manifest:
             for link in _LINKS:
                 if entry[link] in ((), None):
                     del entry[link]
-        return (json.dumps({"version": VERSION, **document}, indent=1, ensure_ascii=True) + "\n").encode()
+        return (
+            json.dumps({"version": VERSION, **document}, indent=1, ensure_ascii=True) + "\n"
+        ).encode()
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -133,7 +146,9 @@ def read_manifest(folder: Path) -> Manifest | None:
             raise FormatError(f"{folder / MANIFEST} is of another version than {VERSION}")
         for kind in _KINDS:
             document[kind] = tuple(_entry(value) for value in document[kind])
-        document["ranges"] = {name: tuple(digests) for name, digests in document.get("ranges", {}).items()}
+        document["ranges"] = {
+            name: tuple(digests) for name, digests in document.get("ranges", {}).items()
+        }
         manifest = Manifest(**document)
         _check(manifest)
     except FormatError:
@@ -144,8 +159,8 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def usable_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint for uses that only add facts, such as names of tied weights. None without a
-    manifest, and for an unreadable one: nothing is compared with it.
+    """Return the manifest of a checkpoint for uses that only add facts, such as names of tied
+    weights. None without a manifest, and for an unreadable one: nothing is compared with it.
     """
     try:
         return read_manifest(folder)
@@ -154,7 +169,9 @@ def usable_manifest(folder: Path) -> Manifest | None:
 
 
 def joined(digests: Iterable[str]) -> str:
-    """Return the digests of a file's ranges as one text that is compared and shown like a digest."""
+    """Return the digests of a file's ranges as one text that is compared and shown like a
+    digest.
+    """
     return "-".join(digests)
 
 
@@ -167,7 +184,9 @@ def key_fingerprint(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
 
 
 class NotAsSaved(NamedTuple):
-    """A file that is missing (``have`` is None), or has ``have`` bytes where the save wrote ``saved``."""
+    """A file that is missing (``have`` is None), or has ``have`` bytes where the save wrote
+    ``saved``.
+    """
 
     name: str
     saved: int
@@ -180,8 +199,8 @@ class NotAsSaved(NamedTuple):
 
 
 def not_as_saved(folder: Path, manifest: Manifest) -> Iterator[NotAsSaved]:
-    """Yield the files of the save that are missing or have another size, none for a complete checkpoint. Other sealed
-    files belong to the user and may be deleted: ``verify`` lists those.
+    """Yield the files of the save that are missing or have another size, none for a complete
+    checkpoint. Other sealed files belong to the user and may be deleted: ``verify`` lists those.
     """
     for name, size in manifest.files.items():
         try:
@@ -200,7 +219,8 @@ def missing_files(folder: Path, manifest: Manifest) -> list[str]:
 def is_repaired(folder: Path) -> bool:
     """Return whether a folder was repaired since its save.
 
-    Versions that did not update sizes left those of the save. Raises OSError when its journal cannot be listed.
+    Versions that did not update sizes left those of the save. Raises OSError when its journal
+    cannot be listed.
     """
     try:
         return any(name.endswith(".done") for name in os.listdir(folder / JOURNAL))
@@ -271,8 +291,8 @@ _MAX_REPORT = 128 << 20
 
 
 class Losses(NamedTuple):
-    """The losses of a salvaged folder: ``tensors`` (or other values) of files, complete ``files``; and ``damaged``
-    objects that were kept all the same.
+    """The losses of a salvaged folder: ``tensors`` (or other values) of files, complete ``files``;
+    and ``damaged`` objects that were kept all the same.
     """
 
     tensors: int
@@ -282,12 +302,17 @@ class Losses(NamedTuple):
     def __str__(self) -> str:
         counts = [(self.tensors, "tensor"), (self.files, "file")]
         lost = " and ".join(count_of(number, noun) for number, noun in counts if number)
-        kept = f"{count_of(self.damaged, 'tensor or file')} kept though damaged" if self.damaged else ""
+        kept = (
+            f"{count_of(self.damaged, 'tensor or file')} kept though damaged"
+            if self.damaged
+            else ""
+        )
         return ", ".join(filter(None, (f"{lost} lost" if lost else "", kept)))
 
 
 def read_losses(folder: Path) -> Losses | None:
-    """Return the losses of a salvaged folder; None without losses, or when the folder was not salvaged.
+    """Return the losses of a salvaged folder; None without losses, or when the folder was not
+    salvaged.
 
     A ``salvage.json`` of another program is ignored. Raises OSError when the file cannot be read.
     """

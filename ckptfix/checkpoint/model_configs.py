@@ -1,7 +1,8 @@
-"""Configs of models, as transformers, diffusers, PEFT and sentence-transformers write them, and whether the weights are
-there.
+"""Configs of models, as transformers, diffusers, PEFT and sentence-transformers write them, and
+whether the weights are there.
 
-A config is any file that somebody named so: what is read of it is bounded, and what is wrong with it is a sentence.
+A config is any file that somebody named so: what is read of it is bounded, and what is wrong with
+it is a sentence.
 """
 
 import json
@@ -29,7 +30,9 @@ CONFIG, ADAPTER, GENERATION = "config.json", "adapter_config.json", "generation_
 PIPELINE = "model_index.json"
 """The file in which diffusers lists the components of a pipeline, each in a sub-folder."""
 MODULES = "modules.json"
-"""The file in which sentence-transformers lists the modules of a model, in sub-folders and the folder itself."""
+"""The file in which sentence-transformers lists the modules of a model, in sub-folders and the
+folder itself.
+"""
 NO_OBJECT = "not a JSON object"
 
 _OF_SENTENCES = ("config_sentence_transformers.json", "sentence_bert_config.json")
@@ -43,12 +46,20 @@ _VERSIONS = (
     ("peft", "peft_version"),
 )
 """Library -> the key under which its configs record its version."""
-_PREPROCESSING = ("tokenizer", "preprocessor_config", "processor_config", "vocab", "spiece", "special_tokens")
+_PREPROCESSING = (
+    "tokenizer",
+    "preprocessor_config",
+    "processor_config",
+    "vocab",
+    "spiece",
+    "special_tokens",
+)
 
 OTHER_WEIGHTS = (
-    ".bmodel", ".ckpt.index", ".dlc", ".engine", ".ggml", ".gguf", ".h5", ".hdf5", ".keras", ".litertlm", ".mlmodel",
-    ".mnn", ".msgpack", ".nemo", ".npy", ".npz", ".om", ".onnx", ".ort", ".ot", ".pb", ".pdparams", ".pickle", ".pkl",
-    ".plan", ".pt2", ".pte", ".rknn", ".tar", ".task", ".tflite",
+    ".bmodel", ".ckpt.index", ".dlc", ".engine", ".ggml", ".gguf", ".h5", ".hdf5", ".keras",
+    ".litertlm", ".mlmodel", ".mnn", ".msgpack", ".nemo", ".npy", ".npz", ".om", ".onnx", ".ort",
+    ".ot", ".pb", ".pdparams", ".pickle", ".pkl", ".plan", ".pt2", ".pte", ".rknn", ".tar", ".task",
+    ".tflite",
 )  # fmt: skip
 """Endings of the weights of other libraries, which are not read."""
 
@@ -57,8 +68,8 @@ OTHER_WEIGHTS = (
 class ModelConfig:
     """Facts that a config records about a model; None, 0 or "" for one that it does not.
 
-    ``model``: its class. ``base``: the model that an adapter is for, ``rank``: of its matrices. ``libraries``: name ->
-    version. ``problems``: in words, what is wrong with the config.
+    ``model``: its class. ``base``: the model that an adapter is for, ``rank``: of its matrices.
+    ``libraries``: name -> version. ``problems``: in words, what is wrong with the config.
     """
 
     model: str = ""
@@ -71,7 +82,9 @@ class ModelConfig:
 
 
 def read_model_config(folder: Path, name: str) -> ModelConfig:
-    """Return the facts of ``config.json`` or ``adapter_config.json`` in a folder. The file is read once."""
+    """Return the facts of ``config.json`` or ``adapter_config.json`` in a folder. The file is read
+    once.
+    """
     try:
         config = _read_object(folder / name)
     except OSError as error:
@@ -126,7 +139,9 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
 
 
 def broken_config(path: Path) -> str:
-    """Return why no loader can read a config, "" for one that is read, or that may not be read or is too long."""
+    """Return why no loader can read a config, "" for one that is read, or that may not be read or
+    is too long.
+    """
     with suppress(OSError):
         data = read_start(path, _LONGEST_CONFIG) or b""
         if len(data) == _LONGEST_CONFIG:
@@ -151,7 +166,9 @@ def is_empty_config(path: Path) -> bool:
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object in a config; empty where there is none that can be read, which is a finding of its own."""
+    """Return the object in a config; empty where there is none that can be read, which is a finding
+    of its own.
+    """
     with suppress(OSError, ValueError):
         return _read_object(folder / name)
     return {}
@@ -167,19 +184,24 @@ def library_of(config: Mapping[str, Any]) -> str:
 
 
 def library_of_names(path: Path) -> str:
-    """Return the library that finds the weights next to a config by their name, "" where it does not say for sure.
+    """Return the library that finds the weights next to a config by their name, "" where it does
+    not say for sure.
 
-    A script may write a config without a version. One of transformers 5 may name the file with the weights itself.
+    A script may write a config without a version. One of transformers 5 may name the file with the
+    weights itself.
     """
     config = read_config(path.parent, path.name)
     library = library_of(config)
     versions = [name for name, key in _VERSIONS if key in config]
-    is_certain = library == "peft" or (versions == [library] and "transformers_weights" not in config)
+    is_certain = library == "peft" or (
+        versions == [library] and "transformers_weights" not in config
+    )
     return library if is_certain else ""
 
 
 _OF_AVERAGE = (
-    "decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma", "power",
+    "decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma",
+    "power",
 )  # fmt: skip
 """Keys that ``EMAModel.save_pretrained`` adds to the config of its model (diffusers 0.42)."""
 
@@ -188,14 +210,18 @@ _OF_NO_KEYS = frozenset((*_OF_AVERAGE, "_name_or_path", "dtype", "torch_dtype"))
 
 
 class ConfigOfModel(NamedTuple):
-    """A config as it determines the keys of a model. ``is_of_average``: ``EMAModel`` of diffusers wrote it."""
+    """A config as it determines the keys of a model. ``is_of_average``: ``EMAModel`` of diffusers
+    wrote it.
+    """
 
     architecture: Mapping[str, Any]
     is_of_average: bool
 
 
 def config_of_model(folder: Path) -> ConfigOfModel | None:
-    """Return the config of the model of a library in a folder, None where it has none, or another program wrote it."""
+    """Return the config of the model of a library in a folder, None where it has none, or another
+    program wrote it.
+    """
     with suppress(OSError, ValueError):
         config = _read_object(folder / CONFIG)
         if any(isinstance(config.get(version), str) for _, version in _VERSIONS):
@@ -249,8 +275,9 @@ def _object_in(text: bytes | str) -> dict[str, Any]:
 class LostModel(NamedTuple):
     """A model that a config records and whose weights are missing.
 
-    ``config``: that file. ``wanted``: the names that the loader of its class looks for. ``component``: the sub-folder
-    that ``model_index.json`` or ``modules.json`` lists and that is missing, or ``is_empty``, or ``lacks`` something.
+    ``config``: that file. ``wanted``: the names that the loader of its class looks for.
+    ``component``: the sub-folder that ``model_index.json`` or ``modules.json`` lists and that is
+    missing, or ``is_empty``, or ``lacks`` something.
     """
 
     config: PurePosixPath
@@ -275,9 +302,11 @@ class LostModel(NamedTuple):
 def lost_models(
     root: Path, subfolders: Iterable[PurePosixPath], names: Collection[str]
 ) -> Iterator[LostModel]:
-    """Yield the models of a checkpoint that its sub-folders or its list of them record, without their weights.
+    """Yield the models of a checkpoint that its sub-folders or its list of them record, without
+    their weights.
 
-    ``subfolders``: those that no library uses for states. ``names``: the files of the checkpoint itself.
+    ``subfolders``: those that no library uses for states. ``names``: the files of the checkpoint
+    itself.
     """
     modules = tuple(_lost_modules(root))
     yield from modules
@@ -291,23 +320,31 @@ def lost_models(
             # A missing tokenizer loads, as an empty one (diffusers 0.42, transformers 5.23).
             if "Tokenizer" not in model and not _holds_any(root / component):
                 is_empty = (root / component).exists()
-                yield LostModel(PurePosixPath(PIPELINE), model, component=component, is_empty=is_empty)
+                yield LostModel(
+                    PurePosixPath(PIPELINE), model, component=component, is_empty=is_empty
+                )
             elif _lacks_config(root / component):
                 yield LostModel(PurePosixPath(PIPELINE), model, component=component, lacks=CONFIG)
 
 
 def _lacks_config(folder: Path) -> bool:
-    """Return whether a folder has weights of a library, and no config: ``from_pretrained`` looks for both."""
+    """Return whether a folder has weights of a library, and no config: ``from_pretrained`` looks
+    for both.
+    """
     try:
         names = os.listdir(folder)
     except OSError:
         return False
     parsed = filter(None, map(parse_file_name, names))
-    return CONFIG not in names and any(name.is_of_library and name.model is not None for name in parsed)
+    return CONFIG not in names and any(
+        name.is_of_library and name.model is not None for name in parsed
+    )
 
 
 class _Module(NamedTuple):
-    """A module of sentence-transformers: its class, and the path of its folder, "" for the model's own."""
+    """A module of sentence-transformers: its class, and the path of its folder, "" for the model's
+    own.
+    """
 
     kind: str
     path: str
@@ -315,16 +352,19 @@ class _Module(NamedTuple):
 
 _OF_TRANSFORMERS = ("Transformer", "CLIPModel", "MLMTransformer")
 _WITH_WEIGHTS = (
-    *_OF_TRANSFORMERS, "Dense", "LayerNorm", "CNN", "LSTM", "WordEmbeddings", "StaticEmbedding", "SparseAutoEncoder",
-    "WeightedLayerPooling",
+    *_OF_TRANSFORMERS, "Dense", "LayerNorm", "CNN", "LSTM", "WordEmbeddings", "StaticEmbedding",
+    "SparseAutoEncoder", "WeightedLayerPooling",
 )  # fmt: skip
-"""Modules that fail to load without ``model.safetensors`` or ``pytorch_model.bin`` (sentence-transformers 6.2).
+"""Modules that fail to load without ``model.safetensors`` or ``pytorch_model.bin``
+(sentence-transformers 6.2).
 
 Those of transformers may have weights of ONNX and OpenVINO instead, in sub-folders.
 """
 
 _WITH_FOLDER = (*_WITH_WEIGHTS, "Pooling")
-"""Modules that fail without their folder. ``Normalize`` has nothing in it, so that git and archives leave it out."""
+"""Modules that fail without their folder. ``Normalize`` has nothing in it, so that git and archives
+leave it out.
+"""
 
 
 def _modules(root: Path) -> tuple[_Module, ...]:
@@ -353,13 +393,17 @@ def _lost_modules(root: Path) -> Iterator[LostModel]:
         if module.path and module.kind in _WITH_FOLDER and not _holds_any(root / module.path):
             is_empty = (root / module.path).exists()
             yield LostModel(list_, module.kind, component=module.path, is_empty=is_empty)
-        elif module.kind in _WITH_WEIGHTS and not _holds_weights_of(root / module.path, module, paths):
+        elif module.kind in _WITH_WEIGHTS and not _holds_weights_of(
+            root / module.path, module, paths
+        ):
             lacks = "weights" if module.path else ""
             yield LostModel(list_, module.kind, wanted=wanted, component=module.path, lacks=lacks)
 
 
 def _holds_weights_of(folder: Path, module: _Module, others: Collection[str]) -> bool:
-    """Return whether the folder of a module holds its weights, or cannot be read. ``others``: folders of modules."""
+    """Return whether the folder of a module holds its weights, or cannot be read. ``others``:
+    folders of modules.
+    """
     refused: list[OSError] = []
     for where, folders, names in walk(folder, refused.append):
         is_own = Path(where) == folder
@@ -384,7 +428,8 @@ def _may_be_weights(name: str) -> bool:
 
 
 def lists_models(root: Path) -> bool:
-    """Return whether a folder lists models, each to be checked: a pipeline of diffusers, or sentence-transformers.
+    """Return whether a folder lists models, each to be checked: a pipeline of diffusers, or
+    sentence-transformers.
 
     Or the list is broken, and below it are weights.
     """
@@ -394,7 +439,9 @@ def lists_models(root: Path) -> bool:
 
 
 _LISTS = {PIPELINE: "DiffusionPipeline.from_pretrained", MODULES: "SentenceTransformer"}
-"""List of models -> the load that fails where it is not JSON (diffusers 0.42, sentence-transformers 6.2)."""
+"""List of models -> the load that fails where it is not JSON (diffusers 0.42, sentence-transformers
+6.2).
+"""
 
 
 def broken_lists(root: Path) -> Iterator[tuple[str, str]]:
@@ -409,10 +456,12 @@ def broken_lists(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def lost_model(root: Path) -> LostModel | None:
-    """Return the model that the config of a folder itself records, where no weights are in or below the folder.
+    """Return the model that the config of a folder itself records, where no weights are in or below
+    the folder.
 
-    PEFT writes the config of an adapter together with its weights. ``config.json`` alone, also next to a tokenizer, may
-    be all that a repository has: ``from_config`` makes a new model of it. The Trainer's state shows that one was saved.
+    PEFT writes the config of an adapter together with its weights. ``config.json`` alone, also next
+    to a tokenizer, may be all that a repository has: ``from_config`` makes a new model of it. The
+    Trainer's state shows that one was saved.
     """
     for name in (ADAPTER, *((CONFIG,) if (root / TRAINER_STATE).exists() else ())):
         lost = _recorded_model(root, PurePosixPath(name), is_alone=True)
@@ -422,9 +471,11 @@ def lost_model(root: Path) -> LostModel | None:
 
 
 def pipeline_components(root: Path) -> dict[str, str]:
-    """Return the components of a pipeline of diffusers with their classes; empty for any other folder.
+    """Return the components of a pipeline of diffusers with their classes; empty for any other
+    folder.
 
-    A component that the pipeline does without is stored as ``[null, null]``. Names are those of arguments in Python.
+    A component that the pipeline does without is stored as ``[null, null]``. Names are those of
+    arguments in Python.
     """
     try:
         index = _read_object(root / PIPELINE)
@@ -453,7 +504,9 @@ def _holds_any(folder: Path) -> bool:
 
 
 def may_hold_weights(below: Path) -> bool:
-    """Return whether a folder or one below it holds a file that may be weights, or cannot be read."""
+    """Return whether a folder or one below it holds a file that may be weights, or cannot be
+    read.
+    """
     refused: list[OSError] = []
     for _, folders, names in walk(below, refused.append):
         folders[:] = [name for name in folders if name != JOURNAL]
@@ -472,9 +525,9 @@ def _configured_models(
 ) -> Iterator[LostModel]:
     """Yield the models whose configs a library saves together with weights, each in a sub-folder.
 
-    Configs that are also saved without weights are left out: schedulers and tokenizers (other file names),
-    image processors of diffusers, and a config of transformers next to a tokenizer, unless a model's
-    ``generation_config.json`` is there.
+    Configs that are also saved without weights are left out: schedulers and tokenizers (other file
+    names), image processors of diffusers, and a config of transformers next to a tokenizer, unless
+    a model's ``generation_config.json`` is there.
     """
     parsed = map(parse_file_name, names)
     has_weights = any(name is not None and name.role in NOT_STATES for name in parsed)
@@ -482,7 +535,8 @@ def _configured_models(
         if is_one_of_several(path.name):
             continue
         for name in (ADAPTER, CONFIG):
-            # A lone config may describe the weights in the checkpoint itself. An adapter is a model of its own.
+            # A lone config may describe the weights in the checkpoint itself. An adapter is a model
+            # of its own.
             if name == ADAPTER or not has_weights:
                 recorded = _recorded_model(root, path / name)
                 if recorded is not None:
@@ -513,7 +567,9 @@ def _recorded_model(root: Path, path: PurePosixPath, *, is_alone: bool = False) 
         has_weights = not of_diffusers.endswith(_WITHOUT_WEIGHTS)
         return _lost(path, of_diffusers, "diffusers") if has_weights else None
     architectures = config.get("architectures")
-    if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
+    if not (
+        isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
+    ):
         return None
     is_of_tokenizer = any(name.startswith(_PREPROCESSING) for name in neighbors)
     if is_alone or GENERATION in neighbors or not is_of_tokenizer:

@@ -1,6 +1,7 @@
 """The other checkpoints of a run, next to one of them on this machine or in a store.
 
-Each folder is listed once, and its files are read once, however many checkpoints are compared with it.
+Each folder is listed once, and its files are read once, however many checkpoints are compared with
+it.
 """
 
 import os
@@ -32,11 +33,21 @@ from ckptfix.dataclass import dataclass
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.reading import listed_names, names_in, origin_of, store_of, subfolders
 
-COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
-"""Roles that every checkpoint of a run has; a checkpoint may rightly lack samplers and dataloaders."""
+COMPARED = (
+    Role.MODEL,
+    Role.OPTIMIZER,
+    Role.SCHEDULER,
+    Role.GRAD_SCALER,
+    Role.RNG_STATE,
+    Role.CUSTOM,
+)
+"""Roles that every checkpoint of a run has; a checkpoint may rightly lack samplers and dataloaders.
+"""
 
 NEXT_TO = (*COMPARED, Role.DATALOADER)
-"""Roles that are looked for next to a checkpoint. Without its state, ``load_state`` begins a dataloader again."""
+"""Roles that are looked for next to a checkpoint. Without its state, ``load_state`` begins a
+dataloader again.
+"""
 
 CONFIGS = frozenset((CONFIG, ADAPTER))
 
@@ -45,7 +56,8 @@ Part = tuple[Role, int]
 
 
 class Names(NamedTuple):
-    """The names in a checkpoint. ``parts``: as of ``parts_of``. ``folders``: names that may be of plain sub-folders.
+    """The names in a checkpoint. ``parts``: as of ``parts_of``. ``folders``: names that may be of
+    plain sub-folders.
 
     ``single``: positions of the models that ``load_state`` finds in one file.
     """
@@ -64,7 +76,8 @@ class Names(NamedTuple):
     def is_of_save_state(self) -> bool:
         """True where ``save_state`` wrote the files."""
         return any(
-            (name := parse_file_name(file)) is not None and name.is_of_save_state for file in self.every
+            (name := parse_file_name(file)) is not None and name.is_of_save_state
+            for file in self.every
         )
 
     @property
@@ -74,7 +87,9 @@ class Names(NamedTuple):
 
 
 def names_of(names: Iterable[str]) -> Names:
-    """Return the names in a checkpoint. A listing does not say which are folders: those of models have no dot."""
+    """Return the names in a checkpoint. A listing does not say which are folders: those of models
+    have no dot.
+    """
     every = frozenset(names)
     folders = frozenset(
         name
@@ -92,9 +107,11 @@ def is_loaded_model(name: FileName) -> bool:
 
 
 def model_files(names: Iterable[str]) -> frozenset[str]:
-    """Return the configs and the weights by which a library finds a model in a folder; of shards the index alone.
+    """Return the configs and the weights by which a library finds a model in a folder; of shards
+    the index alone.
 
-    A folder without such weights holds no model, whatever else is in it: a tokenizer has configs, too.
+    A folder without such weights holds no model, whatever else is in it: a tokenizer has configs,
+    too.
     """
     parsed = {name: parse_file_name(name) for name in names}
     weights = {name for name, file in parsed.items() if file is not None and file.is_of_library}
@@ -105,7 +122,8 @@ def model_files(names: Iterable[str]) -> frozenset[str]:
 def parts_of(names: Iterable[PurePosixPath], roles: Collection[Role] = COMPARED) -> dict[Part, str]:
     """Return the parts of a checkpoint, each with its first file or folder.
 
-    ``load_state`` never reads a file with a name of the Trainer: next to random states of accelerate it is a script's.
+    ``load_state`` never reads a file with a name of the Trainer: next to random states of
+    accelerate it is a script's.
     """
     parsed = [(path, parse_file_name(path.name)) for path in names]
     is_save_state = any(name is not None and name.is_of_save_state for _, name in parsed)
@@ -126,7 +144,9 @@ def parts_of(names: Iterable[PurePosixPath], roles: Collection[Role] = COMPARED)
 
 
 def are_on_both_sides(are_earlier: Iterable[bool]) -> bool:
-    """Return whether there are earlier saves and later ones: no change of the script differs from all of them."""
+    """Return whether there are earlier saves and later ones: no change of the script differs from
+    all of them.
+    """
     return len(set(are_earlier)) == 2
 
 
@@ -139,20 +159,26 @@ Numbered = tuple[int, str]
 """The number of a checkpoint, and its name."""
 
 _MOST_RUNS = 32
-"""Runs that are remembered, those used last: the checkpoints of one follow each other in a listing."""
+"""Runs that are remembered, those used last: the checkpoints of one follow each other in a listing.
+"""
 
 _MOST_SCANS = 8
-"""Checkpoints of a run whose headers are remembered, those used last: that of an optimizer can have 10 MB."""
+"""Checkpoints of a run whose headers are remembered, those used last: that of an optimizer can have
+10 MB.
+"""
 
 _NEAR, _FAR = 2, 8
-"""Checkpoints that one is compared with on either side, and folders that are listed to find saves among them."""
+"""Checkpoints that one is compared with on either side, and folders that are listed to find saves
+among them.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
     """The checkpoints of a run in order of their numbers, and what was read of them.
 
-    ``home``: one of them. ``listed``: all in its folder; ``compared``: those that are surely of one run.
+    ``home``: one of them. ``listed``: all in its folder; ``compared``: those that are surely of one
+    run.
     """
 
     home: Path
@@ -219,12 +245,15 @@ class Neighbour:
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
-        """Yield its folder. That of a store exists until the end of the block. Raises CkptfixError."""
+        """Yield its folder. That of a store exists until the end of the block. Raises
+        CkptfixError.
+        """
         with folder_next_to(self.run.home, self.name) as folder:
             yield folder
 
     def scan(self, *roles: Role, root: Path | None = None) -> CheckpointFolder:
-        """Return the headers of its files of these roles. ``root``: its folder, where it is open already.
+        """Return the headers of its files of these roles. ``root``: its folder, where it is open
+        already.
 
         Raises CkptfixError, OSError.
         """
@@ -236,18 +265,27 @@ class Neighbour:
                 scans.popitem(last=False)
         unread = [role for role in roles if role not in known]
         if unread:
-            # Without the lock: reads of a store wait until all threads wait for one. Two may scan at once.
+            # Without the lock: reads of a store wait until all threads wait for one. Two may scan
+            # at once.
             with self.opened() if root is None else nullcontext(root) as folder:
                 scan = scan_folder(folder, wanted=lambda file: file.role in unread)
             for role in unread:
-                of_role = tuple(component for component in scan.components if component.role is role)
+                of_role = tuple(
+                    component for component in scan.components if component.role is role
+                )
                 known[role] = replace(scan, components=of_role)
         components = (component for role in roles for component in known[role].components)
-        return replace(known[roles[0]], components=tuple(sorted(components, key=attrgetter("path"))))
+        return replace(
+            known[roles[0]], components=tuple(sorted(components, key=attrgetter("path")))
+        )
 
 
-def scanned(near: Iterable[Neighbour], *roles: Role) -> Iterator[tuple[Neighbour, CheckpointFolder]]:
-    """Yield checkpoints with their files of these roles, without those that cannot be read: a run may delete one."""
+def scanned(
+    near: Iterable[Neighbour], *roles: Role
+) -> Iterator[tuple[Neighbour, CheckpointFolder]]:
+    """Yield checkpoints with their files of these roles, without those that cannot be read: a run
+    may delete one.
+    """
     for neighbour in near:
         with suppress(CkptfixError, OSError):
             yield neighbour, neighbour.scan(*roles)
@@ -257,13 +295,17 @@ _Judgement = TypeVar("_Judgement")
 
 
 class Siblings:
-    """Checkpoints grouped by run: those of a run lie in one folder, and differ in one number of the name.
+    """Checkpoints grouped by run: those of a run lie in one folder, and differ in one number of the
+    name.
 
-    Names that libraries give to checkpoints are looked up in the folder that holds them. Others count as a run among
-    ``paths``: the checkpoints, or with ``is_recursive`` the folders below which each is one. Several threads may ask.
+    Names that libraries give to checkpoints are looked up in the folder that holds them. Others
+    count as a run among ``paths``: the checkpoints, or with ``is_recursive`` the folders below
+    which each is one. Several threads may ask.
     """
 
-    def __init__(self, paths: Iterable[str | os.PathLike[str]] = (), *, is_recursive: bool = False) -> None:
+    def __init__(
+        self, paths: Iterable[str | os.PathLike[str]] = (), *, is_recursive: bool = False
+    ) -> None:
         self._paths: defaultdict[tuple[Path, str], list[Numbered]] = defaultdict(list)
         every = dict.fromkeys(map(Path, paths))
         for path in every:
@@ -280,8 +322,11 @@ class Siblings:
         return Neighbours(self, Path(os.path.abspath(origin_of(folder))))
 
     def once(self, near: "Neighbours", judge: Callable[[], _Judgement]) -> _Judgement:
-        """Return the judgement on a checkpoint, made once: each bare one of a run asks about the same others."""
-        # Without a lock: its holder would wait for the threads that wait for the lock. Two may judge at once.
+        """Return the judgement on a checkpoint, made once: each bare one of a run asks about the
+        same others.
+        """
+        # Without a lock: its holder would wait for the threads that wait for the lock. Two may
+        # judge at once.
         if near.home not in self._judged:
             self._judged[near.home] = judge()
         return cast(_Judgement, self._judged[near.home])
@@ -305,14 +350,20 @@ class Siblings:
         # Whoever reads a checkpoint may not be allowed to list the folder above it.
         with suppress(CkptfixError, OSError):
             numbered = ((split_number(name), name) for name in folders_next_to(home))
-            listed = sorted((parts[1], name) for parts, name in numbered if parts and parts[0] == stem)
+            listed = sorted(
+                (parts[1], name) for parts, name in numbered if parts and parts[0] == stem
+            )
         above = home.parent
-        is_known = family_of(home.name) is not None or not self._above.isdisjoint((above, *above.parents))
+        is_known = family_of(home.name) is not None or not self._above.isdisjoint(
+            (above, *above.parents)
+        )
         return _Run(home, listed, listed if is_known else sorted(self._paths[above, stem]))
 
 
 class Neighbours:
-    """The other checkpoints of the run of one. ``home``: its folder; that of the source for a copy."""
+    """The other checkpoints of the run of one. ``home``: its folder; that of the source for a
+    copy.
+    """
 
     def __init__(self, siblings: Siblings, home: Path) -> None:
         self.siblings = siblings
@@ -329,12 +380,16 @@ class Neighbours:
         return _nearest_saves(earlier), _nearest_saves(later)
 
     def nearest(self) -> list[Neighbour]:
-        """Return these saves: those next to the checkpoint first, the earlier one before the later one."""
+        """Return these saves: those next to the checkpoint first, the earlier one before the later
+        one.
+        """
         before, after = self.saves()
         return [*before[:1], *after[:1], *before[1:], *after[1:]]
 
     def before(self) -> Neighbour | None:
-        """Return the folder before the checkpoint, whatever it holds; None where the numbers may be of other runs."""
+        """Return the folder before the checkpoint, whatever it holds; None where the numbers may be
+        of other runs.
+        """
         run = self.siblings.run_of(self.home)
         before, _ = self._sides(run.listed)
         nearest = Neighbour(run, run.listed[before[-1]][1], is_before=True) if before else None
@@ -348,7 +403,9 @@ class Neighbours:
         return [Neighbour(run, run.listed[place][1], place in before) for place in places]
 
     def spread(self) -> list[Neighbour]:
-        """Return up to four folders, whatever they hold: the two next to the checkpoint, the first and the last."""
+        """Return up to four folders, whatever they hold: the two next to the checkpoint, the first
+        and the last.
+        """
         run = self.siblings.run_of(self.home)
         before, after = self._sides(run.listed)
         places = dict.fromkeys((*before[-1:], *after[:1], *before[:1], *after[-1:]))
@@ -368,7 +425,8 @@ def _nearest_saves(near: Iterable[Neighbour]) -> list[Neighbour]:
 
 @contextmanager
 def folder_next_to(home: Path, name: str) -> Iterator[Path]:
-    """Yield the folder of this name next to another one. That of a store exists until the end of the block.
+    """Yield the folder of this name next to another one. That of a store exists until the end of
+    the block.
 
     Raises CkptfixError.
     """
@@ -390,7 +448,8 @@ def folder_next_to(home: Path, name: str) -> Iterator[Path]:
 
 
 def folders_next_to(folder: Path) -> list[str]:
-    """Return the names of the folders in the one that holds this folder, also for the image of a prefix.
+    """Return the names of the folders in the one that holds this folder, also for the image of a
+    prefix.
 
     Raises OSError, CkptfixError.
     """
@@ -403,7 +462,9 @@ def folders_next_to(folder: Path) -> list[str]:
 
 
 def names_next_to(folder: Path, name: str) -> list[str]:
-    """Return the names in a folder next to this folder, as of ``folders_next_to``. Raises OSError, CkptfixError."""
+    """Return the names in a folder next to this folder, as of ``folders_next_to``. Raises OSError,
+    CkptfixError.
+    """
     above = _url_above(folder)
     if above is None:
         return names_in(folder.parent / name)
@@ -413,7 +474,9 @@ def names_next_to(folder: Path, name: str) -> list[str]:
 
 
 def _url_above(folder: Path) -> str | None:
-    """Return the URL above the image of one prefix. A folder of a listing has its neighbours there: None."""
+    """Return the URL above the image of one prefix. A folder of a listing has its neighbours there:
+    None.
+    """
     store = store_of(folder)
     if store is None or (store_of(folder.parent) is not None and listed_names(folder) is not None):
         return None

@@ -1,7 +1,9 @@
-"""Two entries compared: pairs of their tensors, and the byte ranges that must agree for them to be equal.
+"""Two entries compared: pairs of their tensors, and the byte ranges that must agree for them to be
+equal.
 
-An entry is a file, or a DCP folder. Items of a DCP folder are compared as a unit, each a file of ``torch.save``: they
-contain no keys, so a model saved twice with other keys has equal items. Models with different chunks are not compared.
+An entry is a file, or a DCP folder. Items of a DCP folder are compared as a unit, each a file of
+``torch.save``: they contain no keys, so a model saved twice with other keys has equal items. Models
+with different chunks are not compared.
 """
 
 from collections import Counter
@@ -19,7 +21,13 @@ from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, content_hash, same_storages
-from ckptfix.storage.comparing import Digests, Run, first_difference, same_bytes_without_reading, sample_runs
+from ckptfix.storage.comparing import (
+    Digests,
+    Run,
+    first_difference,
+    same_bytes_without_reading,
+    sample_runs,
+)
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 
@@ -29,18 +37,21 @@ Saved = Component | DcpFolder
 """Entry of a checkpoint: a file or a DCP folder."""
 
 Files = tuple[PurePosixPath, PurePosixPath]
-"""Pair of paths relative to the checkpoint: a file of the kept entry, and one of the other entry."""
+"""Pair of paths relative to the checkpoint: a file of the kept entry, and one of the other entry.
+"""
 
 STRUCTURE = "(structure)"
-"""Result of ``first_unequal`` where all tensors are equal and the structure differs; not the key of a tensor."""
+"""Result of ``first_unequal`` where all tensors are equal and the structure differs; not the key of
+a tensor.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
     """Two entries with equal keys (once unwrapped), dtypes and shapes.
 
-    ``runs``: the ranges of files that must agree for the two to be equal; None when the structures differ, so that no
-    bytes can make the two equal.
+    ``runs``: the ranges of files that must agree for the two to be equal; None when the structures
+    differ, so that no bytes can make the two equal.
     """
 
     kept: Saved
@@ -54,22 +65,27 @@ class Pairing:
 
 
 def pair_up(kept: Saved, other: Saved) -> Pairing | None:
-    """Pair two entries tensor by tensor, or return None when keys, dtypes or shapes differ, or one is incomplete.
+    """Pair two entries tensor by tensor, or return None when keys, dtypes or shapes differ, or one
+    is incomplete.
 
-    Files without a state dict of their own (an optimizer) pair by the structure of the whole pickle.
+    Files without a state dict of their own (an optimizer) pair by the structure of the whole
+    pickle.
     """
     if isinstance(kept, DcpFolder) or isinstance(other, DcpFolder):
         both_dcp = isinstance(kept, DcpFolder) and isinstance(other, DcpFolder)
         return _pair_dcp(kept, other) if both_dcp else None  # type: ignore[arg-type]
     left, right = _by_key(kept), _by_key(other)
     if left.keys() != right.keys() or any(
-        (tensor.dtype, tensor.shape) != (right[fqn].dtype, right[fqn].shape) for fqn, tensor in left.items()
+        (tensor.dtype, tensor.shape) != (right[fqn].dtype, right[fqn].shape)
+        for fqn, tensor in left.items()
     ):
         return None
     if isinstance(kept.content, SafetensorsFile) and isinstance(other.content, SafetensorsFile):
         found = [_run(tensor, right[fqn]) for fqn, tensor in left.items()]
     elif isinstance(kept.content, TorchFile) and isinstance(other.content, TorchFile):
-        storages = same_storages(kept.content, other.content, strip_wrappers(kept), strip_wrappers(other))
+        storages = same_storages(
+            kept.content, other.content, strip_wrappers(kept), strip_wrappers(other)
+        )
         if storages is None:
             return Pairing(kept=kept, other=other, runs=None) if left else None
         found = [Run(one[0], two[0], one[1]) for one, two in storages]
@@ -79,9 +95,14 @@ def pair_up(kept: Saved, other: Saved) -> Pairing | None:
 
 
 def signature(entry: Saved) -> Hashable:
-    """Return a value that is equal for any two entries that ``pair_up`` would pair; to compare only likely ones."""
+    """Return a value that is equal for any two entries that ``pair_up`` would pair; to compare only
+    likely ones.
+    """
     if isinstance(entry, DcpFolder):
-        return entry.metadata and (frozenset(_unwrapped(entry, entry.metadata)), len(entry.metadata.stored))
+        return entry.metadata and (
+            frozenset(_unwrapped(entry, entry.metadata)),
+            len(entry.metadata.stored),
+        )
     names = frozenset((fqn, tensor.dtype, tensor.shape) for fqn, tensor in _by_key(entry).items())
     if not isinstance(entry.content, TorchFile):
         return names
@@ -91,9 +112,11 @@ def signature(entry: Saved) -> Hashable:
 def equal_entries(
     entries: Iterable[Component], compare: Callable[[Pairing], _Equality | None]
 ) -> Iterator[tuple[Component, Component, _Equality]]:
-    """Yield each entry that equals an earlier one, the first such one, and what ``compare`` returns for the two.
+    """Yield each entry that equals an earlier one, the first such one, and what ``compare`` returns
+    for the two.
 
-    ``compare``: None when two paired entries differ. An entry that equals another one is never the original of a third.
+    ``compare``: None when two paired entries differ. An entry that equals another one is never the
+    original of a third.
     """
     signed = [(entry, (entry.role, signature(entry))) for entry in entries]
     alike = Counter(key for _, key in signed)
@@ -123,11 +146,12 @@ def first_unequal(
     progress: Progress | None = None,
     digests: dict[PurePosixPath, Digests] | None = None,
 ) -> str | None:
-    """Return the first difference of two paired entries: a tensor's key, ``STRUCTURE``, or None when they are equal.
+    """Return the first difference of two paired entries: a tensor's key, ``STRUCTURE``, or None
+    when they are equal.
 
-    ``full`` reads every byte; otherwise a few pages of several tensors. One file under two names, or the same
-    blocks of a file system with reflinks, are equal without a read. ``digests`` gets the digests of ranges read in
-    full, by file of the kept entry.
+    ``full`` reads every byte; otherwise a few pages of several tensors. One file under two names,
+    or the same blocks of a file system with reflinks, are equal without a read. ``digests`` gets
+    the digests of ranges read in full, by file of the kept entry.
     """
     if pairing.runs is None:
         return STRUCTURE
@@ -162,7 +186,10 @@ def differing_tensors(root: Path, pairing: Pairing, *, full: bool, most: int) ->
     differing: list[str] = []
     twins = _by_key(pairing.other) if isinstance(pairing.other, Component) else {}
     ours = _by_key(pairing.kept) if isinstance(pairing.kept, Component) else {}
-    with open_reader(root / pairing.kept.path) as one, open_reader(root / pairing.other.path) as two:
+    with (
+        open_reader(root / pairing.kept.path) as one,
+        open_reader(root / pairing.other.path) as two,
+    ):
         for fqn, tensor in ours.items():
             if tensor.data_offsets is None or twins[fqn].data_offsets is None:
                 continue
@@ -220,7 +247,9 @@ def _key_at(entry: Saved, path: PurePosixPath, offset: int) -> str:
             for item in items
             if entry.path / item.path == path
         )
-    return next((fqn for fqn, begin, end in ranges if begin <= offset < end), f"(byte {offset} of {path})")
+    return next(
+        (fqn for fqn, begin, end in ranges if begin <= offset < end), f"(byte {offset} of {path})"
+    )
 
 
 def _pair_dcp(kept: DcpFolder, other: DcpFolder) -> Pairing | None:
@@ -243,11 +272,15 @@ def _pair_dcp(kept: DcpFolder, other: DcpFolder) -> Pairing | None:
             return None
         files = kept.path / item.path, other.path / twin.path
         runs.setdefault(files, []).append(Run(item.offset, twin.offset, item.length))
-    return Pairing(kept=kept, other=other, runs={files: _coalesce(found) for files, found in runs.items()})
+    return Pairing(
+        kept=kept, other=other, runs={files: _coalesce(found) for files, found in runs.items()}
+    )
 
 
 def _unwrapped(state: DcpFolder, metadata: DcpMetadata) -> dict[Steps, str]:
-    """Return each item's path without the wrappers that all keys of the model carry, with DCP's name of it."""
+    """Return each item's path without the wrappers that all keys of the model carry, with DCP's
+    name of it.
+    """
     scope = state.model
     depth = len(scope.path) if scope is not None else 0
     strip = strip_wrappers(state)

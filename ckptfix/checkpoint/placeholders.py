@@ -1,11 +1,13 @@
-"""Placeholders of parameters: tensors of shape ``[0]`` that a rank of ZeRO-3 has in place of its partitioned weights.
+"""Placeholders of parameters: tensors of shape ``[0]`` that a rank of ZeRO-3 has in place of its
+partitioned weights.
 
-``module.state_dict()`` of a model under ZeRO-3 has them, unless the parameters are gathered first (DeepSpeed 0.19).
-Parameters with fewer elements than ``stage3_param_persistence_threshold`` stay as they are: most biases and norms.
-Every loader that compares shapes refuses a placeholder with "size mismatch".
+``module.state_dict()`` of a model under ZeRO-3 has them, unless the parameters are gathered first
+(DeepSpeed 0.19). Parameters with fewer elements than ``stage3_param_persistence_threshold`` stay as
+they are: most biases and norms. Every loader that compares shapes refuses a placeholder with "size
+mismatch".
 
-Healthy modules keep tensors without elements, too: observers (``min_val``), normalisers, and modules with no features.
-So only weights count, in modules of which nothing else explains them.
+Healthy modules keep tensors without elements, too: observers (``min_val``), normalisers, and
+modules with no features. So only weights count, in modules of which nothing else explains them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,12 +30,17 @@ _BIAS_OF = {"weight": "bias", "in_proj_weight": "in_proj_bias"}
 
 _OF_MODULES = frozenset(
     (
-        *_BIAS_OF, *_BIAS_OF.values(), "bias_k", "bias_v", "running_mean", "running_var", "num_batches_tracked"
+        *_BIAS_OF, *_BIAS_OF.values(), "bias_k", "bias_v", "running_mean", "running_var",
+        "num_batches_tracked"
     )
 )  # fmt: skip
-"""Names next to a weight in torch's modules. Other names may be of a weight in another form, such as ``qweight``."""
+"""Names next to a weight in torch's modules. Other names may be of a weight in another form, such
+as ``qweight``.
+"""
 
-_NEXT_SAVE = "set stage3_gather_16bit_weights_on_model_save, or save accelerator.get_state_dict(model)"
+_NEXT_SAVE = (
+    "set stage3_gather_16bit_weights_on_model_save, or save accelerator.get_state_dict(model)"
+)
 _MAX_FOLDERS = 100
 
 
@@ -73,8 +80,8 @@ def placeholder_problem(
     example = (with_full_bias or without_bias or [key for key, _ in weights])[0]
     return StateProblem(
         Content.MODEL,
-        f"{count} of {count_of(len(shapes), 'tensor')} without elements, such as {example!r}, as ZeRO-3 leaves them in "
-        "each rank",
+        f"{count} of {count_of(len(shapes), 'tensor')} without elements, such as {example!r}, as "
+        "ZeRO-3 leaves them in each rank",
         Content.PLACEHOLDERS,
         effect="loaders fail with 'size mismatch'",
     )
@@ -83,9 +90,15 @@ def placeholder_problem(
 _MAY_BE_WEIGHTS = (Role.MODEL, Role.UNKNOWN, Role.CUSTOM)
 
 
-def files_with_placeholders(folder: CheckpointFolder) -> Iterator[tuple[Component, str, StateProblem]]:
-    """Yield the files of weights that have placeholders, with the keys that lead to them in a file of a script."""
-    if not any(tensor.shape == (0,) for component in folder.components for tensor in component.tensors):
+def files_with_placeholders(
+    folder: CheckpointFolder,
+) -> Iterator[tuple[Component, str, StateProblem]]:
+    """Yield the files of weights that have placeholders, with the keys that lead to them in a file
+    of a script.
+    """
+    if not any(
+        tensor.shape == (0,) for component in folder.components for tensor in component.tensors
+    ):
         return
     # Indexes of older versions count a tied weight twice, so that the size alone shows nothing.
     short = {
@@ -111,21 +124,33 @@ def files_with_placeholders(folder: CheckpointFolder) -> Iterator[tuple[Componen
 
 
 def remedy_for_placeholders(folder: CheckpointFolder) -> str:
-    """Return where the weights may be that a file has placeholders for, and what the next save needs."""
+    """Return where the weights may be that a file has placeholders for, and what the next save
+    needs.
+    """
     near = deepspeed_next_to(folder)
-    merge = f"merge those in {near}" if near else "look for a global_step folder of DeepSpeed and merge it"
+    merge = (
+        f"merge those in {near}"
+        if near
+        else "look for a global_step folder of DeepSpeed and merge it"
+    )
     return (
-        f"the weights are in no file of this folder: {merge} with DeepSpeed's zero_to_fp32.py, or use another "
-        f"checkpoint; for the next save, {_NEXT_SAVE}"
+        f"the weights are in no file of this folder: {merge} with DeepSpeed's zero_to_fp32.py, or "
+        f"use another checkpoint; for the next save, {_NEXT_SAVE}"
     )
 
 
 def deepspeed_next_to(folder: CheckpointFolder) -> str:
-    """Return the last DeepSpeed checkpoint in the folders next to a folder, by their names, "" without one."""
+    """Return the last DeepSpeed checkpoint in the folders next to a folder, by their names, ""
+    without one.
+    """
     with suppress(OSError, CkptfixError):
-        names = sorted(folders_next_to(folder.root), key=lambda name: (len(name), name), reverse=True)
+        names = sorted(
+            folders_next_to(folder.root), key=lambda name: (len(name), name), reverse=True
+        )
         for name in names[:_MAX_FOLDERS]:
-            below = sorted(names_next_to(folder.root, name), key=lambda name: (len(name), name), reverse=True)
+            below = sorted(
+                names_next_to(folder.root, name), key=lambda name: (len(name), name), reverse=True
+            )
             if any(map(is_deepspeed_file, below)):
                 return f"../{name}/"
             step = next(filter(STEP.fullmatch, below), "")

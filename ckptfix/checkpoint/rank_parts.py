@@ -1,11 +1,14 @@
-"""Parts of tensors in the safetensors files that torch's ``HuggingFaceStorageWriter(save_distributed=True)`` writes.
+"""Parts of tensors in the safetensors files that torch's
+``HuggingFaceStorageWriter(save_distributed=True)`` writes.
 
-Each rank saves its parts in files of its own, ``shard-00001-model-00001-of-00002.safetensors`` and so on. The header
-has the first index of every part; the shape of a complete tensor and the number of ranks are recorded nowhere. torch's
-own reader takes the box around all parts for the tensor, and leaves what no part covers as it was in memory.
+Each rank saves its parts in files of its own, ``shard-00001-model-00001-of-00002.safetensors`` and
+so on. The header has the first index of every part; the shape of a complete tensor and the number
+of ranks are recorded nowhere. torch's own reader takes the box around all parts for the tensor, and
+leaves what no part covers as it was in memory.
 
-Facts from torch 2.13: ``distributed/checkpoint/hf_storage.py`` and ``_hf_utils.py``. A part that several ranks have is
-saved by one of them, and a rank without any part writes no file: even a gap in the ranks can be healthy.
+Facts from torch 2.13: ``distributed/checkpoint/hf_storage.py`` and ``_hf_utils.py``. A part that
+several ranks have is saved by one of them, and a rank without any part writes no file: even a gap
+in the ranks can be healthy.
 """
 
 import json
@@ -40,7 +43,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartedTensor:
-    """A tensor as its parts show it. ``shape``: of the box around them. ``problem``: why it is incomplete, or ""."""
+    """A tensor as its parts show it. ``shape``: of the box around them. ``problem``: why it is
+    incomplete, or "".
+    """
 
     fqn: str
     dtype: str
@@ -69,8 +74,13 @@ def parts_problem(member: Component) -> str:
 
 
 def begins_inside(member: Component) -> TensorInfo | None:
-    """Return a tensor of a file whose first index is not that of a complete tensor, None without one."""
-    if not isinstance(member.content, SafetensorsFile) or DCP_SHARDING_INFO not in member.content.metadata:
+    """Return a tensor of a file whose first index is not that of a complete tensor, None without
+    one.
+    """
+    if (
+        not isinstance(member.content, SafetensorsFile)
+        or DCP_SHARDING_INFO not in member.content.metadata
+    ):
         return None
     try:
         return next((one.tensor for one in _parts(member) if any(one.chunk.offsets)), None)
@@ -89,7 +99,9 @@ def joined_parts(members: Iterable[Component]) -> tuple[PartedTensor, ...]:
 
 
 def absent_files(members: Sequence[Component]) -> tuple[PurePosixPath, ...]:
-    """Return the files that a rank lacks and another one has, by the numbers in their names; any may be as saved."""
+    """Return the files that a rank lacks and another one has, by the numbers in their names; any
+    may be as saved.
+    """
     names = [member.name for member in members]
     last = max(name.rank or 0 for name in names)
     files = {name.shard: name for name in names}
@@ -107,11 +119,16 @@ def _parts(member: Component) -> list[Part]:
     if not isinstance(content, SafetensorsFile):
         return []
     places = _places(content)
-    return [Part(Chunk(_offsets(places, tensor), tensor.shape), member, tensor) for tensor in content.tensors]
+    return [
+        Part(Chunk(_offsets(places, tensor), tensor.shape), member, tensor)
+        for tensor in content.tensors
+    ]
 
 
 def _places(content: SafetensorsFile) -> dict[str, Any] | None:
-    """Return what the header has about each part, None where it has nothing: then every tensor is complete."""
+    """Return what the header has about each part, None where it has nothing: then every tensor is
+    complete.
+    """
     text = content.metadata.get(DCP_SHARDING_INFO)
     if not text:
         return None
@@ -120,7 +137,9 @@ def _places(content: SafetensorsFile) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         places = None
     if not isinstance(places, dict):
-        raise FormatError(f"its {DCP_SHARDING_INFO} is not a JSON object, so torch cannot read its parts")
+        raise FormatError(
+            f"its {DCP_SHARDING_INFO} is not a JSON object, so torch cannot read its parts"
+        )
     return places
 
 
@@ -129,11 +148,14 @@ def _offsets(places: dict[str, Any] | None, tensor: TensorInfo) -> tuple[int, ..
         return (0,) * len(tensor.shape)
     place = places.get(tensor.fqn)
     offsets = place.get("saved_offsets") if isinstance(place, dict) else None
-    if not isinstance(offsets, list) or not all(type(one) is int and 0 <= one < 1 << 62 for one in offsets):
+    if not isinstance(offsets, list) or not all(
+        type(one) is int and 0 <= one < 1 << 62 for one in offsets
+    ):
         raise FormatError(f"its {DCP_SHARDING_INFO} has no saved_offsets of {tensor.fqn!r:.200}")
     if len(offsets) != len(tensor.shape):
         raise FormatError(
-            f"{tensor.fqn!r:.200} has {len(tensor.shape)} dimensions, and {len(offsets)} saved_offsets"
+            f"{tensor.fqn!r:.200} has {len(tensor.shape)} dimensions, and {len(offsets)} "
+            "saved_offsets"
         )
     return tuple(offsets)
 

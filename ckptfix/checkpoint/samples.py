@@ -1,8 +1,9 @@
 """Samples of the tensors of a save, by which two saves of a run are compared after a few reads.
 
-The first page of each tensor is read, and less of each where there are many, so that a folder costs 1 MiB at most. Two
-healthy saves differ in their first sample or soon after. Nothing here knows which tensors are trained: weights count as
-equal only where every sample is, so that a frozen base with a changing adapter is another save.
+The first page of each tensor is read, and less of each where there are many, so that a folder costs
+1 MiB at most. Two healthy saves differ in their first sample or soon after. Nothing here knows
+which tensors are trained: weights count as equal only where every sample is, so that a frozen base
+with a changing adapter is another save.
 """
 
 import hashlib
@@ -26,14 +27,18 @@ from ckptfix.storage.doors import etag_of
 from ckptfix.storage.reading import open_reader
 
 _MOST_SAMPLES = SAMPLED // 256
-"""Of more tensors than this, as many are sampled that are spread evenly: a read of a few bytes costs as much."""
+"""Of more tensors than this, as many are sampled that are spread evenly: a read of a few bytes
+costs as much.
+"""
 
 _NARROW = ("F16", "BF16", "F8", "F6", "F4")
 """Beginnings of dtypes in which a usual step may change no weight: in bfloat16 1 + 1e-3 is 1."""
 
 
 class Piece(NamedTuple):
-    """``length`` bytes of a tensor, or of a part of one, from ``offset`` of the file ``path`` of a folder."""
+    """``length`` bytes of a tensor, or of a part of one, from ``offset`` of the file ``path`` of a
+    folder.
+    """
 
     path: PurePosixPath
     offset: int
@@ -41,13 +46,16 @@ class Piece(NamedTuple):
 
 
 def weights_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tuple[Piece, ...] | None:
-    """Return the bytes of all weights in a folder and in its sub-folders, in the order of the files.
+    """Return the bytes of all weights in a folder and in its sub-folders, in the order of the
+    files.
 
-    None where a file that may hold weights cannot be read, or is of a kind that is not compared, as DeepSpeed's: then
-    equal samples show nothing. Objects of ``register_for_checkpointing`` may be what is trained: their tensors follow
-    the weights. Raises OSError.
+    None where a file that may hold weights cannot be read, or is of a kind that is not compared, as
+    DeepSpeed's: then equal samples show nothing. Objects of ``register_for_checkpointing`` may be
+    what is trained: their tensors follow the weights. Raises OSError.
     """
-    if any(deepspeed_folders(folder)) or any(path.name.endswith(OTHER_WEIGHTS) for path in folder.strays):
+    if any(deepspeed_folders(folder)) or any(
+        path.name.endswith(OTHER_WEIGHTS) for path in folder.strays
+    ):
         return None
     pieces: list[Piece] = []
     for component in folder.components:
@@ -80,7 +88,12 @@ def dtypes_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> set[str
     """Return the dtypes of the weights of ``weights_in``. Raises OSError."""
     models = [one.metadata for one in sharded if one.name is None or one.name.role is Role.MODEL]
     dtypes = {str(tensor.dtype) for one in models if one is not None for tensor in one.tensors}
-    dtypes |= {tensor.dtype for one in folder.components if one.role in NOT_STATES for tensor in one.tensors}
+    dtypes |= {
+        tensor.dtype
+        for one in folder.components
+        if one.role in NOT_STATES
+        for tensor in one.tensors
+    }
     known = {state.path for state in sharded}
     for where in folder.plain_subfolders:
         if where not in known and may_hold_weights(folder.root / where):
@@ -91,10 +104,16 @@ def dtypes_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> set[str
 
 def must_change(rate: float, dtypes: Collection[str]) -> bool:
     """Return whether steps at this learning rate change weights that are all of these dtypes."""
-    return rate > LEAST_RATE and bool(dtypes) and not any(dtype.startswith(_NARROW) for dtype in dtypes)
+    return (
+        rate > LEAST_RATE
+        and bool(dtypes)
+        and not any(dtype.startswith(_NARROW) for dtype in dtypes)
+    )
 
 
-def optimizers_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tuple[Piece, ...] | None:
+def optimizers_in(
+    folder: CheckpointFolder, sharded: Sequence[DcpFolder]
+) -> tuple[Piece, ...] | None:
     """Return the bytes of all tensors of the optimizers in a folder, as of ``weights_in``."""
     if any(deepspeed_folders(folder)):
         return None
@@ -122,11 +141,12 @@ def samples_of(pieces: Sequence[Piece], most: int = SAMPLED) -> tuple[Piece, ...
 
 
 def are_equal(root: Path, other: Path, pieces: Sequence[Piece]) -> bool:
-    """Return whether two folders have the same bytes at these places, in files of the same sizes. Raises OSError.
+    """Return whether two folders have the same bytes at these places, in files of the same sizes.
+    Raises OSError.
 
-    The first piece of each file is compared before the rest: of a healthy save nothing else is read. Objects of a store
-    are compared by their ETags, which S3 and the Hub make from the bytes: to read one sample costs as many requests as
-    a whole check of a small folder.
+    The first piece of each file is compared before the rest: of a healthy save nothing else is
+    read. Objects of a store are compared by their ETags, which S3 and the Hub make from the bytes:
+    to read one sample costs as many requests as a whole check of a small folder.
     """
     files = _by_file(pieces)
     etags = [(etag_of(root / path), etag_of(other / path)) for path, _ in files]
@@ -144,7 +164,9 @@ def are_equal(root: Path, other: Path, pieces: Sequence[Piece]) -> bool:
 
 
 def digest_of(root: Path, pieces: Sequence[Piece]) -> str:
-    """Return a digest of the bytes of pieces and of their places: equal for saves with equal bytes. Raises OSError."""
+    """Return a digest of the bytes of pieces and of their places: equal for saves with equal bytes.
+    Raises OSError.
+    """
     digest = hashlib.sha1(usedforsecurity=False)
     for path, runs in _by_file(pieces):
         with open_reader(root / path) as reader:
@@ -164,9 +186,11 @@ def _by_file(pieces: Iterable[Piece]) -> list[tuple[PurePosixPath, list[Run]]]:
 
 
 def _pieces_of(component: Component) -> Iterator[Piece]:
-    """Yield the tensors of a file; of a torch file its storages, as those of an optimizer have no key.
+    """Yield the tensors of a file; of a torch file its storages, as those of an optimizer have no
+    key.
 
-    torch before 1.6 wrote them in the order of their places in memory: such files count as different.
+    torch before 1.6 wrote them in the order of their places in memory: such files count as
+    different.
     """
     if isinstance(component.content, TorchFile):
         ranges = component.content.storage_ranges.values()

@@ -1,8 +1,10 @@
-"""Evidence that two entries are equal because a script passed one model to prepare() twice, and for no other reason.
+"""Evidence that two entries are equal because a script passed one model to prepare() twice, and for
+no other reason.
 
-Part of the evidence is an optimizer's training, read from its pickled ``state_dict()`` (facts from torch 2.13:
-``torch/optim/optimizer.py``, ``adamw.py``, ``sgd.py``, ``adagrad.py``); nothing is executed. Another part are the
-checkpoints next to this one: a model that was prepared twice is equal in all of them, a copy is not.
+Part of the evidence is an optimizer's training, read from its pickled ``state_dict()`` (facts from
+torch 2.13: ``torch/optim/optimizer.py``, ``adamw.py``, ``sgd.py``, ``adagrad.py``); nothing is
+executed. Another part are the checkpoints next to this one: a model that was prepared twice is
+equal in all of them, a copy is not.
 """
 
 import os
@@ -44,9 +46,9 @@ Shape = tuple[int, ...]
 class TrainedParameter(NamedTuple):
     """Facts in an optimizer's state about one parameter.
 
-    ``shape``: of its largest moment, None without one. ``rate``: the learning rate that was saved, which is that of the
-    next step. ``is_scheduled``: a scheduler sets it. ``step``: None where the optimizer counts none. ``moments``: the
-    byte ranges of what gradients leave behind.
+    ``shape``: of its largest moment, None without one. ``rate``: the learning rate that was saved,
+    which is that of the next step. ``is_scheduled``: a scheduler sets it. ``step``: None where the
+    optimizer counts none. ``moments``: the byte ranges of what gradients leave behind.
     """
 
     name: str
@@ -59,7 +61,8 @@ class TrainedParameter(NamedTuple):
     def was_updated(self, *, are_rates_shown: bool) -> bool:
         """Return whether a step surely changed an fp32 weight, if its gradient was not 0.
 
-        ``are_rates_shown``: no scheduler can have held the learning rate at 0 in every step that was made.
+        ``are_rates_shown``: no scheduler can have held the learning rate at 0 in every step that
+        was made.
         """
         return (
             self.rate >= LEAST_RATE
@@ -69,7 +72,9 @@ class TrainedParameter(NamedTuple):
 
 
 LEAST_RATE = 1e-7
-"""Adam moves a weight by about the learning rate. fp32 numbers next to 1 are 1.2e-7 apart: less rounds to nothing."""
+"""Adam moves a weight by about the learning rate. fp32 numbers next to 1 are 1.2e-7 apart: less
+rounds to nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +96,20 @@ class OptimizerFacts:
 
     @property
     def is_without_states(self) -> bool:
-        """Return whether it keeps nothing for any parameter: plain SGD, or an optimizer before its first step."""
+        """Return whether it keeps nothing for any parameter: plain SGD, or an optimizer before its
+        first step.
+        """
         return not any(one.moments for one in self.parameters)
 
 
 @paused_gc()
-def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> OptimizerFacts | None:
+def read_optimizer(
+    file: TorchFile, reader: FileReader, path: PurePosixPath
+) -> OptimizerFacts | None:
     """Return the facts of a file that holds one optimizer's state, None for any other file.
 
-    Raises FormatError when a tensor does not lie inside its storage, OSError when the file cannot be read.
+    Raises FormatError when a tensor does not lie inside its storage, OSError when the file cannot
+    be read.
     """
     root = file.tree.root
     if not is_dict_like(root) or not is_optimizer(root):
@@ -111,10 +121,18 @@ def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> 
         if type(value) in (int, float):
             return float(max(min(value, _MOST), -_MOST))
         tensor = read_tensor(Text(key, 0, 0), value, known) if is_tensor(value) else None
-        if tensor is None or tensor.dtype not in _NUMBER_FORMATS or (place := _place(file, tensor)) is None:
+        if (
+            tensor is None
+            or tensor.dtype not in _NUMBER_FORMATS
+            or (place := _place(file, tensor)) is None
+        ):
             return None
         code, size = _NUMBER_FORMATS[tensor.dtype], 8 if tensor.dtype.endswith("64") else 4
-        return float(unpack(code, reader.read(place[0], size))[0]) if place[1] - place[0] >= size else None
+        return (
+            float(unpack(code, reader.read(place[0], size))[0])
+            if place[1] - place[0] >= size
+            else None
+        )
 
     states = {_plain(key): one for key, one in pairs(child(root, "state")) if is_dict_like(one)}
     parameters: list[TrainedParameter] = []
@@ -135,18 +153,26 @@ def read_optimizer(file: TorchFile, reader: FileReader, path: PurePosixPath) -> 
             tensors = {
                 word.value: tensor
                 for word, value in pairs(state)
-                if type(word) is Text and is_tensor(value) and (tensor := read_tensor(word, value, known))
+                if type(word) is Text
+                and is_tensor(value)
+                and (tensor := read_tensor(word, value, known))
             }
             moments = [tensor for word, tensor in tensors.items() if word not in _NOT_OF_GRADIENTS]
             name = names[position] if position < len(names) else key if isinstance(key, str) else ""
             parameters.append(
                 TrainedParameter(
                     name=name,
-                    shape=max((one.shape for one in moments), key=lambda one: (len(one), one), default=None),
+                    shape=max(
+                        (one.shape for one in moments),
+                        key=lambda one: (len(one), one),
+                        default=None,
+                    ),
                     rate=rate,
                     is_scheduled=is_scheduled,
                     step=number("step", child(state, "step")),
-                    moments=tuple(place for one in moments if (place := _place(file, one)) is not None),
+                    moments=tuple(
+                        place for one in moments if (place := _place(file, one)) is not None
+                    ),
                 )
             )
     return OptimizerFacts(path=path, parameters=tuple(parameters))
@@ -160,11 +186,13 @@ _NOT_OF_GRADIENTS = ("step", "step_size", "eta", "mu", "ax")
 
 
 def may_have_waited(state: Any) -> bool:
-    """Return whether a schedule with a learning rate above 0 can have held it at 0 in every step that was made.
+    """Return whether a schedule with a learning rate above 0 can have held it at 0 in every step
+    that was made.
 
-    ``state``: of a scheduler. Torch's own (2.13, ``torch/optim/lr_scheduler.py``) begin at ``base_lrs`` or at a
-    recorded factor of them, but for LambdaLR. A function leaves nothing there, and a ``functools.partial`` or an object
-    without attributes leaves {}, whatever it computes: neither proves one of the functions of transformers.
+    ``state``: of a scheduler. Torch's own (2.13, ``torch/optim/lr_scheduler.py``) begin at
+    ``base_lrs`` or at a recorded factor of them, but for LambdaLR. A function leaves nothing there,
+    and a ``functools.partial`` or an object without attributes leaves {}, whatever it computes:
+    neither proves one of the functions of transformers.
     """
     epochs = child(state, "last_epoch")
     # A hostile list can refer to one dict a million times.
@@ -193,7 +221,14 @@ _MOST_NESTED = 16
 
 _KEYS_OF_EVERY_SCHEDULE = frozenset(
     {
-        *("base_lrs", "last_epoch", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial"),
+        *(
+            "base_lrs",
+            "last_epoch",
+            "_last_lr",
+            "_step_count",
+            "_get_lr_called_within_step",
+            "_is_initial",
+        ),
         "verbose",
     }
 )
@@ -210,9 +245,12 @@ _KEYS_OF_SCHEDULES = {
     frozenset(("power", "total_iters")),
     frozenset(("T_max", "eta_min")),
     frozenset(("T_0", "T_cur", "T_i", "T_mult", "eta_min")),
-    frozenset(("_anneal_func_type", "_schedule_phases", "total_steps", "cycle_momentum", "use_beta1")),
+    frozenset(
+        ("_anneal_func_type", "_schedule_phases", "total_steps", "cycle_momentum", "use_beta1")
+    ),
 }
-"""Keys that each of torch's schedules has besides: LambdaLR, and those that are above 0 from the first step.
+"""Keys that each of torch's schedules has besides: LambdaLR, and those that are above 0 from the
+first step.
 
 A class of a script can hold any rate with the keys of every schedule alone.
 """
@@ -235,7 +273,8 @@ def _place(file: TorchFile, tensor: PickledTensor) -> tuple[int, int] | None:
 
 
 def _parameters_of(model: Component) -> "dict[str, TensorInfo]":
-    """Return the tensors of a model that an optimizer can train, without known buffers and second names of one tensor.
+    """Return the tensors of a model that an optimizer can train, without known buffers and second
+    names of one tensor.
 
     The keys are without the wrappers that all of them carry.
     """
@@ -263,7 +302,8 @@ _FSDP_STEM = "pytorch_model_fsdp"
 class History(NamedTuple):
     """Facts in other checkpoints of the run about two equal entries.
 
-    ``apart``: the name of one in which they differ, "" for none. ``is_moved``: an earlier one has other parameters.
+    ``apart``: the name of one in which they differ, "" for none. ``is_moved``: an earlier one has
+    other parameters.
     """
 
     apart: str = ""
@@ -271,9 +311,13 @@ class History(NamedTuple):
 
 
 class Evidence:
-    """Evidence in a folder, its manifest and the checkpoints next to it about the run that saved them."""
+    """Evidence in a folder, its manifest and the checkpoints next to it about the run that saved
+    them.
+    """
 
-    def __init__(self, folder: CheckpointFolder, manifest: Manifest | None, neighbours: Neighbours) -> None:
+    def __init__(
+        self, folder: CheckpointFolder, manifest: Manifest | None, neighbours: Neighbours
+    ) -> None:
         """Store the folder without reading files; ``manifest`` counts only when a save wrote it."""
         self.folder = folder
         self.manifest = manifest if manifest is not None and manifest.is_of_a_save else None
@@ -283,16 +327,19 @@ class Evidence:
     def doubts(
         self, original: Component, links: Iterable[Component], entry: Component, size: int
     ) -> Iterator[str]:
-        """Yield why an entry with the bytes of ``original`` may be the script's own, nothing for a second ``prepare``.
+        """Yield why an entry with the bytes of ``original`` may be the script's own, nothing for a
+        second ``prepare``.
 
-        These are independent facts, the cheapest first; each alone is enough to ask. ``links``: duplicates of the
-        original that are known already. ``size``: the bytes that were compared. A file that may not be read raises no
-        doubt: nothing is repaired before it can be read, and the unknown must not soften a verdict.
+        These are independent facts, the cheapest first; each alone is enough to ask. ``links``:
+        duplicates of the original that are known already. ``size``: the bytes that were compared. A
+        file that may not be read raises no doubt: nothing is repaired before it can be read, and
+        the unknown must not soften a verdict.
 
-        Two scripts leave the bytes of a second ``prepare`` and raise no doubt. One has a loss wrapper around its model,
-        the other an average that has only copied the model so far. Both are rare. A wrong deletion makes load_state
-        fail and can be undone, so that asking everybody would cost more. Before a step surely changed the model, any
-        frozen copy equals it: that is a reason to ask.
+        Two scripts leave the bytes of a second ``prepare`` and raise no doubt. One has a loss
+        wrapper around its model, the other an average that has only copied the model so far. Both
+        are rare. A wrong deletion makes load_state fail and can be undone, so that asking everybody
+        would cost more. Before a step surely changed the model, any frozen copy equals it: that is
+        a reason to ask.
         """
         if entry.name.stem == _FSDP_STEM:
             yield "FSDP adds no wrapper by which a second prepare() would show"
@@ -310,7 +357,10 @@ class Evidence:
         if size == 0:
             yield "they hold no byte that could differ"
         if self._entries > MAX_ENTRIES:
-            yield f"the folder has more than {MAX_ENTRIES} models and optimizers, which are not matched"
+            yield (
+                f"the folder has more than {MAX_ENTRIES} models and optimizers, which are not "
+                "matched"
+            )
             return
         remaining = self._remaining(entry)
         for path, facts in self.optimizers.items():
@@ -321,7 +371,8 @@ class Evidence:
             if one.problem is not None and not is_unreadable(one):
                 yield f"the steps of {one.path} cannot be read"
         untrained = (
-            "no optimizer shows that a step changed the model; until then a copy or an average equals it"
+            "no optimizer shows that a step changed the model; until then a copy or an average "
+            "equals it"
         )
         is_trained = any(map(is_unreadable, optimizers)) or self._is_trained(original, remaining)
         if is_trained is None:
@@ -340,7 +391,10 @@ class Evidence:
         )
 
     def is_trained_alike(
-        self, kept: Sequence[Component], optimizers: Sequence[Component], models: Sequence[Component]
+        self,
+        kept: Sequence[Component],
+        optimizers: Sequence[Component],
+        models: Sequence[Component],
     ) -> bool:
         """Return whether some optimizers train every parameter of models that all of them do.
 
@@ -356,7 +410,9 @@ class Evidence:
         return all(self._fits(one, models) for one in facts) and wanted & every == wanted & left
 
     def _remaining(self, entry: Component) -> list[Component]:
-        """Return the models in the list of an entry without those that have the keys of an earlier one in a wrapper."""
+        """Return the models in the list of an entry without those that have the keys of an earlier
+        one in a wrapper.
+        """
         entries = next(one for one in self.folder.entries(Role.MODEL) if entry in one)
         remaining: list[Component] = []
         for model in entries:
@@ -370,13 +426,17 @@ class Evidence:
         return remaining
 
     def _is_trained(self, model: Component, remaining: Sequence[Component]) -> bool | None:
-        """Return whether steps with gradients changed a model, None where no optimizer can be its own.
+        """Return whether steps with gradients changed a model, None where no optimizer can be its
+        own.
 
-        An optimizer that fits no other model is its own. Of those that fit several models nothing shows which is whose:
-        then all of them must have trained, and there must be one left for this model, in the order in which scripts
-        prepare both. So a frozen teacher of the student's class has none.
+        An optimizer that fits no other model is its own. Of those that fit several models nothing
+        shows which is whose: then all of them must have trained, and there must be one left for
+        this model, in the order in which scripts prepare both. So a frozen teacher of the student's
+        class has none.
         """
-        fitting = {facts.path: self._models_of(facts, remaining) for facts in self.optimizers.values()}
+        fitting = {
+            facts.path: self._models_of(facts, remaining) for facts in self.optimizers.values()
+        }
         own = [self.optimizers[path] for path, models in fitting.items() if model in models]
         alone = [facts for facts in own if fitting[facts.path] == [model]]
         if alone:
@@ -384,26 +444,42 @@ class Evidence:
         taken: list[Component] = []
         for models in fitting.values():
             taken += [one for one in models if one not in taken][:1]
-        # Plain SGD keeps nothing, so that neighbours could show the training of a model that is not its own.
+        # Plain SGD keeps nothing, so that neighbours could show the training of a model that is not
+        # its own.
         if model not in taken or any(facts.is_without_states for facts in own):
             return None
         return all(self._moves(facts, model, remaining) for facts in own)
 
     def _models_of(self, facts: OptimizerFacts, remaining: Sequence[Component]) -> list[Component]:
-        """Return the models that an optimizer may train: those with exactly its parameters, else all that it fits."""
-        fitting = [one for one in remaining if self._fits(facts, (one,)) or self._own(facts, one, remaining)]
+        """Return the models that an optimizer may train: those with exactly its parameters, else
+        all that it fits.
+        """
+        fitting = [
+            one
+            for one in remaining
+            if self._fits(facts, (one,)) or self._own(facts, one, remaining)
+        ]
         return [one for one in fitting if self._shapes((one,)) == facts.shapes] or fitting
 
-    def _moves(self, facts: OptimizerFacts, model: Component, remaining: Sequence[Component]) -> bool:
-        """Return whether an optimizer made a step with a gradient that changed parameters of this model."""
-        parameters = facts.parameters if self._fits(facts, (model,)) else self._own(facts, model, remaining)
-        narrow = {one.shape for one in self._parameters(model).values() if one.dtype.startswith(_NARROW)}
+    def _moves(
+        self, facts: OptimizerFacts, model: Component, remaining: Sequence[Component]
+    ) -> bool:
+        """Return whether an optimizer made a step with a gradient that changed parameters of this
+        model.
+        """
+        parameters = (
+            facts.parameters if self._fits(facts, (model,)) else self._own(facts, model, remaining)
+        )
+        narrow = {
+            one.shape for one in self._parameters(model).values() if one.dtype.startswith(_NARROW)
+        }
         return self._is_moving(
             facts.path,
             [
                 one
                 for one in parameters
-                if one.shape not in narrow and one.was_updated(are_rates_shown=self._are_rates_shown)
+                if one.shape not in narrow
+                and one.was_updated(are_rates_shown=self._are_rates_shown)
             ],
         )
 
@@ -423,13 +499,17 @@ class Evidence:
 
     @cached_property
     def _are_rates_shown(self) -> bool:
-        """True where schedulers are saved, and none of them can have held the learning rate at 0 until now."""
+        """True where schedulers are saved, and none of them can have held the learning rate at 0
+        until now.
+        """
         schedulers = [one for entries in self.folder.entries(Role.SCHEDULER) for one in entries]
         try:
             return bool(schedulers) and not any(
-                may_have_waited(one.content.tree.root)
-                if isinstance(one.content, TorchFile)
-                else not is_unreadable(one)
+                (
+                    may_have_waited(one.content.tree.root)
+                    if isinstance(one.content, TorchFile)
+                    else not is_unreadable(one)
+                )
                 for one in schedulers
             )
         except FormatError:
@@ -438,8 +518,8 @@ class Evidence:
     def _history(self, original: Component, entry: Component) -> History:
         """Compare two equal entries in other checkpoints of the run, by samples.
 
-        A neighbour that was repaired has no second entry, and proves nothing. By their keys entries are found at any
-        number, so that a repair of this folder changes no answer.
+        A neighbour that was repaired has no second entry, and proves nothing. By their keys entries
+        are found at any number, so that a repair of this folder changes no answer.
         """
         is_moved = False
         for neighbour in self._neighbours.spread():
@@ -454,7 +534,9 @@ class Evidence:
                 is_moved |= (
                     neighbour.is_earlier
                     and bool(originals)
-                    and not any(_is_equal(self.folder.root, original, root, one) for one in originals)
+                    and not any(
+                        _is_equal(self.folder.root, original, root, one) for one in originals
+                    )
                     and all(self._has_other_parameters(original, root, one) for one in originals)
                 )
         return History(is_moved=is_moved)
@@ -480,7 +562,9 @@ class Evidence:
         return bool(differing_tensors(root, pairing, full=False, most=0))
 
     def foreign(self, entry: Component) -> str:
-        """Return why an entry is not from the save that wrote the manifest, "" without such evidence."""
+        """Return why an entry is not from the save that wrote the manifest, "" without such
+        evidence.
+        """
         if unlisted := self.unlisted(entry.path):
             return unlisted
         recorded = self._recorded(entry)
@@ -489,22 +573,30 @@ class Evidence:
         return ""
 
     def is_registered(self, entry: Component) -> bool:
-        """Return whether a guarded save recorded an entry with these keys; a second ``prepare`` registers no entry."""
+        """Return whether a guarded save recorded an entry with these keys; a second ``prepare``
+        registers no entry.
+        """
         recorded = self._recorded(entry)
         return recorded is not None and bool(recorded.keys) and recorded.keys == _fingerprint(entry)
 
     def unlisted(self, path: PurePosixPath) -> str:
-        """Return the words for a file missing in the manifest of the save, "" if listed or without a manifest."""
+        """Return the words for a file missing in the manifest of the save, "" if listed or without
+        a manifest.
+        """
         if self.manifest is None or str(path) in self.manifest.files:
             return ""
         return f"the manifest of the save does not list {path}"
 
     def names_left(self, damaged: Component) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of a damaged model from the existing part of its header or pickle, else {}."""
+        """Return the names and shapes of a damaged model from the existing part of its header or
+        pickle, else {}.
+        """
         try:
             with open_reader(self.folder.root / damaged.path) as reader:
                 if damaged.name.suffix == ".safetensors":
-                    return {one.fqn: one.shape for one in read_safetensors(reader, cut=True).tensors}
+                    return {
+                        one.fqn: one.shape for one in read_safetensors(reader, cut=True).tensors
+                    }
                 partial = read_partial(reader)
                 return {
                     tensor.fqn: tensor.shape
@@ -516,7 +608,9 @@ class Evidence:
             return {}
 
     def _fits(self, facts: OptimizerFacts, models: Sequence[Component]) -> bool:
-        """Return whether all parameters of an optimizer can belong to these models together, by name and shape."""
+        """Return whether all parameters of an optimizer can belong to these models together, by
+        name and shape.
+        """
         if names := facts.names:
             keys = {name for model in models for name in self._parameters(model)}
             if not keys.issuperset(map(KeyMap(remove=common_wrappers(names)), names)):
@@ -527,7 +621,9 @@ class Evidence:
     def _own(
         self, facts: OptimizerFacts, model: Component, remaining: Sequence[Component]
     ) -> list[TrainedParameter]:
-        """Return the parameters that only this one can have of the models that an optimizer trains together."""
+        """Return the parameters that only this one can have of the models that an optimizer trains
+        together.
+        """
         others = [one for one in remaining if one is not model]
         if self._fits(facts, others) or not self._fits(facts, (model, *others)):
             return []
@@ -536,7 +632,9 @@ class Evidence:
 
     def _shapes(self, models: Iterable[Component]) -> "Counter[Shape]":
         """Return the shapes of the parameters of models."""
-        return Counter(tensor.shape for model in models for tensor in self._parameters(model).values())
+        return Counter(
+            tensor.shape for model in models for tensor in self._parameters(model).values()
+        )
 
     def _parameters(self, model: Component) -> dict[str, TensorInfo]:
         if model.path not in self._known:
@@ -581,15 +679,19 @@ class Evidence:
 MAX_ENTRIES = 128
 """Most models and optimizers that are matched with each other.
 
-Each duplicate matches each optimizer with each model. Twice the entries take 7 times as long: 14 s for 128 of them,
-hours for 1,200.
+Each duplicate matches each optimizer with each model. Twice the entries take 7 times as long: 14 s
+for 128 of them, hours for 1,200.
 """
 
 _NARROW = ("BF16", "F16", "F8_", "F6_", "F4")
-"""Dtypes in which the steps of a usual learning rate can be lost: bf16 numbers next to 1 are 0.8 % apart."""
+"""Dtypes in which the steps of a usual learning rate can be lost: bf16 numbers next to 1 are 0.8 %
+apart.
+"""
 
 _MOST_SAMPLED = 32
-"""Parameters of an optimizer whose moments are looked at. The first one decides but for rows of unused tokens."""
+"""Parameters of an optimizer whose moments are looked at. The first one decides but for rows of
+unused tokens.
+"""
 
 _PAGE = 4096
 
@@ -599,7 +701,8 @@ def _is_nonzero(reader: FileReader, place: tuple[int, int]) -> bool:
     begin, end = place
     step = max(_PAGE, (end - begin) // 4)
     return any(
-        reader.read(offset, min(_PAGE, end - offset)).strip(b"\0\x80") for offset in range(begin, end, step)
+        reader.read(offset, min(_PAGE, end - offset)).strip(b"\0\x80")
+        for offset in range(begin, end, step)
     )
 
 

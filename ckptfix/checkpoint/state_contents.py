@@ -1,25 +1,30 @@
-"""Contents of state files: the kind of state that a file holds, against the kind that its name promises.
+"""Contents of state files: the kind of state that a file holds, against the kind that its name
+promises.
 
 Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transformers 5.23:
 
-- ``Optimizer.load_state_dict`` refuses whatever has no ``state`` and no ``param_groups``. A class of a script's own may
-  save another dict, as Lookahead does around another optimizer.
-- ``LRScheduler.load_state_dict`` updates its ``__dict__`` with anything dict-like, and starts anew without an error.
-  Its next step adds 1 to ``last_epoch`` and ``_step_count``, whatever they are. SequentialLR loads fewer states than it
-  has schedulers, and starts the others anew.
-- ``load_state`` catches every error about random states, and leaves the rest of the file: its step, then the states of
-  Python, numpy, torch and its devices. The Trainer fails. The step becomes that of the Accelerator, whatever it is:
-  ``accumulate`` adds 1 to it, and steps the optimizer where a division leaves no rest.
-- ``GradScaler.load_state_dict`` refuses whatever lacks one of its five keys; a disabled one saves, and loads, an empty
-  dict. It takes any values: the next ``scale`` or ``update`` fails.
-- ``Module.load_state_dict`` refuses whatever is not a dict with strings as keys, and keys that the module lacks.
-  ``from_pretrained`` and the Trainer pass over unknown keys, and leave the weights random without an error. A module
-  saves tensors, extra states of any kind, and what its own hooks add: quantized modules of torch add dtypes, pairs, and
-  a ``bias`` of None. A module without parameters saves an empty dict.
-- torchdata's ``StatefulDataLoader.load_state_dict`` takes anything. ``{}``, which it never saves, begins the epoch anew
-  without an error. The first batch fails where a key is missing, or the state is of another number of workers
-  (torchdata 0.11). A loader of a script's own may save another dict.
-- Tensors on the meta device have a shape and no numbers: ``load_state_dict`` of modules and optimizers refuses them.
+- ``Optimizer.load_state_dict`` refuses whatever has no ``state`` and no ``param_groups``. A class
+  of a script's own may save another dict, as Lookahead does around another optimizer.
+- ``LRScheduler.load_state_dict`` updates its ``__dict__`` with anything dict-like, and starts anew
+  without an error. Its next step adds 1 to ``last_epoch`` and ``_step_count``, whatever they are.
+  SequentialLR loads fewer states than it has schedulers, and starts the others anew.
+- ``load_state`` catches every error about random states, and leaves the rest of the file: its step,
+  then the states of Python, numpy, torch and its devices. The Trainer fails. The step becomes that
+  of the Accelerator, whatever it is: ``accumulate`` adds 1 to it, and steps the optimizer where a
+  division leaves no rest.
+- ``GradScaler.load_state_dict`` refuses whatever lacks one of its five keys; a disabled one saves,
+  and loads, an empty dict. It takes any values: the next ``scale`` or ``update`` fails.
+- ``Module.load_state_dict`` refuses whatever is not a dict with strings as keys, and keys that the
+  module lacks. ``from_pretrained`` and the Trainer pass over unknown keys, and leave the weights
+  random without an error. A module saves tensors, extra states of any kind, and what its own hooks
+  add: quantized modules of torch add dtypes, pairs, and a ``bias`` of None. A module without
+  parameters saves an empty dict.
+- torchdata's ``StatefulDataLoader.load_state_dict`` takes anything. ``{}``, which it never saves,
+  begins the epoch anew without an error. The first batch fails where a key is missing, or the state
+  is of another number of workers (torchdata 0.11). A loader of a script's own may save another
+  dict.
+- Tensors on the meta device have a shape and no numbers: ``load_state_dict`` of modules and
+  optimizers refuses them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -75,7 +80,9 @@ class Content(Enum):
     PLACEHOLDERS = "placeholders of ZeRO-3"
 
 
-_SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
+_SCALER_KEYS = frozenset(
+    ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+)
 
 _KEYS = (
     (Content.OPTIMIZER, frozenset(("state", "param_groups"))),
@@ -93,7 +100,9 @@ _KEYS = (
 """Keys that a state has, whatever else is in it; the loaders ask for them."""
 
 _NESTED = (Content.OPTIMIZER, Content.SCHEDULER)
-"""States that classes of scripts wrap in another dict or list. Loaders look for the others at the root alone."""
+"""States that classes of scripts wrap in another dict or list. Loaders look for the others at the
+root alone.
+"""
 
 _GENERATORS = {
     Content.RANDOM_STATES: (
@@ -104,7 +113,9 @@ _GENERATORS = {
     ),
     Content.TRAINER_RANDOM_STATES: ("python", "numpy", "cpu", "cuda"),
 }
-"""Keys under which random states have those of Python, numpy, and torch on the CPU and on CUDA devices."""
+"""Keys under which random states have those of Python, numpy, and torch on the CPU and on CUDA
+devices.
+"""
 
 _INT64 = 1 << 63
 _FLOAT64 = 1 << 1023
@@ -122,9 +133,10 @@ _BY_ROLE = {
 class StateProblem(NamedTuple):
     """The content of a state file that is not what its name promises.
 
-    ``holds``: the content in words. ``content``: its kind, None for one that a class of a script's own might load.
-    ``remedy``: how to save the right content, "" where only another file helps. ``effect``: the consequence for a
-    load, "" where it is that of any other wrong content. ``may_be_of_script``: scripts use the name of the file, too.
+    ``holds``: the content in words. ``content``: its kind, None for one that a class of a script's
+    own might load. ``remedy``: how to save the right content, "" where only another file helps.
+    ``effect``: the consequence for a load, "" where it is that of any other wrong content.
+    ``may_be_of_script``: scripts use the name of the file, too.
     """
 
     expected: Content
@@ -149,7 +161,9 @@ def content_of(file: TorchFile) -> Content | None:
 
 
 def state_problem(name: FileName, file: TorchFile) -> StateProblem | None:
-    """Return what is wrong with the content of a state file, None for a right one or one that cannot be judged."""
+    """Return what is wrong with the content of a state file, None for a right one or one that
+    cannot be judged.
+    """
     expected = _BY_ROLE.get(name.role)
     if expected is Content.RANDOM_STATES and name.is_of_trainer:
         expected = Content.TRAINER_RANDOM_STATES
@@ -174,13 +188,16 @@ def may_be_state(name: FileName, file: TorchFile) -> bool:
 
 
 def is_weights_file(name: FileName) -> bool:
-    """Return whether ``load_state``, transformers, diffusers or PEFT reads a file by its name as one state dict.
+    """Return whether ``load_state``, transformers, diffusers or PEFT reads a file by its name as
+    one state dict.
 
     Loaders of LoRA weights accept other layouts, and no library writes or looks for ``model.bin``.
     """
     stem = name.stem.partition(".")[0]
     is_weights = name.is_of_library and name.role is not Role.WEIGHTS_INDEX
-    return is_weights and stem != "pytorch_lora_weights" and (stem, name.suffix) != ("model", ".bin")
+    return (
+        is_weights and stem != "pytorch_lora_weights" and (stem, name.suffix) != ("model", ".bin")
+    )
 
 
 def holds_no_tensor(file: TorchFile | SafetensorsFile) -> bool:
@@ -194,13 +211,16 @@ def holds_no_tensor(file: TorchFile | SafetensorsFile) -> bool:
 
 
 def may_hide_weights(file: TorchFile) -> bool:
-    """Return whether a file has values that may be weights and cannot be read, such as quantized tensors or a list.
+    """Return whether a file has values that may be weights and cannot be read, such as quantized
+    tensors or a list.
 
     Numbers and texts next to tensors are not weights, and the moments of an optimizer are its own.
     """
     try:
         known: list[Any] = [node for _, node in optimizers(file.tree.root)]
-        nodes = {place.path: place.node for place in name_lists(file.tree) if place.kind == "state dict"}
+        nodes = {
+            place.path: place.node for place in name_lists(file.tree) if place.kind == "state dict"
+        }
         met: set[int] = set()
         for state_dict in file.state_dicts:
             opaque = frozenset(state_dict.opaque_keys)
@@ -209,7 +229,8 @@ def may_hide_weights(file: TorchFile) -> bool:
                 if is_read or (type(key) is Text and key.value.endswith("_extra_state")):
                     known.append(value)
                 elif any(
-                    part.kind in CALLS and not is_dict_like(part) for part in every_node(value, met=met)
+                    part.kind in CALLS and not is_dict_like(part)
+                    for part in every_node(value, met=met)
                 ):
                     return True
     except FormatError:
@@ -220,9 +241,10 @@ def may_hide_weights(file: TorchFile) -> bool:
 def weights_without_tensors(folder: CheckpointFolder) -> Iterator[Component]:
     """Yield the weights files without a tensor of models that surely have one.
 
-    ``save_state`` leaves such a file for a module without parameters, such as a loss. The models of the Trainer and of
-    ``from_pretrained`` have weights, and so has one that is stored in other files, too. A file of torch next to
-    ``model.safetensors`` of its model is not read by any of them (accelerate 1.15, transformers 5.23).
+    ``save_state`` leaves such a file for a module without parameters, such as a loss. The models of
+    the Trainer and of ``from_pretrained`` have weights, and so has one that is stored in other
+    files, too. A file of torch next to ``model.safetensors`` of its model is not read by any of
+    them (accelerate 1.15, transformers 5.23).
     """
     empty = [
         component
@@ -250,7 +272,9 @@ def weights_without_tensors(folder: CheckpointFolder) -> Iterator[Component]:
 
 
 def _problem_of_model(root: Any) -> StateProblem | None:
-    """Return what is wrong with a dict as ``Module.state_dict()``, whatever its hooks; None for an empty one."""
+    """Return what is wrong with a dict as ``Module.state_dict()``, whatever its hooks; None for an
+    empty one.
+    """
     if not is_dict_like(root):
         return StateProblem(Content.MODEL, _noun(root), None) if _is_plain(root) else None
     if _is_state_dict(root):
@@ -262,16 +286,22 @@ def _problem_of_model(root: Any) -> StateProblem | None:
     inner = [
         key.value
         for key, value in entries
-        if type(key) is Text and is_dict_like(value) and visits.first(value) and _is_state_dict(value)
+        if type(key) is Text
+        and is_dict_like(value)
+        and visits.first(value)
+        and _is_state_dict(value)
     ]
     if inner:
         what = "a state dict" if len(inner) == 1 else "state dicts"
         remedy = (
-            f"load the file with torch, and torch.save() the value under {list_names(inner[:1])} alone"
+            f"load the file with torch, and torch.save() the value under {list_names(inner[:1])} "
+            "alone"
             if len(inner) == 1
             else "torch.save() the state dict of the whole model, model.state_dict()"
         )
-        return StateProblem(Content.MODEL, f"a dict with {what} under {list_names(inner)}", None, remedy)
+        return StateProblem(
+            Content.MODEL, f"a dict with {what} under {list_names(inner)}", None, remedy
+        )
     if any(not _is_text(key) for key, _ in entries):
         return StateProblem(Content.MODEL, "a dict with a key that is not a string", None)
     if entries and all(_is_plain(value) and not is_tensor(value) for _, value in entries):
@@ -287,14 +317,19 @@ def _problem_of_model(root: Any) -> StateProblem | None:
 
 
 _ALWAYS_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-"""Names in torch's own modules under which a state dict has a tensor. Hooks save other values under other names."""
+"""Names in torch's own modules under which a state dict has a tensor. Hooks save other values under
+other names.
+"""
 
 
 def _is_state_dict(node: object) -> bool:
-    """Return whether a dict has strings as keys, and tensors or extra states of modules as values."""
+    """Return whether a dict has strings as keys, and tensors or extra states of modules as
+    values.
+    """
     entries = [(key, value) for key, value in pairs(node)]
     return bool(entries) and all(
-        _is_text(key) and (is_tensor(value) or (type(key) is Text and key.value.endswith("_extra_state")))
+        _is_text(key)
+        and (is_tensor(value) or (type(key) is Text and key.value.endswith("_extra_state")))
         for key, value in entries
     )
 
@@ -309,7 +344,9 @@ def _without_numbers(expected: Content, file: TorchFile) -> StateProblem | None:
 
 
 def _count_meta(values: Iterable[object], met: set[int]) -> int:
-    """Return the number of tensors on the meta device that some values refer to. ``met``: as ``every_node`` has it."""
+    """Return the number of tensors on the meta device that some values refer to. ``met``: as
+    ``every_node`` has it.
+    """
     nodes = chain.from_iterable(every_node(value, met=met) for value in values)
     calls = (node.head for node in nodes if node.kind is Kind.CALL)
     return sum(type(head) is Node and head.is_global(*META_TENSOR) for head in calls)
@@ -318,8 +355,8 @@ def _count_meta(values: Iterable[object], met: set[int]) -> int:
 def _of_meta(expected: Content, count: int) -> StateProblem:
     holds = f"{count_of(count, 'tensor')} on the meta device, without numbers"
     remedy = (
-        "the weights were offloaded when the script saved them; save them again with accelerator.save_model(model, "
-        "FOLDER), or torch.save() accelerator.get_state_dict(model)"
+        "the weights were offloaded when the script saved them; save them again with "
+        "accelerator.save_model(model, FOLDER), or torch.save() accelerator.get_state_dict(model)"
         if expected is Content.MODEL
         else ""
     )
@@ -327,9 +364,11 @@ def _of_meta(expected: Content, count: int) -> StateProblem:
 
 
 def problems_inside(file: TorchFile) -> Iterator[tuple[str, StateProblem]]:
-    """Yield the state dicts and optimizers in a file of any name that lack numbers, each with its keys.
+    """Yield the state dicts and optimizers in a file of any name that lack numbers, each with its
+    keys.
 
-    A tensor that several of them share counts in the first: 5,000 optimizers can share a state of 500 tensors.
+    A tensor that several of them share counts in the first: 5,000 optimizers can share a state of
+    500 tensors.
     """
     if META_TENSOR not in file.tree.globals:
         return
@@ -352,8 +391,15 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     content = _content(file)
     if expected is Content.DATALOADER and content in (expected, None):
         return _problem_of_dataloader(root)
-    if expected is Content.SCHEDULER and content in (expected, None) and (lost := _lost_count(root)):
-        holds, effect = f"a scheduler's state without {lost!r}", f"the load succeeds, and {lost} begins anew"
+    if (
+        expected is Content.SCHEDULER
+        and content in (expected, None)
+        and (lost := _lost_count(root))
+    ):
+        holds, effect = (
+            f"a scheduler's state without {lost!r}",
+            f"the load succeeds, and {lost} begins anew",
+        )
         return StateProblem(expected, holds, None, effect=effect)
     if content is expected:
         problem = ""
@@ -378,7 +424,8 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     keys = [key.value if type(key) is Text else "" for key, _ in pairs(root)]
     is_empty = is_dict and not keys
     if expected is Content.RANDOM_STATES and keys == ["step"]:
-        # ``migrate`` gives a process that the saving run did not have the step alone, and no random states.
+        # ``migrate`` gives a process that the saving run did not have the step alone, and no random
+        # states.
         return _problem_of_step(file.tree)
     if (
         # What an object of a class is, its class alone knows.
@@ -396,21 +443,29 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
 
 
 def _of_another_kind(expected: Content, content: Content, root: object) -> StateProblem | None:
-    if expected is Content.SCHEDULER and content is Content.OPTIMIZER and not is_surely_of_optimizer(root):
+    if (
+        expected is Content.SCHEDULER
+        and content is Content.OPTIMIZER
+        and not is_surely_of_optimizer(root)
+    ):
         return None
     return StateProblem(expected, content.value, content)
 
 
 def states_under_other_keys(file: TorchFile) -> Iterator[tuple[tuple[str, ...], StateProblem]]:
-    """Yield the states in a file of any name whose key promises another kind, each with the keys that lead to it.
+    """Yield the states in a file of any name whose key promises another kind, each with the keys
+    that lead to it.
 
-    A state is judged where no other key on the way promises something: a script may save ``{"schedulers":
-    {"optimizer_0": ...}}``, or ``{"optim": {"lr": ...}}`` and ``{"optim": [...]}`` with an optimizer and a scheduler.
+    A state is judged where no other key on the way promises something: a script may save
+    ``{"schedulers": {"optimizer_0": ...}}``, or ``{"optim": {"lr": ...}}`` and ``{"optim": [...]}``
+    with an optimizer and a scheduler.
     """
     visits = Visits()
     # A few bytes can refer to one long dict again and again.
     contents: dict[int, Content | None] = {}
-    waiting: list[tuple[object, tuple[str, ...], frozenset[Content]]] = [(file.tree.root, (), frozenset())]
+    waiting: list[tuple[object, tuple[str, ...], frozenset[Content]]] = [
+        (file.tree.root, (), frozenset())
+    ]
     try:
         while waiting:
             value, keys, before = waiting.pop()
@@ -424,7 +479,9 @@ def states_under_other_keys(file: TorchFile) -> Iterator[tuple[tuple[str, ...], 
                 if is_several and not visits.first(node):
                     continue
                 states = [
-                    state for state in (items_of(node) if is_several else (node,)) if is_dict_like(state)
+                    state
+                    for state in (items_of(node) if is_several else (node,))
+                    if is_dict_like(state)
                 ]
                 for state in states:
                     if id(state) not in contents:
@@ -437,7 +494,11 @@ def states_under_other_keys(file: TorchFile) -> Iterator[tuple[tuple[str, ...], 
                     elif len(promised) == 1 and not before and promised.isdisjoint(kinds):
                         (expected,) = promised
                         problem = _of_another_kind(expected, content, state)
-                        if visits.first(state) and problem is not None and not _is_inside(expected, state):
+                        if (
+                            visits.first(state)
+                            and problem is not None
+                            and not _is_inside(expected, state)
+                        ):
                             yield path, problem
     except FormatError:
         return
@@ -455,11 +516,15 @@ def _promised_by(key: str) -> frozenset[Content]:
 
 _IN_KEYS = {"optim": Content.OPTIMIZER, "sched": Content.SCHEDULER, "scaler": Content.GRAD_SCALER}
 _OF_MODELS = ("model", "model_state_dict")
-"""Parts of keys, and keys, under which scripts and libraries save a state. Under ``state_dict`` may be any object's."""
+"""Parts of keys, and keys, under which scripts and libraries save a state. Under ``state_dict`` may
+be any object's.
+"""
 
 
 def _may_be_of_data(root: object) -> bool:
-    """Return whether ``scaler.pt`` may be what a script scales its data by, such as a mean and a deviation."""
+    """Return whether ``scaler.pt`` may be what a script scales its data by, such as a mean and a
+    deviation.
+    """
     if is_dict_like(root):
         return not any(type(key) is Text and key.value in _SCALER_KEYS for key, _ in pairs(root))
     return is_tensor(root) or any(map(is_tensor, items_of(root)))
@@ -478,7 +543,8 @@ def _content(file: TorchFile) -> Content | None:
     if is_dict_like(attribute(root, "_metadata")):
         # A module's state dict has the versions of its submodules.
         return Content.MODEL
-    # A scheduler may keep tensors under such names, too: numbers, or one list. Models have a matrix and more.
+    # A scheduler may keep tensors under such names, too: numbers, or one list. Models have a matrix
+    # and more.
     known = storages(file.tree)
     tensors = [read_tensor(key, value, known) for key, value in entries if "." in key.value]
     dimensions = [len(tensor.shape) for tensor in tensors if tensor is not None and tensor.shape]
@@ -495,7 +561,9 @@ def _by_keys(node: object) -> Content | None:
 def _is_inside(content: Content, root: object) -> bool:
     visits = Visits()
     return any(
-        _by_keys(node) is content for node in every_node(root) if is_dict_like(node) and visits.first(node)
+        _by_keys(node) is content
+        for node in every_node(root)
+        if is_dict_like(node) and visits.first(node)
     )
 
 
@@ -511,7 +579,9 @@ def _wrapper_of(content: Content, root: object) -> str:
 
 
 def problem_of_optimizer(root: object) -> str:
-    """Return why no optimizer of torch loads a dict with both keys, "" for one that may be loaded."""
+    """Return why no optimizer of torch loads a dict with both keys, "" for one that may be
+    loaded.
+    """
     state, groups = child(root, "state"), child(root, "param_groups")
     if not is_dict_like(state) and _is_plain(state):
         return f"an optimizer whose 'state' is {_noun(state)}"
@@ -534,13 +604,15 @@ def problem_of_optimizer(root: object) -> str:
         lists_any = lists_any or not is_list(members) or bool(items_of(members))
     if not lists_any and any(type(key) is int for key, _ in pairs(state)):
         return (
-            f"an optimizer with moments and no {'parameter in its ' if items_of(groups) else ''}param groups"
+            "an optimizer with moments and no "
+            f"{'parameter in its ' if items_of(groups) else ''}param groups"
         )
     return ""
 
 
 def is_surely_of_optimizer(root: object) -> bool:
-    """Return whether a dict with both keys is an optimizer's: a script may have other values under them.
+    """Return whether a dict with both keys is an optimizer's: a script may have other values under
+    them.
 
     Every optimizer has a param group, and numbers its moments.
     """
@@ -552,7 +624,8 @@ def is_surely_of_optimizer(root: object) -> bool:
 def _problem_of_scheduler(root: object) -> str:
     """Return why no scheduler of torch continues from a state, "" where one may.
 
-    States inside are not judged: a SequentialLR reads no more of those that are done, and starts later ones anew.
+    States inside are not judged: a SequentialLR reads no more of those that are done, and starts
+    later ones anew.
     """
     values = {key.value: value for key, value in pairs(root) if type(key) is Text}
     for key in _COUNTS:
@@ -563,7 +636,8 @@ def _problem_of_scheduler(root: object) -> str:
         lengths = [len(items_of(values[key])) for key in keys if is_list(values.get(key))]
         if len(set(lengths)) > 1:
             return f"a scheduler's state with {lengths[0]} {keys[0]!r} and {lengths[1]} {keys[1]!r}"
-    # Their loads take these keys out of the state. torch 1.12 and older kept a function in CyclicLR.
+    # Their loads take these keys out of the state. torch 1.12 and older kept a function in
+    # CyclicLR.
     if "_milestones" in values and "_schedulers" not in values:
         return "a scheduler's state with '_milestones' and without '_schedulers'"
     if _OF_CYCLES in values and not values.keys() & {"_scale_fn_custom", "scale_fn"}:
@@ -572,7 +646,9 @@ def _problem_of_scheduler(root: object) -> str:
         return ""
     parts, milestones = values["_schedulers"], len(items_of(values.get("_milestones")))
     if not is_list(parts):
-        return f"a scheduler's state whose '_schedulers' is {_noun(parts)}" if _is_plain(parts) else ""
+        return (
+            f"a scheduler's state whose '_schedulers' is {_noun(parts)}" if _is_plain(parts) else ""
+        )
     for part in items_of(parts):
         if _is_plain(part) and not is_dict_like(part):
             return f"a scheduler's state with {_noun(part)} in '_schedulers'"
@@ -583,7 +659,9 @@ def _problem_of_scheduler(root: object) -> str:
 
 
 def _lost_count(root: object) -> str:
-    """Return the count that a scheduler of torch lost, "" where all are there or the scheduler is not of torch."""
+    """Return the count that a scheduler of torch lost, "" where all are there or the scheduler is
+    not of torch.
+    """
     keys = text_keys(root)
     return next((name for name, signs in _COUNTED if name not in keys and signs <= keys), "")
 
@@ -598,7 +676,8 @@ _COUNTED = (
 )
 """Counts from which torch computes the next rates, and the keys next to which every class has them.
 
-A new scheduler has a value for them, so that a load without them is silent. It has the right one for any other key.
+A new scheduler has a value for them, so that a load without them is silent. It has the right one
+for any other key.
 """
 
 _COUNTS = ("last_epoch", "_step_count")
@@ -606,10 +685,11 @@ _COUNTS = ("last_epoch", "_step_count")
 
 _OF_CYCLES = "step_ratio"
 _PAIRS_OF_CYCLES = (("base_lrs", "max_lrs"), ("base_momentums", "max_momentums"))
-"""A key of CyclicLR, and its lists that each step reads side by side. It has them from one state, or from itself.
+"""A key of CyclicLR, and its lists that each step reads side by side. It has them from one state,
+or from itself.
 
-LambdaLR has ``base_lrs`` and ``lr_lambdas``. Their lengths show nothing: a MultiplicativeLR with the state of a run
-that had fewer param groups loads, steps, and saves two lengths.
+LambdaLR has ``base_lrs`` and ``lr_lambdas``. Their lengths show nothing: a MultiplicativeLR with
+the state of a run that had fewer param groups loads, steps, and saves two lengths.
 """
 
 
@@ -623,12 +703,18 @@ _OF_MAIN_SNAPSHOT = ("_num_workers", "_sampler_iter_yielded", "_IterableDataset_
 
 
 def _problem_of_dataloader(root: object) -> StateProblem | None:
-    """Return why torchdata's loader cannot continue from a state, None where it can, or another loader may."""
+    """Return why torchdata's loader cannot continue from a state, None where it can, or another
+    loader may.
+    """
     if not _is_plain(root):
         return None
     if not is_dict_like(root) or not any(True for _ in pairs(root)):
         is_nothing = is_dict_like(root) or root is None
-        effect = "the load succeeds, and the data loader begins the epoch anew" if is_nothing else _NO_BATCH
+        effect = (
+            "the load succeeds, and the data loader begins the epoch anew"
+            if is_nothing
+            else _NO_BATCH
+        )
         return StateProblem(Content.DATALOADER, _noun(root), None, effect=effect)
     if not is_of_torchdata(root):
         return None
@@ -641,7 +727,11 @@ def _problem_of_dataloader(root: object) -> StateProblem | None:
             ("_main_snapshot", child(snapshot, "_main_snapshot"), _OF_MAIN_SNAPSHOT),
         ]
     for key, part, wanted in parts:
-        keys = {name.value for name, _ in pairs(part) if type(name) is Text} if is_dict_like(part) else set()
+        keys = (
+            {name.value for name, _ in pairs(part) if type(name) is Text}
+            if is_dict_like(part)
+            else set()
+        )
         lacking = [name for name in wanted if name not in keys]
         if lacking:
             where = f" in {key!r}" if key else ""
@@ -657,7 +747,8 @@ def _problem_of_dataloader(root: object) -> StateProblem | None:
 
 _NO_BATCH = "the load succeeds, and the first batch fails"
 _COUNTS_OF_LOADER = (
-    "_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_snapshot_step", "_num_workers",
+    "_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_snapshot_step",
+    "_num_workers",
 )  # fmt: skip
 
 
@@ -678,7 +769,9 @@ _SHOWING_TORCHDATA = (
 
 
 def workers_of_loader(root: object) -> int | None:
-    """Return the number of workers of a state of torchdata's loader, None for a state of anything else."""
+    """Return the number of workers of a state of torchdata's loader, None for a state of anything
+    else.
+    """
     if not is_of_torchdata(root) or _problem_of_dataloader(root) is not None:
         return None
     main = child(child(root, "_snapshot"), "_main_snapshot")
@@ -687,9 +780,15 @@ def workers_of_loader(root: object) -> int | None:
 
 
 def _problem_of_scaler(tree: PickleTree) -> StateProblem | None:
-    """Return the problem of a value that ``GradScaler`` loads, and with which its next step or update fails."""
+    """Return the problem of a value that ``GradScaler`` loads, and with which its next step or
+    update fails.
+    """
     for key, value in pairs(tree.root):
-        if type(key) is Text and key.value in _SCALER_KEYS and not _is_of_scaler(key.value, value, tree):
+        if (
+            type(key) is Text
+            and key.value in _SCALER_KEYS
+            and not _is_of_scaler(key.value, value, tree)
+        ):
             holds = f"a gradient scaler's state whose {key.value!r} is {_noun(value)}"
             effect = "the load succeeds, and the first step of a run with fp16 fails"
             if type(value) in (int, float):
@@ -713,8 +812,12 @@ def _is_of_scaler(name: str, value: Any, tree: PickleTree) -> bool:
 
 
 def _problem_of_step(tree: PickleTree) -> StateProblem | None:
-    """Return the problem of a step with which ``accumulate`` fails or never lets the optimizer step."""
-    step = next((value for key, value in pairs(tree.root) if type(key) is Text and key.value == "step"), 0)
+    """Return the problem of a step with which ``accumulate`` fails or never lets the optimizer
+    step.
+    """
+    step = next(
+        (value for key, value in pairs(tree.root) if type(key) is Text and key.value == "step"), 0
+    )
     if type(step) is float:
         is_count = step.is_integer()
         noun = "not a whole number"
@@ -733,8 +836,15 @@ def _problem_of_step(tree: PickleTree) -> StateProblem | None:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is a container, a tensor or a constant, and not an object of a class."""
-    return type(value) is not Node or is_dict_like(value) or is_tensor(value) or value.kind is Kind.LIST
+    """Return whether a value is a container, a tensor or a constant, and not an object of a
+    class.
+    """
+    return (
+        type(value) is not Node
+        or is_dict_like(value)
+        or is_tensor(value)
+        or value.kind is Kind.LIST
+    )
 
 
 def _in_words(expected: Content, root: object) -> str:

@@ -1,7 +1,8 @@
-"""The checkpoint folders of transformers' Trainer: what it writes last, and the states that it goes on without.
+"""The checkpoint folders of transformers' Trainer: what it writes last, and the states that it goes
+on without.
 
-The Trainer loads an optimizer only together with a scheduler, and random states only where their file exists. Without
-them it starts new ones and says nothing, so the resumed run is another one.
+The Trainer loads an optimizer only together with a scheduler, and random states only where their
+file exists. Without them it starts new ones and says nothing, so the resumed run is another one.
 """
 
 import json
@@ -39,10 +40,14 @@ _KEYS = frozenset(_FIELDS.split())
 
 _HEAD = 64 << 10
 _HISTORY = b'"log_history"'
-"""The first long value of the file. The Trainer sorts the keys, so ``epoch`` and ``global_step`` come before it."""
+"""The first long value of the file. The Trainer sorts the keys, so ``epoch`` and ``global_step``
+come before it.
+"""
 _JSON_SPACES = " \t\n\r"
 _AT_CUT = 16
-"""Characters before a cut where json complains of the cut word, unless it complains of a string that stays open."""
+"""Characters before a cut where json complains of the cut word, unless it complains of a string
+that stays open.
+"""
 _OF_DEEPSPEED = re.compile("global_step[0-9]+")
 """Folder of DeepSpeed's own checkpoint, which holds optimizer and scheduler."""
 
@@ -62,8 +67,8 @@ class MissingState(NamedTuple):
 def trainer_problem(checkpoint: Path, *, complete: bool = True) -> str | None:
     """Return why the Trainer did not finish a checkpoint, None for a complete one.
 
-    ``complete``: as of ``trainer_progress``. Raises FileNotFoundError when there is no ``trainer_state.json``, which it
-    writes last.
+    ``complete``: as of ``trainer_progress``. Raises FileNotFoundError when there is no
+    ``trainer_state.json``, which it writes last.
     """
     names = set(os.listdir(checkpoint))
     if TRAINER_STATE not in names:
@@ -82,9 +87,11 @@ def trainer_problem(checkpoint: Path, *, complete: bool = True) -> str | None:
 
 
 def adapter_without_config(names: Collection[str]) -> str | None:
-    """Return the weights of an adapter in a Trainer's folder without ``adapter_config.json``, None for none.
+    """Return the weights of an adapter in a Trainer's folder without ``adapter_config.json``, None
+    for none.
 
-    The Trainer resumes, as it has the config in memory; ``PeftModel.from_pretrained`` fails (peft 0.21).
+    The Trainer resumes, as it has the config in memory; ``PeftModel.from_pretrained`` fails (peft
+    0.21).
     """
     if {ADAPTER, CONFIG}.isdisjoint(names):
         return min(set(weights_names("peft")).intersection(names), default=None)
@@ -103,11 +110,12 @@ def lost_weights(names: Collection[str]) -> str:
 def missing_states(
     checkpoint: Path, *, processes: int, ranks: Collection[int], siblings: Collection[Path] = ()
 ) -> tuple[MissingState, ...]:
-    """Return the states that a complete checkpoint lacks for the same number of processes to go on exactly.
+    """Return the states that a complete checkpoint lacks for the same number of processes to go on
+    exactly.
 
-    ``processes``: of the run that loads it. ``ranks``: those whose random states must be on this disk. ``siblings``:
-    other checkpoints of the run, newest first. Files that only another number of processes needs are not missing.
-    Raises OSError.
+    ``processes``: of the run that loads it. ``ranks``: those whose random states must be on this
+    disk. ``siblings``: other checkpoints of the run, newest first. Files that only another number
+    of processes needs are not missing. Raises OSError.
     """
     names = os.listdir(checkpoint)
     lost = [
@@ -120,7 +128,8 @@ def missing_states(
 def missing_among(
     names: Collection[str], lost: Sequence[str], *, has_deepspeed: bool
 ) -> tuple[MissingState, ...]:
-    """Return the states that a folder with these names lacks. ``lost``: the missing files of random states.
+    """Return the states that a folder with these names lacks. ``lost``: the missing files of random
+    states.
 
     ``has_deepspeed``: DeepSpeed's own checkpoint holds the optimizer, and its scheduler.
     """
@@ -136,7 +145,9 @@ def missing_among(
 
 
 def _is_optimizer(name: str) -> bool:
-    """Return whether a file or folder holds an optimizer, by whichever of the Trainer's strategies it was saved."""
+    """Return whether a file or folder holds an optimizer, by whichever of the Trainer's strategies
+    it was saved.
+    """
     parsed = parse_file_name(name) or parse_folder_name(name)
     if parsed is not None and parsed.role is Role.OPTIMIZER:
         return True
@@ -144,17 +155,21 @@ def _is_optimizer(name: str) -> bool:
 
 
 def trainer_step(checkpoint: Path) -> int:
-    """Return the step of a checkpoint, by its ``trainer_state.json``. Raises as ``json`` and files do."""
+    """Return the step of a checkpoint, by its ``trainer_state.json``. Raises as ``json`` and files
+    do.
+    """
     # The Trainer reads UTF-8 alone; of bytes json takes UTF-16 and UTF-32, too.
     text = (read_start(checkpoint / TRAINER_STATE, _MAX_STATE) or b"").decode()
     return int(json.loads(text)["global_step"])
 
 
 class TrainerProgress(NamedTuple):
-    """The step and the epoch of a checkpoint; None where they are not recorded. ``problem``: why, in words.
+    """The step and the epoch of a checkpoint; None where they are not recorded. ``problem``: why,
+    in words.
 
-    ``is_broken``: the Trainer's resume cannot read the file. ``is_wrong``: it reads the file, and fails or resumes at
-    another step for one of the values. ``unchecked``: the parts that were not read, or not understood, in words.
+    ``is_broken``: the Trainer's resume cannot read the file. ``is_wrong``: it reads the file, and
+    fails or resumes at another step for one of the values. ``unchecked``: the parts that were not
+    read, or not understood, in words.
     """
 
     step: int | None = None
@@ -190,14 +205,18 @@ def trainer_progress(checkpoint: Path, *, complete: bool = False) -> TrainerProg
         try:
             state = json.loads(head)
         except ValueError:
-            return TrainerProgress(problem=f"no step in its first {human_size(limit)}", unchecked=unread)
+            return TrainerProgress(
+                problem=f"no step in its first {human_size(limit)}", unchecked=unread
+            )
     elif doubt := _doubt_of(state):
         unchecked = (*unread, doubt)
     problem = _wrong_value(
         state, checkpoint_number(Path(os.path.abspath(origin_of(checkpoint))).name, TRAINER)
     )
     step, epoch = state.get("global_step"), state.get("epoch")
-    is_epoch = isinstance(epoch, int | float) and not isinstance(epoch, bool) and 0 <= epoch < 1 << 53
+    is_epoch = (
+        isinstance(epoch, int | float) and not isinstance(epoch, bool) and 0 <= epoch < 1 << 53
+    )
     return TrainerProgress(
         step=step if _is_count(step) else None,
         epoch=epoch if is_epoch else None,
@@ -212,10 +231,12 @@ def _is_count(value: object) -> bool:
 
 
 def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
-    """Return the value of a state for which the Trainer's resume fails or begins at another step, "" for none.
+    """Return the value of a state for which the Trainer's resume fails or begins at another step,
+    "" for none.
 
     ``number``: the step in the name of the folder. Facts from transformers 5.23: ``Trainer.train``,
-    ``TrainerState.__post_init__``, and ``Trainer._save_checkpoint``, which looks up the state of its control.
+    ``TrainerState.__post_init__``, and ``Trainer._save_checkpoint``, which looks up the state of
+    its control.
     """
     if "global_step" not in state:
         return 'no "global_step", so the Trainer starts again at step 0'
@@ -223,7 +244,10 @@ def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
     if not _is_count(step):
         return '"global_step" is not a count'
     if number is not None and step != number:
-        return f'"global_step" is {step}, and the folder is of step {number}, so the Trainer resumes from step {step}'
+        return (
+            f'"global_step" is {step}, and the folder is of step {number}, so the Trainer resumes '
+            f"from step {step}"
+        )
     if not isinstance(state.get("log_history", []), list | NoneType):
         return '"log_history" is not a list, so the Trainer fails at its next log'
     for key in ("train_batch_size", "eval_steps"):
@@ -232,7 +256,8 @@ def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
     for key in ("logging_steps", "save_steps", "total_flos"):
         if not isinstance(state.get(key, 0), int | float):
             return f'"{key}" is not a number'
-    # Trainers with a loop of their own leave null, in a file next to their checkpoints or with fields of their own.
+    # Trainers with a loop of their own leave null, in a file next to their checkpoints or with
+    # fields of their own.
     is_of_trainer = number is not None and step > 0 and state.keys() <= _KEYS
     is_since_4_36 = not state.keys().isdisjoint(("train_batch_size", "stateful_callbacks"))
     if is_of_trainer and is_since_4_36 and state.get("train_batch_size") is None:
@@ -242,7 +267,8 @@ def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
         return '"stateful_callbacks" is not an object'
     if not callbacks or _CONTROL not in callbacks:
         return (
-            f'"stateful_callbacks" lacks "{_CONTROL}", so transformers 5 resumes and fails at its next save'
+            f'"stateful_callbacks" lacks "{_CONTROL}", so transformers 5 resumes and fails at its '
+            "next save"
         )
     return ""
 
@@ -251,24 +277,31 @@ def _doubt_of(state: Mapping[str, Any]) -> str:
     """Return in words what only some versions of transformers read."""
     unknown = sorted(state.keys() - _KEYS)
     if unknown:
-        return f"{TRAINER_STATE}: {unknown[0]!r:.80} is unknown to transformers 5.23, whose Trainer refuses the file"
+        return (
+            f"{TRAINER_STATE}: {unknown[0]!r:.80} is unknown to transformers 5.23, whose Trainer "
+            "refuses the file"
+        )
     if state.get("logging_steps") == 0:
-        return f'the Trainer\'s next log: {TRAINER_STATE} has "logging_steps" 0, which a run that logs by steps refuses'
+        return (
+            f'the Trainer\'s next log: {TRAINER_STATE} has "logging_steps" 0, which a run that '
+            "logs by steps refuses"
+        )
     if state.keys().isdisjoint(("stateful_callbacks", "train_batch_size")):
         return (
-            f'the Trainer\'s resume: {TRAINER_STATE} has no "train_batch_size", as before transformers 4.36; '
-            "transformers 5 refuses it"
+            f'the Trainer\'s resume: {TRAINER_STATE} has no "train_batch_size", as before '
+            "transformers 4.36; transformers 5 refuses it"
         )
     if "stateful_callbacks" not in state:
         return (
-            f'the Trainer\'s next save: {TRAINER_STATE} has no "stateful_callbacks", as before transformers 4.41; '
-            "transformers 5 resumes and fails at that save"
+            f'the Trainer\'s next save: {TRAINER_STATE} has no "stateful_callbacks", as before '
+            "transformers 4.41; transformers 5 resumes and fails at that save"
         )
     return ""
 
 
 def _object_in(data: bytes, *, is_cut: bool) -> tuple[dict[str, Any] | None, str]:
-    """Return the object in a ``trainer_state.json``, None where the cut hides it; and why the Trainer cannot read it.
+    """Return the object in a ``trainer_state.json``, None where the cut hides it; and why the
+    Trainer cannot read it.
 
     ``TrainerState.load_from_json`` (transformers 5.23) takes an object in UTF-8, and nothing else.
     """
@@ -286,7 +319,9 @@ def _object_in(data: bytes, *, is_cut: bool) -> tuple[dict[str, Any] | None, str
         return None, "nested too deeply"
     except json.JSONDecodeError as error:
         is_of_cut = error.msg.startswith("Unterminated string") or error.pos > len(text) - _AT_CUT
-        return None, "" if is_cut and is_of_cut else f"not JSON at line {error.lineno}, column {error.colno}"
+        return None, (
+            "" if is_cut and is_of_cut else f"not JSON at line {error.lineno}, column {error.colno}"
+        )
     except ValueError:
         # int() of Python takes up to 4300 digits.
         return None, "a number is too long"
@@ -298,7 +333,9 @@ def is_model_alone(missing: Collection[MissingState]) -> bool:
 
 
 def other_processes(checkpoint: Path, processes: int) -> str | None:
-    """Return in words that another number of processes saved a checkpoint, None when it was as many or is not known."""
+    """Return in words that another number of processes saved a checkpoint, None when it was as many
+    or is not known.
+    """
     saved = _processes_of(checkpoint)
     if saved in (None, processes):
         return None
@@ -317,7 +354,9 @@ def _processes_of(checkpoint: Path) -> int | None:
 def _lost_ranks(
     checkpoint: Path, processes: int, ranks: Collection[int], siblings: Collection[Path]
 ) -> list[int]:
-    """Return the ranks whose random states are lost; another number of processes at the save explains their absence."""
+    """Return the ranks whose random states are lost; another number of processes at the save
+    explains their absence.
+    """
     own = _ranks_in(checkpoint)
     if processes == 1:
         return [] if own else [0]
@@ -328,7 +367,8 @@ def _lost_ranks(
     numbers = {rank for rank in own if rank is not None}
     if not lost or (own and not numbers):  # of a single process
         return []
-    if len(numbers) < 2 or min(lost) < max(numbers):  # one alone has no number, and none is left out
+    # One alone has no number, and none is left out.
+    if len(numbers) < 2 or min(lost) < max(numbers):
         return lost
     before = next((one for one in siblings if _is_older(one, checkpoint)), None)
     return lost if before is not None and set(ranks) <= _ranks_in(before) else []
@@ -346,5 +386,7 @@ def _ranks_in(checkpoint: Path) -> set[int | None]:
 
 
 def random_states(rank: int | None) -> str:
-    """Return the name of the Trainer's file with the random states of a rank; None: of a run of one process."""
+    """Return the name of the Trainer's file with the random states of a rank; None: of a run of one
+    process.
+    """
     return "rng_state.pth" if rank is None else f"rng_state_{rank}.pth"

@@ -26,7 +26,10 @@ _COMPLETE = "_CKPTFIX_COMPLETE"
 _WIDEST = 120
 """Columns: help on a wider terminal is hard to read."""
 
-_ALREADY = b"ckptfix: interrupted already, and cleaning up; interrupt again to leave that to the next run\n"
+_ALREADY = (
+    b"ckptfix: interrupted already, and cleaning up; interrupt again to leave that to the next"
+    b" run\n"
+)
 
 VERBS: Mapping[str, Mapping[str, str]] = {
     "Look": {
@@ -72,7 +75,9 @@ _EXAMPLES = (
 
 
 class _Verbs(click.Group):
-    """Imports a verb's module when it is asked for: `check` starts without what only `repair` needs."""
+    """Imports a verb's module when it is asked for: `check` starts without what only `repair`
+    needs.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_SUMMARIES)
@@ -81,7 +86,9 @@ class _Verbs(click.Group):
         if cmd_name not in _SUMMARIES:
             return None
         module = cmd_name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"ckptfix.cli.{module}"), f"{module}_command")
+        command: click.Command = getattr(
+            import_module(f"ckptfix.cli.{module}"), f"{module}_command"
+        )
         return command
 
     def resolve_command(
@@ -93,7 +100,8 @@ class _Verbs(click.Group):
             return super().resolve_command(ctx, args)
         if os.path.exists(first):
             raise click.UsageError(
-                f"{first!r} is a path, and the verb is missing; next: ckptfix check {quote(first)}", ctx
+                f"{first!r} is a path, and the verb is missing; next: ckptfix check {quote(first)}",
+                ctx,
             )
         close = get_close_matches(first.lower(), _SUMMARIES, 1)
         meant = f"; did you mean {close[0]!r}?" if close else ""
@@ -104,7 +112,9 @@ class _Verbs(click.Group):
         widest = max(map(len, _SUMMARIES))
         for group, verbs in VERBS.items():
             with formatter.section(group):
-                formatter.write_dl([(verb.ljust(widest), summary) for verb, summary in verbs.items()])
+                formatter.write_dl(
+                    [(verb.ljust(widest), summary) for verb, summary in verbs.items()]
+                )
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples, and where there is more."""
@@ -140,8 +150,9 @@ class _Verbs(click.Group):
 def cli() -> None:
     """Find and repair what is silently wrong with Hugging Face Accelerate checkpoints.
 
-    Exit status: 0 nothing wrong or all repaired, 1 damage found or left, 2 wrong usage, 3 could not finish (the
-    folder is unchanged), 130 interrupted (the next run recovers). Of several paths, the highest.
+    Exit status: 0 nothing wrong or all repaired, 1 damage found or left, 2 wrong usage, 3 could not
+    finish (the folder is unchanged), 130 interrupted (the next run recovers). Of several paths, the
+    highest.
     """
 
 
@@ -152,23 +163,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         _run_script(given)
         return
-    # The process is short, and collecting among the millions of values of a large pickle takes longer than parsing it.
+    # The process is short, and collecting among the millions of values of a large pickle takes
+    # longer than parsing it.
     gc.disable()
     _interrupt_once()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # in a locale without UTF-8 a name must not end in a traceback
+        # In a locale without UTF-8 a name must not end in a traceback.
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     status = run(given)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a reader that went away
             stream.flush()
     status = leave(status)
-    # Nothing is left to be done: freeing the values of 100,000 tensors one by one would take a tenth of a second.
+    # Nothing is left to be done: freeing the values of 100,000 tensors one by one would take a
+    # tenth of a second.
     os._exit(status)
 
 
 def _interrupt_once() -> None:
-    """Let the first interrupt end the work, and the second one not end the cleaning up after it; a third one does."""
+    """Let the first interrupt end the work, and the second one not end the cleaning up after it; a
+    third one does.
+    """
 
     def begin(number: int, frame: object) -> None:
         signal.signal(number, go_on)
@@ -179,12 +195,15 @@ def _interrupt_once() -> None:
         with suppress(OSError):
             os.write(2, _ALREADY)  # not through a buffer: it may be in use just now
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in the background of a shell
+    # Ignored in the background of a shell.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, begin)
 
 
 def _run_script(arguments: list[str]) -> None:
-    """Run the user's own script: with the collector on, nothing of ours around it, and python's own way to end."""
+    """Run the user's own script: with the collector on, nothing of ours around it, and python's own
+    way to end.
+    """
     try:
         script = cli.main(args=arguments, prog_name="ckptfix", standalone_mode=False)
     except click.ClickException as error:
@@ -195,7 +214,9 @@ def _run_script(arguments: list[str]) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command line and return its exit status; stdout gets the document that was asked for in any case."""
+    """Run the command line and return its exit status; stdout gets the document that was asked for
+    in any case.
+    """
     form = asked_form(arguments)
     try:
         signal.pthread_sigmask(
@@ -204,12 +225,17 @@ def run(arguments: Sequence[str]) -> int:
         result = cli.main(args=list(arguments), prog_name="ckptfix", standalone_mode=False)
         if isinstance(result, int):
             return result
-        return _fail(f"{' '.join(arguments[:1])} ended without a status; this is a fault of ckptfix", 3, form)
+        return _fail(
+            f"{' '.join(arguments[:1])} ended without a status; this is a fault of ckptfix",
+            3,
+            form,
+        )
     except SystemExit:
-        # click's own way to end when the reader of its help has gone, or when it completed a line for a shell. A verb
-        # does not end so: it prints with put().
+        # click's own way to end when the reader of its help has gone, or when it completed a line
+        # for a shell. A verb does not end so: it prints with put().
         return 0 if _HELP.intersection(arguments) or _COMPLETE in os.environ else 3
-    except (click.exceptions.Abort, KeyboardInterrupt):  # a verb that had begun to write raises Interrupted
+    # A verb that had begun to write raises Interrupted.
+    except (click.exceptions.Abort, KeyboardInterrupt):
         return _fail("interrupted: nothing was changed", INTERRUPTED, form)
     except click.ClickException as error:
         if form is Form.TEXT:

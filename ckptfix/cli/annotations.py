@@ -1,4 +1,6 @@
-"""Findings as other programs take them: SARIF 2.1.0, and the commands that a GitHub workflow shows at a change."""
+"""Findings as other programs take them: SARIF 2.1.0, and the commands that a GitHub workflow shows
+at a change.
+"""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +22,8 @@ _PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
 class Annotation(NamedTuple):
     """One finding, with the file that it is about.
 
-    ``code``: "" for what is about the run and not about the checkpoint: a failure, or what was not checked.
+    ``code``: "" for what is about the run and not about the checkpoint: a failure, or what was not
+    checked.
     """
 
     severity: Severity
@@ -30,7 +33,9 @@ class Annotation(NamedTuple):
 
 
 def github_line(annotation: Annotation) -> str:
-    """Return the workflow command of an annotation; what was not checked is a plain line of the log."""
+    """Return the workflow command of an annotation; what was not checked is a plain line of the
+    log.
+    """
     message = escape(annotation.message)
     if not annotation.code and annotation.severity is Severity.NOTE:
         return message
@@ -46,7 +51,8 @@ def _replace(text: str, replaced: Mapping[str, str]) -> str:
 
 
 def sarif(annotations: Iterable[Annotation], status: int) -> dict[str, object]:
-    """Return the SARIF log of one run. ``status``: its exit status; from 2 on, the run did not finish.
+    """Return the SARIF log of one run. ``status``: its exit status; from 2 on, the run did not
+    finish.
 
     What is about the run is a notification of the tool, so that a viewer counts findings alone.
     """
@@ -97,7 +103,11 @@ def _rule(code: str) -> dict[str, object]:
 
 
 def _result(annotation: Annotation, codes: Sequence[str]) -> dict[str, object]:
-    return {"ruleId": annotation.code, "ruleIndex": codes.index(annotation.code), **_notification(annotation)}
+    return {
+        "ruleId": annotation.code,
+        "ruleIndex": codes.index(annotation.code),
+        **_notification(annotation),
+    }
 
 
 def _notification(annotation: Annotation) -> dict[str, object]:
@@ -106,12 +116,16 @@ def _notification(annotation: Annotation) -> dict[str, object]:
         "message": {"text": escape(annotation.message)},
     }
     if annotation.file is not None:
-        words["locations"] = [{"physicalLocation": {"artifactLocation": {"uri": _uri(annotation.file)}}}]
+        words["locations"] = [
+            {"physicalLocation": {"artifactLocation": {"uri": _uri(annotation.file)}}}
+        ]
     return words
 
 
 def _uri(file: Path) -> str:
-    """Return a path as a URI, byte for byte; a relative one stays relative to where the command ran."""
+    """Return a path as a URI, byte for byte; a relative one stays relative to where the command
+    ran.
+    """
     text = shown(str(file))
     if "://" in text:
         scheme, _, rest = text.partition("://")

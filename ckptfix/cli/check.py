@@ -35,19 +35,30 @@ if TYPE_CHECKING:
     quiet="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
     examples=[
         ("ckptfix check CHECKPOINT", "Find what is wrong with one checkpoint."),
-        ("ckptfix check -r runs", "Check every checkpoint below runs, and name the one to resume from."),
-        ("ckptfix check -r -0 runs | xargs -r0 ckptfix repair", "Repair every checkpoint that is not clean."),
+        (
+            "ckptfix check -r runs",
+            "Check every checkpoint below runs, and name the one to resume from.",
+        ),
+        (
+            "ckptfix check -r -0 runs | xargs -r0 ckptfix repair",
+            "Repair every checkpoint that is not clean.",
+        ),
     ],
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH)
 @click.option(
-    "--data", is_flag=True, help="Read every byte of look-alikes, and compare the checksums inside of files."
+    "--data",
+    is_flag=True,
+    help="Read every byte of look-alikes, and compare the checksums inside of files.",
 )
 @click.option(
     "--load",
     "loads",
     is_flag=True,
-    help="Ask the installed transformers, PEFT or diffusers what they load. Reads no tensor, runs no remote code.",
+    help=(
+        "Ask the installed transformers, PEFT or diffusers what they load. Reads no tensor, runs "
+        "no remote code."
+    ),
 )
 @click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder below PATHS.")
 @click.option(
@@ -77,7 +88,9 @@ def check_command(
     """
     report.quiet |= null
     if report.quiet and verbose:
-        raise click.UsageError(f"--verbose and --{'null' if null else 'quiet'} contradict each other")
+        raise click.UsageError(
+            f"--verbose and --{'null' if null else 'quiet'} contradict each other"
+        )
     with ExitStack() as images:
         loaders = images.enter_context(_loaders(recursive)) if loads else None
         return _check_all(paths, data, loaders, recursive, verbose, null, report, images)
@@ -147,8 +160,8 @@ def _check_all(
         with report.progress(f"reading {' '.join(paths)}") as progress:
             control = Control(progress)
             batch = visit(
-                report, below if recursive else paths, work, word=lambda result: result.verdict, lines=lines,
-                keep=partial(report.element, "checkpoints"), annotations=_annotations,
+                report, below if recursive else paths, work, word=lambda result: result.verdict,
+                lines=lines, keep=partial(report.element, "checkpoints"), annotations=_annotations,
                 threads=1 if teams.current() is not None else threads_for(paths), stop=control.stop,
             )  # fmt: skip
     except KeyboardInterrupt:
@@ -168,12 +181,15 @@ def _check_all(
     if runs is not None:
         answers = runs.answers() if teams.leads() else []
         warnings = [
-            f"{one.taken_instead}; next: move it out of the folder" for one in answers if one.taken_instead
+            f"{one.taken_instead}; next: move it out of the folder"
+            for one in answers
+            if one.taken_instead
         ]
         warnings += [one.other_run for one in answers if one.other_run]
         trackers = runs.tracker_problems() if teams.leads() else []
         warnings += [
-            f"{words}; a resume fails or begins anew; next: write the number of a complete checkpoint into the file"
+            f"{words}; a resume fails or begins anew; next: write the number of a complete "
+            "checkpoint into the file"
             for words in trackers
         ]
         if trackers:

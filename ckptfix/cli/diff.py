@@ -21,25 +21,32 @@ from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option(
-    "--rtol", type=float, metavar="R", help="Count |a - b| <= R * |a| (+ atol) as equal, any dtype."
+    "--rtol",
+    type=float,
+    metavar="R",
+    help="Count |a - b| <= R * |a| (+ atol) as equal, any dtype.",
 )
-@click.option("--atol", type=float, metavar="D", help="Count |a - b| <= D (+ rtol) as equal, any dtype.")
+@click.option(
+    "--atol", type=float, metavar="D", help="Count |a - b| <= D (+ rtol) as equal, any dtype."
+)
 @click.option(
     "--model", metavar="MODULE:FACTORY",
     help="A function that returns the models of the run: it names the parameters that DDP's optimizers number.",
 )  # fmt: skip
 @click.option("--all", "show_all", is_flag=True, help="List equal tensors, too.")
-@click.option("--html", type=LocalFile(dir_okay=False), metavar="FILE", help="Write a page with a heat map.")
+@click.option(
+    "--html", type=LocalFile(dir_okay=False), metavar="FILE", help="Write a page with a heat map."
+)
 def diff_command(
-    a: str, b: str, rtol: float | None, atol: float | None, model: str | None, show_all: bool, html: str | None,
-    report: Report,
+    a: str, b: str, rtol: float | None, atol: float | None, model: str | None, show_all: bool,
+    html: str | None, report: Report,
 ) -> int:  # fmt: skip
     """Compare the weights and optimizers of two checkpoints.
 
     Lists every tensor of A and B that differs, and every step and hyperparameter.
 
-    Exit status: 0 equal in what was compared, 1 different, or not proven equal: values of a model, or an optimizer of
-    both, cannot be compared.
+    Exit status: 0 equal in what was compared, 1 different, or not proven equal: values of a model,
+    or an optimizer of both, cannot be compared.
     """
     if html is not None:
         ensure_writable(html, (a, b))

@@ -41,7 +41,9 @@ _SCRIPTS = (".py", ".ipynb")
     "--device-map", type=click.Path(exists=True, dir_okay=False), metavar="FILE.json",
     help="A device map: checked against the names and ties in DIR.",
 )  # fmt: skip
-@click.option("--peer-copies", is_flag=True, help="Measure the copies between all devices, and nothing else.")
+@click.option(
+    "--peer-copies", is_flag=True, help="Measure the copies between all devices, and nothing else."
+)
 @click.option(
     "--budget", type=float, metavar="SECONDS",
     help=f"How long --peer-copies may measure.  [default: {_BUDGET:g}]",
@@ -71,7 +73,8 @@ def doctor_command(
 
     Says why each matters and what to do. DIR: a checkpoint to look into, too.
 
-    Nothing is changed, except that --peer-copies keeps its verdicts for dispatch_model(safe_transfers="auto").
+    Nothing is changed, except that --peer-copies keeps its verdicts for
+    dispatch_model(safe_transfers="auto").
     """
     if peer_copies:
         if folder or script or launch or device_map:
@@ -79,15 +82,20 @@ def doctor_command(
                 "--peer-copies measures the copies alone: give it no DIR, script, command or map"
             )
         if budget is not None and not 0 < budget <= _LONGEST:
-            raise UsageError(f"--budget {budget:g}: give seconds, more than 0 and at most {_LONGEST:g}")
+            raise UsageError(
+                f"--budget {budget:g}: give seconds, more than 0 and at most {_LONGEST:g}"
+            )
         return _peer_copies(report, budget or _BUDGET, seed, in_process=in_process)
     if budget is not None or seed is not None:
         raise UsageError("--budget and --seed are of --peer-copies")
     if folder and folder.endswith(_SCRIPTS) and os.path.isfile(folder):
         raise UsageError(
-            f"{folder} is a training script, not a checkpoint; next: ckptfix doctor --script {shell_path(folder)}"
+            f"{folder} is a training script, not a checkpoint; next: ckptfix doctor --script "
+            f"{shell_path(folder)}"
         )
-    diagnosis = doctor(folder, script=script, launch=launch, device_map=device_map, in_process=in_process)
+    diagnosis = doctor(
+        folder, script=script, launch=launch, device_map=device_map, in_process=in_process
+    )
     report.show(diagnosis.lines())
     return report.finish(diagnosis, diagnosis.status)
 
@@ -98,7 +106,9 @@ def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process:
 
     torch = parse_torch(look(in_process=in_process))
     if torch.problem:
-        raise OperationError(f"P2P copies were not measured: {torch.problem}; for more: ckptfix doctor")
+        raise OperationError(
+            f"P2P copies were not measured: {torch.problem}; for more: ckptfix doctor"
+        )
     from ckptfix.devices.probe import probe_peer_copies, remember
     from ckptfix.devices.probe.probe_report import Verdict
 
@@ -111,12 +121,15 @@ def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process:
     for line in str(probed).splitlines():
         report.line(line)
     for pair in sorted(probed.with_verdict(Verdict.HEALTHY) & known.unproven):
-        report.line(f"remembered from before, until the full plan finds it healthy: {known.pairs[pair]}")
+        report.line(
+            f"remembered from before, until the full plan finds it healthy: {known.pairs[pair]}"
+        )
     status = int(bool(probed.unproven))
     if status:
         seeded = f"ckptfix doctor --peer-copies --seed {probed.seed} --budget {budget:g}"
         report.line(
-            'to do: dispatch_model(model, device_map, safe_transfers="auto") copies these through the host'
+            'to do: dispatch_model(model, device_map, safe_transfers="auto") copies these through '
+            "the host"
         )
         report.line(f"to measure the same again: {seeded}")
     return report.finish(probed.to_json(), status)

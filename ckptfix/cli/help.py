@@ -26,7 +26,8 @@ def _list_of_topics() -> str:
     return (
         "Pages of the manual, printed by: ckptfix help TOPIC\n\n"
         + "".join(rows)
-        + "\nckptfix help VERB prints the options of a command, ckptfix explain CODE all about one finding.\n"
+        + "\nckptfix help VERB prints the options of a command, ckptfix explain CODE all about one "
+        "finding.\n"
     )
 
 

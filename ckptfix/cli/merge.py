@@ -18,7 +18,9 @@ from ckptfix.storage.partial_results import PartialResults, Request, default_fol
 from ckptfix.storage.paths import JOURNAL, existing, shell_path
 
 _SHARED = ("check", "diff", "migrate", "seal", "verify")
-"""Verbs that have shares: a folder of results names one of them, and never a command of its own making."""
+"""Verbs that have shares: a folder of results names one of them, and never a command of its own
+making.
+"""
 
 
 @click.command(
@@ -29,19 +31,26 @@ _SHARED = ("check", "diff", "migrate", "seal", "verify")
             "ckptfix merge CHECKPOINT",
             "Write the manifest from the results of ckptfix seal CHECKPOINT --shard I/N.",
         ),
-        ("ckptfix merge FOLDER", "End what ran with --partial FOLDER, such as ckptfix verify --shard I/N."),
+        (
+            "ckptfix merge FOLDER",
+            "End what ran with --partial FOLDER, such as ckptfix verify --shard I/N.",
+        ),
     ],
 )
 @click.argument("path", metavar="DIR", type=PATH)
 def merge_command(path: str, report: Report) -> int:
     """Combine the results of --shard runs.
 
-    DIR is the folder of --partial, or the checkpoint that a seal had shares of. Names the shares that are missing; when
-    all are there, it prints and writes what the verb does in one process, and removes their results.
+    DIR is the folder of --partial, or the checkpoint that a seal had shares of. Names the shares
+    that are missing; when all are there, it prints and writes what the verb does in one process,
+    and removes their results.
     """
     if looks_like_url(path):
-        raise UsageError(f"{path}: results of shares lie in a folder of this machine, that of --partial")
-    folder = Path(os.path.abspath(existing(path)))  # the verb runs in the working directory of the shares
+        raise UsageError(
+            f"{path}: results of shares lie in a folder of this machine, that of --partial"
+        )
+    # The verb runs in the working directory of the shares.
+    folder = Path(os.path.abspath(existing(path)))
     results = PartialResults(folder)
     request = results.request()
     if request is None:
@@ -56,27 +65,31 @@ def merge_command(path: str, report: Report) -> int:
         )
     if request.version:
         raise UsageError(
-            f"{results.folder} holds results of another ckptfix: {request}; next: merge them with that version, or "
-            f"begin again: rm -r {shell_path(results.folder)}"
+            f"{results.folder} holds results of another ckptfix: {request}; next: merge them with "
+            f"that version, or begin again: rm -r {shell_path(results.folder)}"
         )
     if results.folder.parent.name == JOURNAL and not _is_of(request, results.folder.parent.parent):
         raise UsageError(
-            f"{results.folder} holds results of another folder than this one, which was copied or renamed since: "
-            f"{request}; next: rm -r {shell_path(results.folder)}, and start every share again"
+            f"{results.folder} holds results of another folder than this one, which was copied or "
+            f"renamed since: {request}; next: rm -r {shell_path(results.folder)}, and start every "
+            "share again"
         )
     if request.verb not in _SHARED:
         raise UsageError(
-            f"{results.folder}: {request.verb!r} has no shares to merge; next: {request.command} --partial "
-            f"{shell_path(results.folder)}"
+            f"{results.folder}: {request.verb!r} has no shares to merge; next: {request.command} "
+            f"--partial {shell_path(results.folder)}"
         )
     verb = getattr(import_module(f"ckptfix.cli.{request.verb}"), f"{request.verb}_command")
     params = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in request.params.items()
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in request.params.items()
     }
     here = os.getcwd()
     os.chdir(request.directory)
     team = teams.Merger(
-        results, max(1, request.shares), lambda share: _command(request, results.folder, str(share), here)
+        results,
+        max(1, request.shares),
+        lambda share: _command(request, results.folder, str(share), here),
     )
     call: Callable[..., int] = verb.callback
     with teams.working_in(team):
@@ -87,7 +100,9 @@ def merge_command(path: str, report: Report) -> int:
 
 
 def _is_of(request: Request, checkpoint: Path) -> bool:
-    """Return whether a request is a seal of this checkpoint: only that one keeps its results there."""
+    """Return whether a request is a seal of this checkpoint: only that one keeps its results
+    there.
+    """
     paths = request.params.get("paths")
     if request.verb != "seal" or not isinstance(paths, list) or len(paths) != 1:
         return False

@@ -21,7 +21,10 @@ from ckptfix.wording import escape
     cls=Verb,
     shared=lambda params: "",
     examples=[
-        ("ckptfix migrate SRC DST --to safetensors", "Write the tensors of SRC as safetensors files."),
+        (
+            "ckptfix migrate SRC DST --to safetensors",
+            "Write the tensors of SRC as safetensors files.",
+        ),
         ("ckptfix migrate SRC DST --to dcp --dry-run", "Show what would be written."),
         (
             "ckptfix migrate SRC DST --state all --to fsdp --processes 4",
@@ -48,10 +51,15 @@ from ckptfix.wording import escape
 @click.option(
     "--model",
     metavar="MODULE:FACTORY",
-    help="With --state all: the run's model, where the checkpoint does not name its optimizer's parameters.",
+    help=(
+        "With --state all: the run's model, where the checkpoint does not name its optimizer's "
+        "parameters."
+    ),
 )
 @click.option(
-    "--frozen", metavar="REGEX", help="With --state all: names of parameters that no optimizer has."
+    "--frozen",
+    metavar="REGEX",
+    help="With --state all: names of parameters that no optimizer has.",
 )
 @click.option("--max-shard-size", metavar="SIZE",
               help="Bytes of tensors in a file, such as 5GB (the default, but for folders of save_state).")  # fmt: skip
@@ -60,14 +68,20 @@ from ckptfix.wording import escape
 @click.option("--dtype", type=click.Choice([*FLOATS, ORIGINAL]),
               help="Convert floating point tensors; original: DeepSpeed's as in training, not in fp32.")  # fmt: skip
 @click.option(
-    "--drop-opaque", is_flag=True, help="Leave out values that are not tensors, such as extra states."
+    "--drop-opaque",
+    is_flag=True,
+    help="Leave out values that are not tensors, such as extra states.",
 )
 @click.option("--no-verify", is_flag=True, help="Do not read everything back.")
 @click.option(
-    "--overwrite", is_flag=True, help="Replace a folder that migrate wrote, once the new one is complete."
+    "--overwrite",
+    is_flag=True,
+    help="Replace a folder that migrate wrote, once the new one is complete.",
 )
 @click.option(
-    "--allow-damage", is_flag=True, help="Migrate SRC although a repair is known; DST has the same errors."
+    "--allow-damage",
+    is_flag=True,
+    help="Migrate SRC although a repair is known; DST has the same errors.",
 )
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 def migrate_command(
@@ -94,12 +108,19 @@ def migrate_command(
     """
     if looks_like_url(local_path(dst)) and partial_results() is not None:
         raise UsageError(
-            f"--partial keeps files next to DST, on a disk, and {escape(dst)} is a URL; next: migrate to a folder, "
-            f"and then: ckptfix upload FOLDER {shell_path(dst)}"
+            f"--partial keeps files next to DST, on a disk, and {escape(dst)} is a URL; next: "
+            f"migrate to a folder, and then: ckptfix upload FOLDER {shell_path(dst)}"
         )
     describe = state_after_writing(src, dst)
-    continues = "; the same command continues from what was written" if partial_results() is not None else ""
-    with interruptible(lambda: f"{describe()}{continues}"), report.progress(f"migrating {src}") as progress:
+    continues = (
+        "; the same command continues from what was written"
+        if partial_results() is not None
+        else ""
+    )
+    with (
+        interruptible(lambda: f"{describe()}{continues}"),
+        report.progress(f"migrating {src}") as progress,
+    ):
         receipt = migrate(
             src,
             dst,

@@ -13,15 +13,26 @@ from ckptfix.errors import UsageError
 @click.command(
     "prove-resume",
     cls=Verb,
-    unfit=lambda params: "prove-resume starts COMMAND itself, and the launcher belongs into COMMAND",
+    unfit=lambda params: (
+        "prove-resume starts COMMAND itself, and the launcher belongs into COMMAND"
+    ),
     context_settings={"allow_interspersed_args": False},
     examples=[
         (
-            "ckptfix prove-resume --resume-args '--resume {checkpoint}' -- train.py --output_dir {dir}",
-            "Kill the script after its first save, resume it, and compare it with a run that was not killed.",
+            (
+                "ckptfix prove-resume --resume-args '--resume {checkpoint}' -- train.py "
+                "--output_dir {dir}"
+            ),
+            (
+                "Kill the script after its first save, resume it, and compare it with a run that "
+                "was not killed."
+            ),
         ),
         (
-            "ckptfix prove-resume --steps 40 --save-at 10 -- torchrun --nproc_per_node 2 train.py --out {dir}",
+            (
+                "ckptfix prove-resume --steps 40 --save-at 10 -- torchrun --nproc_per_node 2 "
+                "train.py --out {dir}"
+            ),
             "The same on two processes, for a script that finds its last checkpoint itself.",
         ),
     ],
@@ -43,7 +54,9 @@ from ckptfix.errors import UsageError
     help="The folder that the script always writes, for a command that cannot name {dir}. It must not exist.",
 )  # fmt: skip
 @click.option(
-    "--guard", is_flag=True, help="Guard every Accelerator and Trainer in the script, as ckptfix run does."
+    "--guard",
+    is_flag=True,
+    help="Guard every Accelerator and Trainer in the script, as ckptfix run does.",
 )
 @click.option(
     "--keep", type=click.Path(path_type=Path), metavar="DIR",
@@ -74,11 +87,13 @@ def prove_resume_command(
 ) -> int:
     """Prove that a killed and resumed run continues bit for bit.
 
-    Runs the command unchanged: killed after a save, resumed, and without a kill. In COMMAND, {dir} is an output folder,
-    another one for each of them. Compares batches, losses, gradients, weights, moments, learning rates, schedulers,
-    scaler and generators of every step and rank, and names the first difference with its cause.
+    Runs the command unchanged: killed after a save, resumed, and without a kill. In COMMAND, {dir}
+    is an output folder, another one for each of them. Compares batches, losses, gradients, weights,
+    moments, learning rates, schedulers, scaler and generators of every step and rank, and names the
+    first difference with its cause.
 
-    Exit status: 0 exact, 1 not exact, 2 not deterministic even without a resume (or wrong usage), 3 a run failed.
+    Exit status: 0 exact, 1 not exact, 2 not deterministic even without a resume (or wrong usage), 3
+    a run failed.
     """
     if html is not None:
         ensure_writable(html, [str(output)] if output is not None else [])

@@ -9,7 +9,12 @@ import click
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.cli.report import Report
-from ckptfix.cli.several_paths import check_verbosely, run_each, state_after_repair, state_after_writing
+from ckptfix.cli.several_paths import (
+    check_verbosely,
+    run_each,
+    state_after_repair,
+    state_after_writing,
+)
 from ckptfix.cli.verb_options import BREAK_LOCK, PATH, TRANSFER, LocalFile, Verb
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError
@@ -25,7 +30,9 @@ _WORDS: dict[object, str] = {
     (0, True): "repaired",
     (0, False): "without damage",
 }
-"""(exit status, whether anything was done) -> what became of a checkpoint, for the summary of several."""
+"""(exit status, whether anything was done) -> what became of a checkpoint, for the summary of
+several.
+"""
 
 
 @click.command(
@@ -44,7 +51,10 @@ _WORDS: dict[object, str] = {
 @click.argument("paths", nargs=-1, type=PATH)
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @click.option(
-    "--plan-out", type=LocalFile(), metavar="FILE", help="Show the plan, save it to FILE, and stop."
+    "--plan-out",
+    type=LocalFile(),
+    metavar="FILE",
+    help="Show the plan, save it to FILE, and stop.",
 )
 @click.option(
     "--plan",
@@ -53,23 +63,36 @@ _WORDS: dict[object, str] = {
     metavar="FILE",
     help="Apply a saved plan, if nothing has changed.",
 )
-@click.option("--output", type=PATH, metavar="DST", help="Write a repaired copy to DST; leave PATH alone.")
 @click.option(
-    "--atomic", is_flag=True, help="Write new files instead of patching: safe while a job reads the folder."
+    "--output", type=PATH, metavar="DST", help="Write a repaired copy to DST; leave PATH alone."
 )
 @click.option(
-    "--models", type=int, metavar="N", help="The script has N models: drop proven copies beyond that."
+    "--atomic",
+    is_flag=True,
+    help="Write new files instead of patching: safe while a job reads the folder.",
+)
+@click.option(
+    "--models",
+    type=int,
+    metavar="N",
+    help="The script has N models: drop proven copies beyond that.",
 )
 @click.option(
     "--keep",
     multiple=True,
     metavar="ROLE=N|FILE",
-    help=f"ROLE=N: the same for {', '.join(KEEPABLE)}. FILE: of a model that is stored twice, keep this file or index.",
+    help=(
+        f"ROLE=N: the same for {', '.join(KEEPABLE)}. FILE: of a model that is stored twice, keep "
+        "this file or index."
+    ),
 )
 @click.option("--keys", type=click.Choice([keys.value for keys in Keys]), default=Keys.AUTO.value, show_default=True,
               help="auto: collapse nested wrappers; bare: strip all; ddp: leave exactly one 'module.'.")  # fmt: skip
 @click.option(
-    "--adapter", default="", metavar="NAME", help="Of several adapters in one file, keep this one for PEFT."
+    "--adapter",
+    default="",
+    metavar="NAME",
+    help="Of several adapters in one file, keep this one for PEFT.",
 )
 @click.option("--only", multiple=True, metavar="CODE", help="Repair findings of this code alone.")
 @click.option("--allow", multiple=True, metavar="CODE", help="Repair findings of this code, too.")
@@ -101,10 +124,13 @@ def repair_command(
 ) -> int:
     """Repair checkpoints in place; every repair can be undone.
 
-    Shows the plan, writes a journal, and proves the result. `ckptfix undo PATH` restores every byte.
+    Shows the plan, writes a journal, and proves the result. `ckptfix undo PATH` restores every
+    byte.
     """
     _check_arguments(paths, output, plan_out)
-    files = frozenset(item for item in keep if "=" not in item and parse_file_name(PurePath(item).name))
+    files = frozenset(
+        item for item in keep if "=" not in item and parse_file_name(PurePath(item).name)
+    )
     policy = Policy(
         keep=_keep(models, [item for item in keep if item not in files]),
         keys=Keys(keys),
@@ -115,7 +141,9 @@ def repair_command(
         families=files,
     )
 
-    saved = _read_plan(plan_file, paths, output, plan_out, policy) if plan_file is not None else None
+    saved = (
+        _read_plan(plan_file, paths, output, plan_out, policy) if plan_file is not None else None
+    )
     if saved is not None:
         paths, output = (str(saved.path),), None if saved.output is None else str(saved.output)
     elif not paths:
@@ -129,12 +157,19 @@ def repair_command(
             else:
                 place = image.enter_context(opened(path))
                 plan = plan_repair(
-                    place, policy, output=output, recover=recover, break_lock=break_lock, progress=progress
+                    place,
+                    policy,
+                    output=output,
+                    recover=recover,
+                    break_lock=break_lock,
+                    progress=progress,
                 )
             report.show(plan.lines())
             if plan_out is not None and (plan.steps or plan.pending or output is not None):
                 save_plan(plan, plan_out)
-                report.show([line(f"the plan is in {plan_out}; to apply it: {apply_command(plan_out)}")])
+                report.show(
+                    [line(f"the plan is in {plan_out}; to apply it: {apply_command(plan_out)}")]
+                )
             elif plan_out is not None:
                 report.show([line(f"{plan_out} was not written: there is no step to save")])
             if dry_run or plan_out is not None:
@@ -150,35 +185,43 @@ def repair_command(
         # Of several checkpoints each sentence is gathered, and told once at the end.
         lines=lambda receipt: receipt.outcome_lines(is_verbose=verbose or len(paths) > 1),
         details="" if verbose else check_verbosely(paths),
-        state_after=state_after_repair if output is None else partial(state_after_writing, output=output),
+        state_after=(
+            state_after_repair if output is None else partial(state_after_writing, output=output)
+        ),
     )
 
 
 def _check_arguments(paths: tuple[str, ...], output: str | None, plan_out: str | None) -> None:
     if output is not None and len(paths) > 1:
         raise UsageError(
-            f"--output {output}: one folder cannot hold the copies of {len(paths)} checkpoints; give one PATH, "
-            "or repair all of them in place: ckptfix undo gives every byte back"
+            f"--output {output}: one folder cannot hold the copies of {len(paths)} checkpoints; "
+            "give one PATH, or repair all of them in place: ckptfix undo gives every byte back"
         )
     if plan_out is not None and len(paths) > 1:
         raise UsageError(
-            f"--plan-out {plan_out}: a plan is of one checkpoint, not of {len(paths)}; give one PATH"
+            f"--plan-out {plan_out}: a plan is of one checkpoint, not of {len(paths)}; give one "
+            "PATH"
         )
 
 
 def _read_plan(
     file: str, paths: tuple[str, ...], output: str | None, plan_out: str | None, policy: Policy
 ) -> SavedPlan:
-    """Read the saved plan. Raises UsageError where the command line asks for anything that the plan decided."""
+    """Read the saved plan. Raises UsageError where the command line asks for anything that the plan
+    decided.
+    """
     if paths or output is not None or plan_out is not None or policy != Policy():
         raise UsageError(
-            f"--plan {file}: the plan names the checkpoint and what to repair; of all options it takes --dry-run alone"
+            f"--plan {file}: the plan names the checkpoint and what to repair; of all options it "
+            "takes --dry-run alone"
         )
     return read_plan(file)
 
 
 def _word(receipt: RepairReceipt) -> str:
-    return _WORDS["dry" if receipt.dry_run and receipt.steps else (receipt.status, bool(receipt.steps))]
+    return _WORDS[
+        "dry" if receipt.dry_run and receipt.steps else (receipt.status, bool(receipt.steps))
+    ]
 
 
 def _keep(models: int | None, keep: Iterable[str]) -> dict[Role, int]:
@@ -187,9 +230,12 @@ def _keep(models: int | None, keep: Iterable[str]) -> dict[Role, int]:
         name, _, count = item.partition("=")
         if name not in KEEPABLE or not count.isdecimal():
             raise UsageError(
-                f"--keep {item}: write ROLE=N with a role out of {', '.join(KEEPABLE)}, or the name of a file"
+                f"--keep {item}: write ROLE=N with a role out of {', '.join(KEEPABLE)}, or the "
+                "name of a file"
             )
         counts[KEEPABLE[name]] = int(count)
     if models is not None and counts.setdefault(Role.MODEL, models) != models:
-        raise UsageError(f"--models {models} and --keep models={counts[Role.MODEL]} contradict each other")
+        raise UsageError(
+            f"--models {models} and --keep models={counts[Role.MODEL]} contradict each other"
+        )
     return counts

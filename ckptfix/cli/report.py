@@ -1,4 +1,6 @@
-"""The only module that prints. Results go to stdout, messages and progress to stderr, JSON as one object."""
+"""The only module that prints. Results go to stdout, messages and progress to stderr, JSON as one
+object.
+"""
 
 import errno
 import json
@@ -43,7 +45,9 @@ class Ending(NamedTuple):
 
 
 def ending_of(error: Exception) -> Ending:
-    """Return how a verb ends with one of ``FAILURES``, or with an error that nobody has foreseen."""
+    """Return how a verb ends with one of ``FAILURES``, or with an error that nobody has
+    foreseen.
+    """
     if isinstance(error, Interrupted):
         return Ending(str(error), INTERRUPTED)
     if isinstance(error, CkptfixError):
@@ -54,9 +58,15 @@ def ending_of(error: Exception) -> Ending:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        code = f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})" if trace else ""
+        code = (
+            f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+            if trace
+            else ""
+        )
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        return Ending(f"{why}{code}: this is a fault of ckptfix, so nothing is known; please report it", 3)
+        return Ending(
+            f"{why}{code}: this is a fault of ckptfix, so nothing is known; please report it", 3
+        )
     remedy = ""
     if error.errno in DISK_FULL:
         remedy = "; next: make room on that disk, and run it again"
@@ -69,7 +79,9 @@ def ending_of(error: Exception) -> Ending:
 
 @contextmanager
 def interruptible(describe: Callable[[], str]) -> Iterator[None]:
-    """Turn an interrupt into ``Interrupted``, with the state that ``describe`` finds once the cleaning up is done."""
+    """Turn an interrupt into ``Interrupted``, with the state that ``describe`` finds once the
+    cleaning up is done.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -77,10 +89,11 @@ def interruptible(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def wants_colour(variables: Mapping[str, str]) -> bool | None:
-    """Return whether the environment asks for colours or against them; None leaves it to what stdout is.
+    """Return whether the environment asks for colours or against them; None leaves it to what
+    stdout is.
 
-    ``NO_COLOR`` (no-color.org) goes before ``FORCE_COLOR`` and ``CLICOLOR_FORCE``, and those before ``CLICOLOR=0`` and
-    ``TERM=dumb``.
+    ``NO_COLOR`` (no-color.org) goes before ``FORCE_COLOR`` and ``CLICOLOR_FORCE``, and those before
+    ``CLICOLOR=0`` and ``TERM=dumb``.
     """
     if variables.get("NO_COLOR"):
         return False
@@ -90,12 +103,15 @@ def wants_colour(variables: Mapping[str, str]) -> bool | None:
 
 
 def can_redraw() -> bool:
-    """Return whether stderr is a terminal that can go back to the start of a line, as a progress bar does."""
+    """Return whether stderr is a terminal that can go back to the start of a line, as a progress
+    bar does.
+    """
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _choose(context: click.Context, parameter: click.Parameter, value: str) -> None:
-    # click.echo asks the current context whether to strip colours, so that no caller has to pass them on.
+    # click.echo asks the current context whether to strip colours, so that no caller has to pass
+    # them on.
     context.color = wants_colour(os.environ) if value == "auto" else value == "always"
 
 
@@ -107,7 +123,8 @@ COLOUR = click.Option(
     callback=_choose,
     help="Print colours. auto: on a terminal, unless NO_COLOR is set or TERM is dumb.",
 )
-"""The option of every verb that reports; it sets the colours of the context, and no verb sees it."""
+"""The option of every verb that reports; it sets the colours of the context, and no verb sees it.
+"""
 
 
 JSON_VERSION = 2
@@ -130,7 +147,8 @@ class Form(Enum):
 class Report:
     """Output of a verb: lines for a person, or one document at the end.
 
-    ``quiet``: print no lines and no progress; a document, a path that was asked for and a failure are printed still.
+    ``quiet``: print no lines and no progress; a document, a path that was asked for and a failure
+    are printed still.
     """
 
     def __init__(self, form: Form = Form.TEXT, *, quiet: bool = False) -> None:
@@ -169,7 +187,8 @@ class Report:
             return
         for text in lines:
             styled = (
-                click.style(escape(span.text), fg=span.colour, bold=span.bold or None) for span in text.spans
+                click.style(escape(span.text), fg=span.colour, bold=span.bold or None)
+                for span in text.spans
             )
             put("".join(styled))
 
@@ -182,7 +201,9 @@ class Report:
         self.show(finding_lines(findings, at))
 
     def path(self, path: Path, *, null: bool) -> None:
-        """Print a path for xargs: quoted in a line, or, with ``null``, as it is and with a NUL behind it."""
+        """Print a path for xargs: quoted in a line, or, with ``null``, as it is and with a NUL
+        behind it.
+        """
         if self.form is not Form.TEXT:
             return
         if null:
@@ -203,9 +224,11 @@ class Report:
         return bool(self._list)
 
     def element(self, key: str, document: Mapping[str, object]) -> None:
-        """Print one element of the list ``key`` of the document, or a line of its own, as soon as it is there.
+        """Print one element of the list ``key`` of the document, or a line of its own, as soon as
+        it is there.
 
-        ``finish`` prints the rest of the document. So nobody holds the results of 100,000 checkpoints.
+        ``finish`` prints the rest of the document. So nobody holds the results of 100,000
+        checkpoints.
         """
         if self.form is Form.JSONL:
             put(json_text(document))
@@ -217,19 +240,28 @@ class Report:
     def finish(self, document: Serialized | Mapping[str, object], status: int) -> int:
         """Print the document that was asked for, and return the exit status.
 
-        A list of reports in it becomes text one by one: the values of 100,000 tensors together take 90 MB. The key
-        of a list whose elements were printed before is left out.
+        A list of reports in it becomes text one by one: the values of 100,000 tensors together take
+        90 MB. The key of a list whose elements were printed before is left out.
         """
         if self._list:
             pairs = document.items() if isinstance(document, Mapping) else document.json_items()
             rest = {key: value for key, value in pairs if key != self._list}
-            put("]" + "".join(_json_object({**rest, "status": status}.items(), "")).replace("{", ", ", 1))
+            put(
+                "]"
+                + "".join(_json_object({**rest, "status": status}.items(), "")).replace(
+                    "{", ", ", 1
+                )
+            )
             self._list = ""
         elif self.as_json:
             at = str(getattr(document, "path", ""))
-            pairs = document.json_items(at) if isinstance(document, Serialized) else document.items()
+            pairs = (
+                document.json_items(at) if isinstance(document, Serialized) else document.items()
+            )
             text = ""
-            for part in _json_object({"version": JSON_VERSION, **dict(pairs), "status": status}.items(), at):
+            for part in _json_object(
+                {"version": JSON_VERSION, **dict(pairs), "status": status}.items(), at
+            ):
                 text += part
                 if len(text) >= _BLOCK:
                     put(text, newline=False)
@@ -240,7 +272,9 @@ class Report:
         return status
 
     def break_off(self, error: Exception) -> int:
-        """Complete a document that was begun, for an error that ends the run. Raises the error where none was."""
+        """Complete a document that was begun, for an error that ends the run. Raises the error
+        where none was.
+        """
         if not self.has_begun:
             raise error
         message, status = ending_of(error)
@@ -249,7 +283,9 @@ class Report:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function to be called with byte counts; a bar is drawn only on a terminal, and only if used."""
+        """Yield a function to be called with byte counts; a bar is drawn only on a terminal, and
+        only if used.
+        """
         if _muted or self.quiet or self.form is not Form.TEXT or not can_redraw():
             yield lambda count: None
             return
@@ -277,7 +313,9 @@ _withheld: list[str | bytes] = []
 
 
 def mute() -> None:
-    """Print nothing from now on: another process of the team does. Messages are kept, for the case that it dies."""
+    """Print nothing from now on: another process of the team does. Messages are kept, for the case
+    that it dies.
+    """
     global _muted
     _muted = True
 
@@ -294,8 +332,8 @@ def unmute(*, withheld: bool = False) -> None:
 def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
     """Print text to stdout or stderr; click drops the colour unless that is a terminal.
 
-    A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair continues. Any
-    other failure, such as a full disk, is reported on stderr.
+    A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair
+    continues. Any other failure, such as a full disk, is reported on stderr.
     """
     if _muted:
         if err:
@@ -307,13 +345,16 @@ def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
         _silence(err=err)
         if error.errno != errno.EPIPE and not err:
             put(
-                f"ckptfix: stdout: {error.strerror}; the work continues, but its result is not printed",
+                f"ckptfix: stdout: {error.strerror}; the work continues, but its result is not "
+                "printed",
                 err=True,
             )
 
 
 def put_page(text: str) -> None:
-    """Print a page of the manual: wrapped on a terminal, through the pager if it is longer than the terminal."""
+    """Print a page of the manual: wrapped on a terminal, through the pager if it is longer than the
+    terminal.
+    """
     if not sys.stdout.isatty():
         put(text, newline=False)
         return
@@ -328,7 +369,9 @@ def put_page(text: str) -> None:
 
 
 def _silence(*, err: bool) -> None:
-    """Send what a stream has buffered, and all that follows, to the null device: a later flush must not fail again."""
+    """Send what a stream has buffered, and all that follows, to the null device: a later flush must
+    not fail again.
+    """
     stream = sys.stderr if err else sys.stdout
     with suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
@@ -337,7 +380,9 @@ def _silence(*, err: bool) -> None:
 
 
 def _json(value: object, at: str) -> Iterator[str]:
-    """Yield the text of a value as ``json.dumps`` writes it. ``at``: the checkpoint for the commands in it."""
+    """Yield the text of a value as ``json.dumps`` writes it. ``at``: the checkpoint for the
+    commands in it.
+    """
     if not holds_many(value):
         yield json_text(plain(value, at))
     elif isinstance(value, Serialized):
@@ -363,9 +408,11 @@ def _json_object(pairs: Iterable[tuple[str, object]], at: str) -> Iterator[str]:
 
 
 def json_text(value: Any) -> str:
-    """Return the text of a value as ``json.dumps`` writes it, but in Unicode that every parser takes.
+    """Return the text of a value as ``json.dumps`` writes it, but in Unicode that every parser
+    takes.
 
-    Half a surrogate pair means a byte of a file's name that is not UTF-8: it becomes the text ``\\xff``.
+    Half a surrogate pair means a byte of a file's name that is not UTF-8: it becomes the text
+    ``\\xff``.
     """
     text = json.dumps(value)
     return _ESCAPED.sub(_sound, text) if "\\ud" in text else text
@@ -382,9 +429,11 @@ _HEAD = 1024  # bytes within which every page has its title
 
 
 def ensure_writable(html: str, inputs: Sequence[str]) -> None:
-    """Find out before the work of minutes whether the page can be written; an existing file stays as it is.
+    """Find out before the work of minutes whether the page can be written; an existing file stays
+    as it is.
 
-    ``inputs``: files and folders that it must not change. Raises UsageError when it cannot be written.
+    ``inputs``: files and folders that it must not change. Raises UsageError when it cannot be
+    written.
     """
     if not teams.leads():
         return
@@ -394,14 +443,18 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
             raise UsageError(f"--html {html} would change {given}; name a file outside of it")
     try:
         if os.path.lexists(page) and not _is_ours(page):
-            raise UsageError(f"--html: {html} exists and is not a ckptfix report; choose another path")
+            raise UsageError(
+                f"--html: {html} exists and is not a ckptfix report; choose another path"
+            )
         staged.ensure_writable(page)
     except OSError as error:
         raise UsageError(f"--html {html} cannot be written: {cause(Path(html), error)}") from error
 
 
 def write_page(html: str, text: str) -> None:
-    """Write a page, complete or not at all. Raises OSError, also when a file of the user's has come there meanwhile."""
+    """Write a page, complete or not at all. Raises OSError, also when a file of the user's has come
+    there meanwhile.
+    """
     if not teams.leads():
         return
     page = Path(os.path.realpath(html))

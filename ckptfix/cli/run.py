@@ -28,9 +28,14 @@ import click
 @click.option(
     "--missing-states",
     type=click.Choice(["require", "warn", "ignore"]),
-    help="What a Trainer does when it resumes without an optimizer, scheduler or random states (default: require).",
+    help=(
+        "What a Trainer does when it resumes without an optimizer, scheduler or random states "
+        "(default: require)."
+    ),
 )
-@click.option("--no-check-saves", is_flag=True, help="Do not warn of saves that will load as something else.")
+@click.option(
+    "--no-check-saves", is_flag=True, help="Do not warn of saves that will load as something else."
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(
@@ -45,8 +50,9 @@ def run_command(
 ) -> Callable[[], None]:
     """Run a script with every Accelerator and Trainer guarded.
 
-    Runs it as `python SCRIPT` does. All that follows SCRIPT is the script's own. Under several processes:
-    torchrun --nproc_per_node 2 --module ckptfix run SCRIPT, or accelerate launch -m ckptfix run SCRIPT.
+    Runs it as `python SCRIPT` does. All that follows SCRIPT is the script's own. Under several
+    processes: torchrun --nproc_per_node 2 --module ckptfix run SCRIPT, or accelerate launch -m
+    ckptfix run SCRIPT.
     """
     from ckptfix.training.running import run_script
     from ckptfix.training.trainer.trainer_patch import patch_trainer
@@ -64,9 +70,11 @@ def run_command(
         )
 
     def start() -> None:
-        # Before anything of transformers is imported: it imports accelerate while its Trainer is half defined.
+        # Before anything of transformers is imported: it imports accelerate while its Trainer is
+        # half defined.
         patch_trainer()
         run_script(script, arguments, guard)
 
-    # Returned, not called: the script runs outside of this command line, which would catch what it raises.
+    # Returned, not called: the script runs outside of this command line, which would catch what it
+    # raises.
     return start

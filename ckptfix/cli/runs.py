@@ -10,7 +10,14 @@ from typing import ClassVar
 
 from ckptfix.checkpoint.completion_markers import run_of, tracker_problem
 from ckptfix.checkpoint.filenames import family_of
-from ckptfix.checkpoint.latest import Candidate, judge, numbered, problems_in, taken_instead, time_of
+from ckptfix.checkpoint.latest import (
+    Candidate,
+    judge,
+    numbered,
+    problems_in,
+    taken_instead,
+    time_of,
+)
 from ckptfix.cli.report import FAILURES, ending_of
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.other_runs import DAY, History, OtherRun, days_between, history_of
@@ -22,13 +29,15 @@ from ckptfix.wording import series
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume(Serialized):
-    """The checkpoint of one run folder to resume from, as ``latest_checkpoint`` chooses it; None where it finds none.
+    """The checkpoint of one run folder to resume from, as ``latest_checkpoint`` chooses it; None
+    where it finds none.
 
-    ``problem``: why there is none, or what speaks against it. ``clean``: the newest complete one in which check found
-    no problem, where that is another one. ``passed_over``: incomplete ones that are newer. ``taken_instead``: another
-    entry of the folder that stock ``load_state()`` takes, or for which it fails, in words. ``unexplained``: the
-    incomplete ones in which check found nothing, each with what it lacks. ``other_run``: what shows that the highest
-    number is of an older run, in words.
+    ``problem``: why there is none, or what speaks against it. ``clean``: the newest complete one in
+    which check found no problem, where that is another one. ``passed_over``: incomplete ones that
+    are newer. ``taken_instead``: another entry of the folder that stock ``load_state()`` takes, or
+    for which it fails, in words. ``unexplained``: the incomplete ones in which check found nothing,
+    each with what it lacks. ``other_run``: what shows that the highest number is of an older run,
+    in words.
     """
 
     json_keys: ClassVar = "run checkpoint problem clean? passed_over taken_instead? other_run?"
@@ -58,7 +67,8 @@ class Resume(Serialized):
 class Runs:
     """The run folders below several places. Several threads check their checkpoints one by one.
 
-    What is kept of a run are its folder and the names of its checkpoints that are not clean: a fleet may have 100,000.
+    What is kept of a run are its folder and the names of its checkpoints that are not clean: a
+    fleet may have 100,000.
     """
 
     def __init__(self, places: Iterable[Path]) -> None:
@@ -78,15 +88,19 @@ class Runs:
         with self._lock:
             self._runs[home] = None
         run = Path(os.path.abspath(path.parent))
-        if family_of(path.name) is not None and not self._places.isdisjoint(map(str, (run, *run.parents))):
+        if family_of(path.name) is not None and not self._places.isdisjoint(
+            map(str, (run, *run.parents))
+        ):
             with self._lock:
                 self._unclean.setdefault(path.parent, set()).add(path.name)
 
     def end(self, path: Path, place: Path, status: int) -> None:
-        """Take the exit status of a checkpoint. ``place``: the folder that was made of it where a store has it.
+        """Take the exit status of a checkpoint. ``place``: the folder that was made of it where a
+        store has it.
 
-        There the newest one is looked at now, and the histories that ``other_run`` compares first are read: what was
-        read of these checkpoints is in memory still, and costs no second request.
+        There the newest one is looked at now, and the histories that ``other_run`` compares first
+        are read: what was read of these checkpoints is in memory still, and costs no second
+        request.
         """
         run, family = path.parent, family_of(path.name)
         time = time_of(place)
@@ -104,7 +118,9 @@ class Runs:
                 families = numbered(run).values()
                 self._newest[run] = frozenset(folders[0][1] for folders in families)
                 self._compared[run] = frozenset(
-                    folders[place][1] for folders in families for place in (0, min(1, len(folders) - 1), -1)
+                    folders[place][1]
+                    for folders in families
+                    for place in (0, min(1, len(folders) - 1), -1)
                 )
             is_newest, is_compared = path in self._newest[run], path in self._compared[run]
         if is_compared:
@@ -114,7 +130,9 @@ class Runs:
             self._known[path] = replace(look(place, family[1]), path=path)
 
     def tracker_problems(self) -> list[str]:
-        """Return in words what is wrong with the trackers of the runs, as of ``tracker_problem``."""
+        """Return in words what is wrong with the trackers of the runs, as of
+        ``tracker_problem``.
+        """
         problems = []
         for run in self._runs:
             with suppress(CkptfixError, OSError):
@@ -135,7 +153,8 @@ class Runs:
 
     def _answer(self, run: Path) -> Resume:
         def look(path: Path, number: int) -> Candidate:
-            # Of a checkpoint in which check found nothing, the rest is told by its names and headers.
+            # Of a checkpoint in which check found nothing, the rest is told by its names and
+            # headers.
             is_clean = path.name not in self._unclean[run] and not path.is_symlink()
             return self._known.get(path) or (judge if is_clean else examine)(path, number)
 
@@ -159,9 +178,16 @@ class Runs:
             names = series([one.path.name for one in choice.rivals])
             if choice.proof:
                 problem = f"{names} are complete, and of two runs"
-                words = f"{run}: {names} are of two runs ({choice.proof}); next: move the older run out of the folder"
+                words = (
+                    f"{run}: {names} are of two runs ({choice.proof}); next: move the older run "
+                    "out of the folder"
+                )
                 return Resume(
-                    run=run, checkpoint=None, problem=problem, passed_over=passed_over, other_run=words
+                    run=run,
+                    checkpoint=None,
+                    problem=problem,
+                    passed_over=passed_over,
+                    other_run=words,
                 )
             if choice.rivals:
                 problem = f"{names} are complete, and their times do not say which is newer"
@@ -186,14 +212,22 @@ class Runs:
         )  # fmt: skip
 
     def _saved_later(self, run: Path, best: Candidate) -> str:
-        """Return in words that a lower number was saved days after the highest one, "" where none was."""
+        """Return in words that a lower number was saved days after the highest one, "" where none
+        was.
+        """
         family = family_of(best.path.name)
         saved = self._saved_last.get((run, family[0])) if family is not None else None
-        if saved is None or best.time is None or saved[1] >= best.number or saved[0] - best.time <= DAY:
+        if (
+            saved is None
+            or best.time is None
+            or saved[1] >= best.number
+            or saved[0] - best.time <= DAY
+        ):
             return ""
         return (
-            f"{run}: {saved[2]} was saved {days_between(best.time, saved[0])} after {best.path.name}, which may be of "
-            "an older run; next: move the older run out of the folder, or ignore this if the files were copied"
+            f"{run}: {saved[2]} was saved {days_between(best.time, saved[0])} after "
+            f"{best.path.name}, which may be of an older run; next: move the older run out of the "
+            "folder, or ignore this if the files were copied"
         )
 
 
@@ -203,6 +237,6 @@ def _abandoned(run: Path, best: Path, other: OtherRun | None) -> str:
         return ""
     name = other.candidate.path.name
     return (
-        f"{run}: {best.name} and {name} are of two runs ({other.proof}), and {name} was saved before; next: move "
-        f"{name} out of the folder"
+        f"{run}: {best.name} and {name} are of two runs ({other.proof}), and {name} was saved "
+        f"before; next: move {name} out of the folder"
     )

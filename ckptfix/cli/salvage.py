@@ -19,7 +19,10 @@ from ckptfix.cli.verb_options import PATH, Verb
 @click.option(
     "--keep-damaged",
     is_flag=True,
-    help="Also keep tensors that are complete but fail their checksum or their digest in the manifest.",
+    help=(
+        "Also keep tensors that are complete but fail their checksum or their digest in the "
+        "manifest."
+    ),
 )
 def salvage_command(source: str, output: str, keep_damaged: bool, report: Report) -> int:
     """Recover the intact tensors of a damaged checkpoint.

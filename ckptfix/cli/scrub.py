@@ -16,7 +16,14 @@ from ckptfix.cli.several_paths import Batch, Below, place_named, threads_for, vi
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.parallel import Control, Share
-from ckptfix.verification.scrub import ORDER, Scrub, ScrubResult, moment, parse_duration, parse_subset
+from ckptfix.verification.scrub import (
+    ORDER,
+    Scrub,
+    ScrubResult,
+    moment,
+    parse_duration,
+    parse_subset,
+)
 from ckptfix.verification.scrub_page import fleet_page
 from ckptfix.verification.scrub_state import State, default_state
 from ckptfix.wording import Line, count_of, escape, line
@@ -26,14 +33,24 @@ from ckptfix.wording import Line, count_of, escape, line
     "scrub",
     cls=Verb,
     unfit=lambda params: (
-        "processes share a fleet by --shard I/N alone, each with a state file and a report of its own"
+        "processes share a fleet by --shard I/N alone, each with a state file and a report of "
+        "its own"
     ),
     forms=[Form.TEXT, Form.JSON, Form.JSONL],
     quiet="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
     examples=[
-        ("ckptfix scrub runs", "Check every checkpoint below runs, and read all data with digests."),
-        ("ckptfix scrub runs --read-data-subset 5%", "Read a twentieth of the data: all of it in 20 nights."),
-        ("ckptfix scrub s3://bucket/runs --max-duration 6h", "Stop after 6 hours; the next run continues."),
+        (
+            "ckptfix scrub runs",
+            "Check every checkpoint below runs, and read all data with digests.",
+        ),
+        (
+            "ckptfix scrub runs --read-data-subset 5%",
+            "Read a twentieth of the data: all of it in 20 nights.",
+        ),
+        (
+            "ckptfix scrub s3://bucket/runs --max-duration 6h",
+            "Stop after 6 hours; the next run continues.",
+        ),
     ],
 )
 @click.argument("paths", nargs=-1, required=True, metavar="PATH_OR_URL...", type=PATH)
@@ -42,7 +59,9 @@ from ckptfix.wording import Line, count_of, escape, line
     help="Read this part of the files that manifests have digests of. Of P%, each night another one; 0% reads none.",
 )  # fmt: skip
 @click.option(
-    "--max-duration", metavar="TIME", help="Stop after a time such as 6h; the next run continues from there."
+    "--max-duration",
+    metavar="TIME",
+    help="Stop after a time such as 6h; the next run continues from there.",
 )
 @click.option(
     "--max-age", metavar="TIME",
@@ -52,21 +71,30 @@ from ckptfix.wording import Line, count_of, escape, line
     "--state", "state_file", type=LocalFile(dir_okay=False), metavar="FILE",
     help="Remember there what was looked at and read.  [default: ~/.local/state/ckptfix/scrub.sqlite]",
 )  # fmt: skip
-@click.option("--shard", metavar="I/N", help="Look at this share of the checkpoints alone: 0/N to N-1/N.")
 @click.option(
-    "--html", type=LocalFile(dir_okay=False), metavar="FILE", help="Write all verdicts as one HTML page."
+    "--shard", metavar="I/N", help="Look at this share of the checkpoints alone: 0/N to N-1/N."
+)
+@click.option(
+    "--html",
+    type=LocalFile(dir_okay=False),
+    metavar="FILE",
+    help="Write all verdicts as one HTML page.",
 )
 def scrub_command(
-    paths: tuple[str, ...], subset: str, max_duration: str | None, max_age: str | None, state_file: str | None,
-    shard: str | None, html: str | None, report: Report,
+    paths: tuple[str, ...], subset: str, max_duration: str | None, max_age: str | None,
+    state_file: str | None, shard: str | None, html: str | None, report: Report,
 ) -> int:  # fmt: skip
     """Check a fleet of checkpoints; read its data over many nights.
 
-    Looks at every checkpoint as check does, and compares a part of the files with the digests that seal wrote. A state
-    file remembers what was read when. Each run continues where the last stopped; --max-age skips what is unchanged.
-    Changes nothing in a checkpoint.
+    Looks at every checkpoint as check does, and compares a part of the files with the digests that
+    seal wrote. A state file remembers what was read when. Each run continues where the last
+    stopped; --max-age skips what is unchanged. Changes nothing in a checkpoint.
     """
-    until = monotonic() + parse_duration(max_duration, "--max-duration") if max_duration else float("inf")
+    until = (
+        monotonic() + parse_duration(max_duration, "--max-duration")
+        if max_duration
+        else float("inf")
+    )
     age = parse_duration(max_age, "--max-age") if max_age else None
     subsets = parse_subset(subset)
     share = Share.parse(shard) if shard is not None else None
@@ -81,16 +109,19 @@ def scrub_command(
         with report.progress(f"reading {' '.join(paths)}") as progress:
             control = Control(progress)
             scrub = Scrub(
-                state=state, scope=scope, subset=next((one for one in subsets if str(one) == chosen), None),
+                state=state, scope=scope,
+                subset=next((one for one in subsets if str(one) == chosen), None),
                 since=begun if age is None else time() - age, until=until, progress=control.go_on,
                 siblings=Siblings(below.places.values(), is_recursive=True),
             )  # fmt: skip
-            return _scrub(scrub, below, share, report, html, begun, threads_for(paths), control.stop)
+            return _scrub(
+                scrub, below, share, report, html, begun, threads_for(paths), control.stop
+            )
 
 
 def _scrub(
-    scrub: Scrub, below: Below, share: Share | None, report: Report, html: str | None, begun: float, threads: int,
-    stop: Callable[[], None],
+    scrub: Scrub, below: Below, share: Share | None, report: Report, html: str | None, begun: float,
+    threads: int, stop: Callable[[], None],
 ) -> int:  # fmt: skip
     now = time()
 
@@ -116,7 +147,9 @@ def _scrub(
             keep=partial(report.element, "checkpoints"), stop=stop,
         )  # fmt: skip
     except KeyboardInterrupt:
-        words = "interrupted: nothing was changed; to continue from here, run the same command again"
+        words = (
+            "interrupted: nothing was changed; to continue from here, run the same command again"
+        )
         if not report.has_begun:
             report.message(f"ckptfix: {words}")
         return report.finish({"error": words}, INTERRUPTED)
@@ -142,14 +175,17 @@ def _scrub(
             **batch.summary(ORDER), "kept": scrub.kept, "unknown": scrub.unknown, "gone": gone,
             "without_digests": scrub.without_digests,
             "complete": not scrub.is_late and not scrub.total.due and not below.failures,
-            "subset": str(scrub.subset or "none"), "since": moment(scrub.since), "data": scrub.total.as_json(),
+            "subset": str(scrub.subset or "none"), "since": moment(scrub.since),
+            "data": scrub.total.as_json(),
         }
     }  # fmt: skip
     return report.finish(summary, batch.status)
 
 
 def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iterator[Line]:
-    """Yield what was not looked at and not read, in numbers, and how many checkpoints came to what."""
+    """Yield what was not looked at and not read, in numbers, and how many checkpoints came to
+    what.
+    """
     since = moment(scrub.since)[:16].replace("T", " ")
     if scrub.kept:
         many = count_of(scrub.kept, "checkpoint")
@@ -158,23 +194,30 @@ def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iter
         yield line(f"gone since the last run: {count_of(gone, 'checkpoint')}")
     if scrub.without_digests:
         yield line(
-            f"{count_of(scrub.without_digests, 'checkpoint')} without checksums; to write them: ckptfix seal CHECKPOINT"
+            f"{count_of(scrub.without_digests, 'checkpoint')} without checksums; to write them: "
+            "ckptfix seal CHECKPOINT"
         )
     if share is not None and not batch.words:
         why = "their paths decide to which share they belong"
         yield line(f"nothing to do: share {share} has no checkpoint ({why})")
     if scrub.total.files:
-        part = f"subset {scrub.subset}: " if scrub.subset is not None and scrub.subset.total > 1 else ""
+        part = (
+            f"subset {scrub.subset}: "
+            if scrub.subset is not None and scrub.subset.total > 1
+            else ""
+        )
         yield line(f"data: {part}{scrub.total}")
     if scrub.is_late:
         left = count_of(batch.words["not reached"], "checkpoint")
         left += f" ({scrub.unknown} never looked at)" if scrub.unknown else ""
         left += f", {count_of(scrub.total.due, 'file')} of others" if scrub.total.due else ""
-        yield line(f"the time is over, left: {left}; to continue from here, run the same command again")
+        yield line(
+            f"the time is over, left: {left}; to continue from here, run the same command again"
+        )
     if scrub.total.stopped:
         yield line(
-            f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; the next run continues in a file with digests "
-            "of ranges, and starts any other file again from its first byte; to write digests of ranges: ckptfix seal "
-            "--ranges CHECKPOINT"
+            f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; the next run continues in "
+            "a file with digests of ranges, and starts any other file again from its first byte; "
+            "to write digests of ranges: ckptfix seal --ranges CHECKPOINT"
         )
     yield from batch.lines(ORDER)

@@ -21,7 +21,10 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
     cls=Verb,
     shared=lambda params: "",
     examples=[
-        ("ckptfix seal CHECKPOINT", "Write the manifest; ckptfix verify CHECKPOINT compares with it later."),
+        (
+            "ckptfix seal CHECKPOINT",
+            "Write the manifest; ckptfix verify CHECKPOINT compares with it later.",
+        ),
         (
             "ckptfix seal CHECKPOINT --sign key.pem",
             "Sign the files and the tensors, too, as model.sig and tensors.sig.",
@@ -40,7 +43,9 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
     "take them at once.",
 )  # fmt: skip
 @click.option(
-    "--with-sha256", is_flag=True, help="With --ranges: write the sha256 of long files themselves, too."
+    "--with-sha256",
+    is_flag=True,
+    help="With --ranges: write the sha256 of long files themselves, too.",
 )
 @click.option(
     "--no-tensors", is_flag=True,
@@ -55,7 +60,9 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
     help="Sign these statements with a private key in PEM, offline: model.sig and tensors.sig. The passphrase "
     "is asked for, or is CKPTFIX_KEY_PASSPHRASE.",
 )  # fmt: skip
-@click.option("--sigstore", is_flag=True, help="Sign them with an identity, by Sigstore's public instance.")
+@click.option(
+    "--sigstore", is_flag=True, help="Sign them with an identity, by Sigstore's public instance."
+)
 @click.option(
     "--trust-config",
     type=PATH,
@@ -63,16 +70,18 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
     help="Use another instance of Sigstore, as this file describes it.",
 )
 def seal_command(
-    paths: tuple[str, ...], force: bool, ranges: bool, with_sha256: bool, no_tensors: bool, oms: bool,
-    sign: str | None, sigstore: bool, trust_config: str | None, report: Report,
+    paths: tuple[str, ...], force: bool, ranges: bool, with_sha256: bool, no_tensors: bool,
+    oms: bool, sign: str | None, sigstore: bool, trust_config: str | None, report: Report,
 ) -> int:  # fmt: skip
     """Write the checksums of checkpoints into their manifests.
 
-    The manifest of each DIR gets the sha256 of every file and tensor, for ckptfix verify to compare with. With a key or
-    an identity, they are signed as well, for other tools to verify.
+    The manifest of each DIR gets the sha256 of every file and tensor, for ckptfix verify to compare
+    with. With a key or an identity, they are signed as well, for other tools to verify.
     """
     if with_sha256 and not ranges:
-        raise UsageError("--with-sha256 belongs to --ranges; without it every file has its own sha256")
+        raise UsageError(
+            "--with-sha256 belongs to --ranges; without it every file has its own sha256"
+        )
     signing = _signing(sign, trust_config, sigstore=sigstore)
 
     def work(path: str) -> SealReceipt:
@@ -99,9 +108,13 @@ def seal_command(
 
 
 def _signing(key: str | None, trust_config: str | None, *, sigstore: bool) -> Signing | None:
-    """Return what signs, before anything is read of a checkpoint: a key that cannot be used is said at once."""
+    """Return what signs, before anything is read of a checkpoint: a key that cannot be used is said
+    at once.
+    """
     if key is not None and sigstore:
-        raise UsageError("--sign and --sigstore sign with a key or with an identity; give one of them")
+        raise UsageError(
+            "--sign and --sigstore sign with a key or with an identity; give one of them"
+        )
     if trust_config is not None and not sigstore:
         raise UsageError("--trust-config belongs to --sigstore")
     if sigstore:

@@ -26,7 +26,9 @@ from ckptfix.wording import Line, count_of, line, shown, unchecked_lines
 # One verb over several paths: each on its own, what was not checked once, and a summary of all.
 
 _OF_DISK, _OF_STORE = 4, 16
-"""Checkpoints that are looked at at once: more wait for the same disk; a store answers many, each after a while."""
+"""Checkpoints that are looked at at once: more wait for the same disk; a store answers many, each
+after a while.
+"""
 
 _PASTED = 4
 """A shell makes ``checkpoint-*`` hundreds of paths: a line with more than these is not printed."""
@@ -59,12 +61,15 @@ class Result(Protocol):
 
 R = TypeVar("R", bound=Result)
 StateAfter = Callable[[str], Callable[[], str]]
-"""Takes a path before the work on it, and returns what describes the state in which an interrupt left it."""
+"""Takes a path before the work on it, and returns what describes the state in which an interrupt
+left it.
+"""
 
 
 @dataclass(kw_only=True)
 class Batch:
-    """The results of a verb. ``status``: the worst of all paths, which is the highest: 130, then 3, 2, 1, 0.
+    """The results of a verb. ``status``: the worst of all paths, which is the highest: 130, then 3,
+    2, 1, 0.
 
     ``words``: how many paths came to what. ``unchecked``: what was not checked.
     """
@@ -113,11 +118,12 @@ def visit(
     threads: int = 1,
     stop: Callable[[], None] = lambda: None,
 ) -> Batch:
-    """Do the work on each path, and print its lines or annotations. After a failure the next path follows.
+    """Do the work on each path, and print its lines or annotations. After a failure the next path
+    follows.
 
-    Of a lone path, a failure is raised. An interrupt ends the work on all of them. ``keep`` is called with the JSON
-    values of each, ``lines`` with a result and whether it is the only one. Several threads work on paths ahead of the
-    one that is printed; ``stop`` ends their work early.
+    Of a lone path, a failure is raised. An interrupt ends the work on all of them. ``keep`` is
+    called with the JSON values of each, ``lines`` with a result and whether it is the only one.
+    Several threads work on paths ahead of the one that is printed; ``stop`` ends their work early.
     """
     batch = Batch()
     left = iter(paths)
@@ -140,7 +146,8 @@ def visit(
                     ensure_same_files([Path(path)])
             with around, teams.as_one():
                 return work(path)
-        except Exception as error:  # also one that nobody has foreseen: the rest of the fleet continues
+        # Also one that nobody has foreseen: the rest of the fleet continues.
+        except Exception as error:
             return error
 
     for path, result in in_turn(
@@ -186,13 +193,14 @@ def run_each(
 ) -> int:
     """Do the work on each path, print the summary of several, and return the worst exit status.
 
-    The JSON object is that of the path; of several, its ``reports`` are those of all. ``details``: as of
-    ``Batch.lines``.
+    The JSON object is that of the path; of several, its ``reports`` are those of all. ``details``:
+    as of ``Batch.lines``.
     """
     documents: list[Mapping[str, object]] = []
     batch = visit(
-        report, paths, work, word=word, keep=documents.append, annotations=annotations, state_after=state_after,
-        lines=lambda result, is_alone: result.lines() if lines is None else lines(result),
+        report, paths, work, word=word, keep=documents.append, annotations=annotations,
+        state_after=state_after, lines=lambda result,
+        is_alone: result.lines() if lines is None else lines(result),
     )  # fmt: skip
     if len(paths) == 1:
         return report.finish(documents[0] if documents else {}, batch.status)
@@ -201,7 +209,9 @@ def run_each(
 
 
 def check_verbosely(paths: Sequence[str], *options: str) -> str:
-    """Return the command that lists everything that a check of these paths leaves out; of many paths in words."""
+    """Return the command that lists everything that a check of these paths leaves out; of many
+    paths in words.
+    """
     if len(paths) > _PASTED:
         return "the same command with -v"
     return " ".join(("ckptfix check -v", *options, *map(shell_path, paths)))
@@ -215,9 +225,9 @@ def place_named(path: str) -> str:
 class Below:
     """The checkpoints at or below several paths, found one by one: there may be 100,000 of them.
 
-    ``images``: keeps the listings of URLs; each is listed once, and ``doors.made`` makes the folder of a checkpoint.
-    ``places``: the folder of each path. A path that cannot be listed is yielded, too, and is in ``failures``.
-    A checkpoint that two of the paths lead to comes once.
+    ``images``: keeps the listings of URLs; each is listed once, and ``doors.made`` makes the folder
+    of a checkpoint. ``places``: the folder of each path. A path that cannot be listed is yielded,
+    too, and is in ``failures``. A checkpoint that two of the paths lead to comes once.
     """
 
     def __init__(self, paths: Sequence[str], images: ExitStack) -> None:
@@ -235,7 +245,9 @@ class Below:
                 if len(self._paths) == 1:
                     raise
                 self.failures[path] = error
-        self._unheld = [lost for place in self.places.values() for lost in unheld_below(place) if lost.size]
+        self._unheld = [
+            lost for place in self.places.values() for lost in unheld_below(place) if lost.size
+        ]
 
     def __iter__(self) -> Iterator[str]:
         seen: set[str] = set()
@@ -274,7 +286,9 @@ _MOST_SENTENCES = 200
 
 
 class Unchecked:
-    """Sentences about what was not checked, each once: those that differ in a number, a path or names are one."""
+    """Sentences about what was not checked, each once: those that differ in a number, a path or
+    names are one.
+    """
 
     def __init__(self) -> None:
         self._sentences: dict[object, _Sentence] = {}
@@ -284,7 +298,9 @@ class Unchecked:
         """Add a sentence about a path."""
         counted = _COUNTED.fullmatch(words)
         about, _, pasted = words.partition("ckptfix ")
-        general = about + pasted.replace(shell_path(path if looks_like_url(path) else Path(path)), "")
+        general = about + pasted.replace(
+            shell_path(path if looks_like_url(path) else Path(path)), ""
+        )
         key = counted.groups()[1:] if counted else _NAMES.sub("", general)
         if key not in self._sentences and len(self._sentences) >= _MOST_SENTENCES:
             self._others += 1
@@ -321,19 +337,25 @@ class _Sentence:
     def __str__(self) -> str:
         if self._paths > 1 and self._counted is not None:
             return f"{count_of(self._total, self._counted[2])}{self._counted[3]}"
-        # Without the place, a file of one checkpoint looks as if it were in those that a finding says lack it.
-        where = self._path if self._paths == 1 or self._differs else count_of(self._paths, "checkpoint")
+        # Without the place, a file of one checkpoint looks as if it were in those that a finding
+        # says lack it.
+        where = (
+            self._path if self._paths == 1 or self._differs else count_of(self._paths, "checkpoint")
+        )
         first = self._first.replace(" next to it: ", f" in {where}: ")
         if self._differs:
             return f"{first} (and {count_of(self._paths - 1, 'more checkpoint')})"
         return first
 
 
-# The state in which an interrupt left a folder: looked up once the cleaning up is done, never guessed.
+# The state in which an interrupt left a folder: looked up once the cleaning up is done, never
+# guessed.
 
 
 def state_after_repair(path: str) -> Callable[[], str]:
-    """Return what describes the state of a folder after a repair was interrupted that begins now."""
+    """Return what describes the state of a folder after a repair was interrupted that begins
+    now.
+    """
     before = _repairs(path)
 
     def describe() -> str:
@@ -354,7 +376,9 @@ def state_after_undo(path: str) -> Callable[[], str]:
     def describe() -> str:
         if _is_pending(path):
             return f"run {_command('undo', path)} again to finish"
-        return f"the repair of {path} is undone" if _repairs(path) < before else f"{path} is unchanged"
+        return (
+            f"the repair of {path} is undone" if _repairs(path) < before else f"{path} is unchanged"
+        )
 
     return describe
 
@@ -368,14 +392,18 @@ def state_after_seal(path: str) -> Callable[[], str]:
             return f"run {command('undo', Path(path))} to roll back"
         is_old = _identity(Path(path, MANIFEST)) == before
         return (
-            f"{path} is unchanged" if is_old else f"{path} is sealed; next: {command('verify', Path(path))}"
+            f"{path} is unchanged"
+            if is_old
+            else f"{path} is sealed; next: {command('verify', Path(path))}"
         )
 
     return describe
 
 
 def state_after_writing(source: str, output: str) -> Callable[[], str]:
-    """Return what describes the state after an interrupt of a verb that begins now and writes a new ``output``."""
+    """Return what describes the state after an interrupt of a verb that begins now and writes a new
+    ``output``.
+    """
     if looks_like_url(output):
         return lambda: f"{source} is unchanged, and {_state_of_upload(output)}"
     before = _identity(Path(output))
@@ -394,7 +422,9 @@ def state_after_writing(source: str, output: str) -> Callable[[], str]:
 
 
 def state_after_upload(folder: str, url: str) -> Callable[[], str]:
-    """Return what describes the state after an interrupt of an upload to ``url`` that begins now."""
+    """Return what describes the state after an interrupt of an upload to ``url`` that begins
+    now.
+    """
     before = _upload_at(url)
 
     def describe() -> str:
@@ -412,7 +442,8 @@ def state_after_upload(folder: str, url: str) -> Callable[[], str]:
 
 
 def _upload_at(url: str, *, is_strict: bool = False) -> tuple[str, bool] | None:
-    """Return the number of the upload at a URL, and whether it is complete; None where none has begun.
+    """Return the number of the upload at a URL, and whether it is complete; None where none has
+    begun.
 
     ``is_strict``: raise what makes it unknown, which is None otherwise.
     """
@@ -434,7 +465,8 @@ def _upload_at(url: str, *, is_strict: bool = False) -> tuple[str, bool] | None:
 
 def _state_of_upload(url: str) -> str:
     """Return in words what is at a URL to which something was to be written."""
-    from ckptfix.storage.markers import upload_problem  # for an interrupt alone: check must start quickly
+    # For an interrupt alone: check must start quickly.
+    from ckptfix.storage.markers import upload_problem
 
     try:
         with opened(url, complete=False) as place:
@@ -447,15 +479,20 @@ def _state_of_upload(url: str) -> str:
 
 
 def _command(verb: str, path: str) -> str:
-    return f"ckptfix {verb} {shell_path(path)}" if looks_like_url(path) else command(verb, Path(path))
+    return (
+        f"ckptfix {verb} {shell_path(path)}" if looks_like_url(path) else command(verb, Path(path))
+    )
 
 
 def _repairs(path: str) -> int:
-    """Return how many repairs can be undone; 0 where that cannot be known, as of a path that does not exist."""
+    """Return how many repairs can be undone; 0 where that cannot be known, as of a path that does
+    not exist.
+    """
     try:
         with opened(path, complete=False) as place:
             return sum(
-                transaction.state is State.DONE for transaction in transactions(find_target(place).root)
+                transaction.state is State.DONE
+                for transaction in transactions(find_target(place).root)
             )
     except (CkptfixError, OSError):
         return 0
@@ -465,7 +502,8 @@ def _is_pending(path: str) -> bool:
     try:
         with opened(path, complete=False) as place:
             return any(
-                transaction.state is State.PENDING for transaction in transactions(find_target(place).root)
+                transaction.state is State.PENDING
+                for transaction in transactions(find_target(place).root)
             )
     except (CkptfixError, OSError):
         return False

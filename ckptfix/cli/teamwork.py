@@ -1,4 +1,6 @@
-"""A verb in several processes: those of torchrun, accelerate launch or Slurm, or one by one as tasks of a job array."""
+"""A verb in several processes: those of torchrun, accelerate launch or Slurm, or one by one as
+tasks of a job array.
+"""
 
 import os
 import shlex
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from ckptfix.storage.joined_team import JoinedTeam
 
 _PLACES = ("RANK", "SLURM_PROCID")
-"""Without one of these variables no launcher started this process, and nothing more is imported to find out."""
+"""Without one of these variables no launcher started this process, and nothing more is imported to
+find out.
+"""
 
 _ONE_PROCESS = "next: run it in one process, without the launcher, or with CKPTFIX_TEAM=0"
 
@@ -50,9 +54,11 @@ def run_shared(
     verb: str, params: Mapping[str, Any], report: Report, shard: str | None, partial: str | None,
     work: Callable[[], int], unfit: str,
 ) -> int:  # fmt: skip
-    """Run a verb as what it was started as: alone, as a share, or in a team; return its exit status.
+    """Run a verb as what it was started as: alone, as a share, or in a team; return its exit
+    status.
 
-    ``params``: the verb's own, for ``merge``. ``unfit``: why its work has no shares, "" where it has.
+    ``params``: the verb's own, for ``merge``. ``unfit``: why its work has no shares, "" where it
+    has.
     """
     global _remedy
     place = _launched()
@@ -73,7 +79,8 @@ def run_shared(
     if folder is not None:
         _ensure_outside(folder, verb, _paths(params))
     if folder is None and verb == "seal" and len(paths) == 1 and os.path.isdir(paths[0]):
-        folder = default_folder(Path(paths[0]))  # the only verb that writes into a checkpoint anyway
+        # The only verb that writes into a checkpoint anyway.
+        folder = default_folder(Path(paths[0]))
     if shard is not None:
         if place is not None:
             raise UsageError(
@@ -106,20 +113,23 @@ def run_shared(
 
 
 def _ensure_outside(folder: Path, verb: str, paths: Iterable[Path]) -> None:
-    """Raise UsageError for results in a folder that the verb works on: they would be sealed, copied or missed there."""
+    """Raise UsageError for results in a folder that the verb works on: they would be sealed, copied
+    or missed there.
+    """
     real = os.path.realpath(folder)
     for path in paths:
         if verb == "seal" and real == os.path.realpath(default_folder(path)):
             continue
         if os.path.commonpath([real, root := os.path.realpath(path)]) == root:
             raise UsageError(
-                f"--partial {shell_path(folder)} lies in {shell_path(path)}, where its files would count as those of a "
-                "checkpoint; next: name a folder elsewhere"
+                f"--partial {shell_path(folder)} lies in {shell_path(path)}, where its files would "
+                "count as those of a checkpoint; next: name a folder elsewhere"
             )
 
 
 def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], int], unfit: str) -> int:
-    """Run a verb whose work is not shared: the first process of a team does it, the others end with its status.
+    """Run a verb whose work is not shared: the first process of a team does it, the others end with
+    its status.
 
     ``params``: the verb's own. ``unfit``: why one process must not do it for all, "" where it may.
     """
@@ -161,13 +171,15 @@ def _joined(place: Any, results: PartialResults | None) -> "JoinedTeam":
 
 
 def _ensure_alike(team: "JoinedTeam", verb: str, params: Mapping[str, Any]) -> None:
-    """Find out whether all were started with the same command, and see the same files. Raises OperationError."""
+    """Find out whether all were started with the same command, and see the same files. Raises
+    OperationError.
+    """
     mine, version = _command(verb, params), own_version()
     team.ensure_same(
         version,
         lambda leader, theirs: (
-            f"runs another version of ckptfix than {leader}: {version} (expected {theirs}); next: install one version "
-            "on all nodes"
+            f"runs another version of ckptfix than {leader}: {version} (expected {theirs}); next: "
+            "install one version on all nodes"
         ),
     )
     team.ensure_same(
@@ -209,7 +221,9 @@ def _paths(params: Mapping[str, Any]) -> list[Path]:
     ]
     values = [params.get(name) or () for name in names]
     given = [
-        str(path) for value in values for path in (value if isinstance(value, list | tuple) else [value])
+        str(path)
+        for value in values
+        for path in (value if isinstance(value, list | tuple) else [value])
     ]
     return [Path(path) for path in given if not looks_like_url(path)]
 
@@ -242,7 +256,8 @@ def _run_share(
 ) -> int:
     if folder is None:
         raise UsageError(
-            f"--shard {share}: where do the results go? add --partial FOLDER, the same for every share"
+            f"--shard {share}: where do the results go? add --partial FOLDER, the same for every "
+            "share"
         )
     results = PartialResults(folder)
     for path in _sources(params):  # a slip must not make the folder one of another command
@@ -258,37 +273,43 @@ def _run_share(
         results.close()
     resumed = f", {team.resumed} of them by an earlier run" if team.resumed else ""
     report.line(
-        f"share {share}: {count_of(team.units, 'unit')}, {human_size(team.nbytes)}{resumed}", bold=True
+        f"share {share}: {count_of(team.units, 'unit')}, {human_size(team.nbytes)}{resumed}",
+        bold=True,
     )
     report.line(f"written: {folder}")
     if team.unread:
         report.line(
-            f"could not be read: {count_of(team.unread, 'unit')}; run this share again, or merge as it is"
+            f"could not be read: {count_of(team.unread, 'unit')}; run this share again, or merge "
+            "as it is"
         )
     report.line(f"next, when all shares are done: {command('merge', folder)}")
     document = {
-        "path": str(folder), "share": str(share), "units": team.units, "resumed": team.resumed, "bytes": team.nbytes,
-        "unread": team.unread,
+        "path": str(folder), "share": str(share), "units": team.units, "resumed": team.resumed,
+        "bytes": team.nbytes, "unread": team.unread,
     }  # fmt: skip
     return report.finish(document, 3 if team.unread else 0)
 
 
 def leave(status: int) -> int:
-    """Leave the team, if there is one; return the leader's exit status. Everything must have been printed by now.
+    """Leave the team, if there is one; return the leader's exit status. Everything must have been
+    printed by now.
 
-    A launcher ends all processes when the first one ends with an error: the leader's words must be out before that.
+    A launcher ends all processes when the first one ends with an error: the leader's words must be
+    out before that.
     """
     if _team is None:
         return status
     try:
         try:
             return _team.finish(status)
-        except KeyboardInterrupt:  # the leader got it, too, and says in what state it left the folder
+        # The leader got it, too, and says in what state it left the folder.
+        except KeyboardInterrupt:
             return _team.finish(status)
     except KeyboardInterrupt:
         return printing.INTERRUPTED
     except TeamError as error:
-        printing.unmute(withheld=True)  # the leader is gone: what this process has to say is all there is
+        # The leader is gone: what this process has to say is all there is.
+        printing.unmute(withheld=True)
         if status > 1:
             return status
         _say(escape(_with_next(error)))
@@ -321,15 +342,18 @@ def _launched() -> Any:
 
 
 def _say_alone() -> None:
-    """Say that a process works alone though a launcher started several: a shell script may be between the two."""
+    """Say that a process works alone though a launcher started several: a shell script may be
+    between the two.
+    """
     if not any(name in os.environ for name in _PLACES):
         return
     from ckptfix.training.rendezvous import SWITCH, left_alone
 
     if (place := left_alone(os.environ)) is not None:
         _say(
-            f"works alone, as the process that started it has the same rank ({place.rank} of {place.total}); "
-            f"for {place.total} processes that share the work: export {SWITCH}=1; for one: export {SWITCH}=0"
+            f"works alone, as the process that started it has the same rank ({place.rank} of "
+            f"{place.total}); for {place.total} processes that share the work: export {SWITCH}=1; "
+            f"for one: export {SWITCH}=0"
         )
 
 

@@ -19,7 +19,10 @@ from ckptfix.repairs.undo import UndoReceipt, undo
 @click.option(
     "--force",
     is_flag=True,
-    help="For journals of ckptfix 0.4.0, and killed repairs: accept files whose time changed, not their size or ends.",
+    help=(
+        "For journals of ckptfix 0.4.0, and killed repairs: accept files whose time changed, not "
+        "their size or ends."
+    ),
 )
 @TRANSFER
 @BREAK_LOCK
@@ -30,8 +33,15 @@ def undo_command(
 
     def work(path: str) -> UndoReceipt:
         with report.progress(f"undoing {path}") as progress:
-            return undo(path, force=force, transfer=transfer, break_lock=break_lock, progress=progress)
+            return undo(
+                path, force=force, transfer=transfer, break_lock=break_lock, progress=progress
+            )
 
     return run_each(
-        report, paths, work, word=lambda receipt: "undone", order=["undone"], state_after=state_after_undo
+        report,
+        paths,
+        work,
+        word=lambda receipt: "undone",
+        order=["undone"],
+        state_after=state_after_undo,
     )

@@ -20,13 +20,16 @@ from ckptfix.cli.verb_options import PATH, Verb
 @click.argument("folder", metavar="FOLDER", type=PATH)
 @click.argument("url", metavar="URL", type=PATH)
 @click.option(
-    "--overwrite", is_flag=True, help="Replace what is at URL, once all of the new checkpoint is uploaded."
+    "--overwrite",
+    is_flag=True,
+    help="Replace what is at URL, once all of the new checkpoint is uploaded.",
 )
 def upload_command(folder: str, url: str, overwrite: bool, report: Report) -> int:
     """Copy a complete checkpoint to an object store.
 
-    FOLDER: a checkpoint, or what a save left whose upload failed. URL: as s3://BUCKET/RUN/checkpoint_7. The commit
-    marker is written last: without it, what is there does not count as a checkpoint.
+    FOLDER: a checkpoint, or what a save left whose upload failed. URL: as
+    s3://BUCKET/RUN/checkpoint_7. The commit marker is written last: without it, what is there does
+    not count as a checkpoint.
     """
     from ckptfix.conversion.uploading import upload
 

@@ -1,4 +1,6 @@
-"""The form of a verb: its own options, the options that every verb has, and examples at the end of its help."""
+"""The form of a verb: its own options, the options that every verb has, and examples at the end of
+its help.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial as partial_call
@@ -18,16 +20,18 @@ Example = tuple[str, str]
 _QUIET = "Print nothing but failures; the exit status says the rest."
 
 
-# By default click refuses a folder that may not be read as wrong usage; the verb then names its owner, its mode and
-# the chmod that helps, as for a file.
+# By default click refuses a folder that may not be read as wrong usage; the verb then names its
+# owner, its mode and the chmod that helps, as for a file.
 PATH = click.Path(readable=False)
 """Type of an argument that names a checkpoint, a file or a URL."""
 
 TRANSFER = click.option(
     "--transfer",
     is_flag=True,
-    help="For URLs: let bytes go through this machine where the store cannot cut parts out of objects; and write to a "
-    "server that ignores conditions, while nothing else writes there.",
+    help=(
+        "For URLs: let bytes go through this machine where the store cannot cut parts out of "
+        "objects; and write to a server that ignores conditions, while nothing else writes there."
+    ),
 )
 BREAK_LOCK = click.option(
     "--break-lock", is_flag=True, help="For URLs: take over the lock of a run that was killed."
@@ -35,7 +39,9 @@ BREAK_LOCK = click.option(
 
 
 class LocalFile(click.Path):
-    """Type of an option that names a file to write; a URL would become a folder called ``s3:`` here."""
+    """Type of an option that names a file to write; a URL would become a folder called ``s3:``
+    here.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path. Fails for a URL."""
@@ -47,9 +53,10 @@ class LocalFile(click.Path):
 class Verb(click.Command):
     """Give a verb its ``report``, made of the options that say what is printed and how.
 
-    ``examples``: the end of its help. ``forms``: the formats that it has. ``quiet``: the help of its ``--quiet``.
-    ``shared``: several processes can share its work; it returns why the work of these parameters has no shares, or "".
-    ``unfit``: of any other verb, why the first of several processes must not do the work of all, or "".
+    ``examples``: the end of its help. ``forms``: the formats that it has. ``quiet``: the help of
+    its ``--quiet``. ``shared``: several processes can share its work; it returns why the work of
+    these parameters has no shares, or "". ``unfit``: of any other verb, why the first of several
+    processes must not do the work of all, or "".
     """
 
     def __init__(
@@ -71,8 +78,8 @@ class Verb(click.Command):
         self.common: tuple[click.Parameter, ...] = (
             click.Option(["--quiet", "-q"], is_flag=True, help=quiet),
             click.Option(
-                ["--format", "form"], type=click.Choice([form.value for form in forms]), default=Form.TEXT.value,
-                help="Print the result in this format.  [default: text]",
+                ["--format", "form"], type=click.Choice([form.value for form in forms]),
+                default=Form.TEXT.value, help="Print the result in this format.  [default: text]",
             ),
             click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object: --format json."),
             COLOUR,
@@ -96,10 +103,17 @@ class Verb(click.Command):
         return run_shared(str(self.name), own, report, shard, partial, work, self.shared(own))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options of this verb, then those of every verb, so that the first can be found."""
+        """Write the options of this verb, then those of every verb, so that the first can be
+        found.
+        """
         own = [param for param in self.get_params(ctx) if param not in self.common]
-        for title, params in (("Options", own[:-1]), ("Options of every verb", [*self.common, *own[-1:]])):
-            records = [param.get_help_record(ctx) for param in params if isinstance(param, click.Option)]
+        for title, params in (
+            ("Options", own[:-1]),
+            ("Options of every verb", [*self.common, *own[-1:]]),
+        ):
+            records = [
+                param.get_help_record(ctx) for param in params if isinstance(param, click.Option)
+            ]
             if records:
                 with formatter.section(title):
                     formatter.write_dl([record for record in records if record is not None])
@@ -121,7 +135,8 @@ def write_examples(formatter: click.HelpFormatter, examples: Sequence[Example]) 
 
 
 def asked_form(arguments: Sequence[str]) -> Form:
-    """Return the format that a command line asks for, before it is parsed: it may be one that cannot be.
+    """Return the format that a command line asks for, before it is parsed: it may be one that
+    cannot be.
 
     What follows ``--`` belongs to a script, or is a path.
     """
@@ -130,6 +145,8 @@ def asked_form(arguments: Sequence[str]) -> Form:
         return Form.JSON
     named = [value for option, value in pairwise(arguments) if option == "--format"]
     named += [
-        argument.removeprefix("--format=") for argument in arguments if argument.startswith("--format=")
+        argument.removeprefix("--format=")
+        for argument in arguments
+        if argument.startswith("--format=")
     ]
     return next((form for form in Form if form.value in named), Form.TEXT)

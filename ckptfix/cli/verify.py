@@ -27,10 +27,11 @@ _DAMAGED = "reload skipped: the checkpoint is damaged"
 
 
 def reload(
-    report: Report, path: str, device_map: str, max_memory: str | None, model: str | None, repeats: int,
-    require_transfer_proof: bool, html: str | None, *, data: bool = False,
+    report: Report, path: str, device_map: str, max_memory: str | None, model: str | None,
+    repeats: int, require_transfer_proof: bool, html: str | None, *, data: bool = False,
 ) -> int:  # fmt: skip
-    """Prove a reload, print it, and return the exit status. ``html``: a file for the page, tried before all else.
+    """Prove a reload, print it, and return the exit status. ``html``: a file for the page, tried
+    before all else.
 
     ``data``: before that, do all that ``verify --data`` does.
     """
@@ -43,15 +44,16 @@ def reload(
             from ckptfix.storage.images import materialised, nbytes_at
 
             report.message(
-                f"{path}: downloading {human_size(nbytes_at(image))} to {gettempdir()} for the reload"
+                f"{path}: downloading {human_size(nbytes_at(image))} to {gettempdir()} for the "
+                "reload"
             )
             with (
                 report.progress(f"downloading {path}") as progress,
                 materialised(image, progress=progress) as copy,
             ):
                 return reload(
-                    report, str(copy), device_map, max_memory, model, repeats, require_transfer_proof, html,
-                    data=data,
+                    report, str(copy), device_map, max_memory, model, repeats,
+                    require_transfer_proof, html, data=data,
                 )  # fmt: skip
     document: dict[str, Any] = {"path": path, "findings": []}
     data_lines: list[str] = []
@@ -68,7 +70,8 @@ def reload(
     else:
         findings = check(path).all_findings
     document["findings"] = [finding.as_json(path) for finding in findings]
-    # Errors stop it. Warnings are said, and are no word about the reload: a Trainer's folder always has one.
+    # Errors stop it. Warnings are said, and are no word about the reload: a Trainer's folder always
+    # has one.
     serious = [finding for finding in findings if finding.severity is not Severity.NOTE]
     if not data:
         report.findings(serious, path)
@@ -77,7 +80,15 @@ def reload(
         rows = [(finding.severity.value, finding.code, str(finding)) for finding in serious]
         document["reload"] = None
         return _finish(
-            report, document, max(1, data_status), html, _damage_page, path, next_step, rows, data_lines
+            report,
+            document,
+            max(1, data_status),
+            html,
+            _damage_page,
+            path,
+            next_step,
+            rows,
+            data_lines,
         )
     gc.enable()  # a model is many cycles, and must go before the next one is dispatched
     from ckptfix.devices.reload.reload_report import html_page
@@ -98,9 +109,12 @@ def reload(
 
 
 def _finish(
-    report: Report, document: dict[str, Any], status: int, html: str | None, make: Callable[..., str], *given: Any
+    report: Report, document: dict[str, Any], status: int, html: str | None,
+    make: Callable[..., str], *given: Any
 ) -> int:  # fmt: skip
-    """Write the page, print the JSON object, and return the status: 3 when the page could not be written after all."""
+    """Write the page, print the JSON object, and return the status: 3 when the page could not be
+    written after all.
+    """
     if html is not None:
         try:
             write_page(html, make(*given))
@@ -129,7 +143,9 @@ def _say_what_to_do(report: Report, path: str, findings: Sequence[Finding]) -> s
     elif any(finding.is_fixable for finding in findings):
         next_step = f"next: ckptfix repair {shell_path(path)}"
     else:  # no command mends it, and check would only repeat it
-        advice = (finding.advice_at(path) for finding in findings if finding.severity is Severity.ERROR)
+        advice = (
+            finding.advice_at(path) for finding in findings if finding.severity is Severity.ERROR
+        )
         next_step = f"next: {next(filter(None, advice), 'load an older checkpoint')}"
     report.line(next_step)
     return next_step
@@ -158,7 +174,10 @@ def _unfit(params: Mapping[str, Any]) -> str:
     forms=[form for form in Form if form is not Form.JSONL],
     examples=[
         ("ckptfix verify CHECKPOINT", "Compare every file and tensor with the manifest."),
-        ("ckptfix verify CHECKPOINT --data", "Look for NaN, Inf and lost pages in the values, too."),
+        (
+            "ckptfix verify CHECKPOINT --data",
+            "Look for NaN, Inf and lost pages in the values, too.",
+        ),
         ("ckptfix verify COPY --against CHECKPOINT", "Compare with another checkpoint instead."),
         (
             "ckptfix verify CHECKPOINT --signature model.sig --key key.pub",
@@ -171,7 +190,9 @@ def _unfit(params: Mapping[str, Any]) -> str:
     ],
 )
 @click.argument("paths", nargs=-1, metavar="[DIR]...", type=PATH)
-@click.option("--data", is_flag=True, help="Look for NaN, Inf and zeros in the values of all weights.")
+@click.option(
+    "--data", is_flag=True, help="Look for NaN, Inf and zeros in the values of all weights."
+)
 @click.option(
     "--against", type=PATH, metavar="OTHER",
     help="Compare with another checkpoint, of any format, instead of the manifest.",
@@ -192,9 +213,13 @@ def _unfit(params: Mapping[str, Any]) -> str:
     help="A certificate, in PEM, that the signer's must be below.",
 )  # fmt: skip
 @click.option(
-    "--identity", metavar="NAME", help="Whoever must have signed by Sigstore, such as name@example.com."
+    "--identity",
+    metavar="NAME",
+    help="Whoever must have signed by Sigstore, such as name@example.com.",
 )
-@click.option("--identity-provider", metavar="URL", help="The provider that must know the identity.")
+@click.option(
+    "--identity-provider", metavar="URL", help="The provider that must know the identity."
+)
 @click.option(
     "--trust-config",
     type=PATH,
@@ -214,7 +239,9 @@ def _unfit(params: Mapping[str, Any]) -> str:
     help="Prove a reload instead: auto, balanced, sequential, balanced_low_0, or a JSON file with a map.",
 )  # fmt: skip
 @click.option(
-    "--max-memory", metavar="JSON", help='What a made map may use: \'{"0": "4GiB", "cpu": "8GiB"}\'.'
+    "--max-memory",
+    metavar="JSON",
+    help='What a made map may use: \'{"0": "4GiB", "cpu": "8GiB"}\'.',
 )
 @click.option(
     "--model", metavar="MODULE:FACTORY",
@@ -226,26 +253,33 @@ def _unfit(params: Mapping[str, Any]) -> str:
     help=f"Runs of the split model each way (default: {_REPEATS}). Without a GPU it runs once.",
 )  # fmt: skip
 @click.option(
-    "--require-transfer-proof", is_flag=True, help="Transfers that were not exercised count as failed."
+    "--require-transfer-proof",
+    is_flag=True,
+    help="Transfers that were not exercised count as failed.",
 )
 @click.option(
-    "--html", type=LocalFile(dir_okay=False), metavar="FILE", help="Write the report as one HTML page."
+    "--html",
+    type=LocalFile(dir_okay=False),
+    metavar="FILE",
+    help="Write the report as one HTML page.",
 )
 def verify_command(
-    paths: tuple[str, ...], data: bool, against: str | None, signatures: tuple[str, ...], key: str | None,
-    certificates: tuple[str, ...], identity: str | None, identity_provider: str | None, trust_config: str | None,
-    statements: tuple[str, ...], sha256sums: tuple[str, ...], device_map: str | None, max_memory: str | None,
-    model: str | None, repeats: int | None, require_transfer_proof: bool, html: str | None, report: Report,
+    paths: tuple[str, ...], data: bool, against: str | None, signatures: tuple[str, ...],
+    key: str | None, certificates: tuple[str, ...], identity: str | None,
+    identity_provider: str | None, trust_config: str | None, statements: tuple[str, ...],
+    sha256sums: tuple[str, ...], device_map: str | None, max_memory: str | None, model: str | None,
+    repeats: int | None, require_transfer_proof: bool, html: str | None, report: Report,
 ) -> int:  # fmt: skip
     """Verify checksums, or test loading.
 
-    Checks each DIR (or this folder), and compares every file and tensor with the digests that seal wrote, or with a
-    signature, or with a list of sha256sum. A download from the Hugging Face hub needs none of them: its files are
-    compared with the digests that the hub's client recorded.
+    Checks each DIR (or this folder), and compares every file and tensor with the digests that seal
+    wrote, or with a signature, or with a list of sha256sum. A download from the Hugging Face hub
+    needs none of them: its files are compared with the digests that the hub's client recorded.
 
-    With --device-map, or an option that belongs to it, load it onto a device map instead and prove what arrives: bytes,
-    names, values, transfers, outputs. Anything this machine cannot test is listed as NOT exercised, never as proven.
-    --model runs your own code; the folder's never. With --data, too, both are done.
+    With --device-map, or an option that belongs to it, load it onto a device map instead and prove
+    what arrives: bytes, names, values, transfers, outputs. Anything this machine cannot test is
+    listed as NOT exercised, never as proven. --model runs your own code; the folder's never. With
+    --data, too, both are done.
     """
     paths = paths or (".",)
     names, model = (model, None) if against is not None and device_map is None else (None, model)
@@ -253,8 +287,8 @@ def verify_command(
     if any(option is not None for option in given) or require_transfer_proof:
         if against is not None or signatures or statements or sha256sums:
             raise UsageError(
-                "--against, --signature, --oms and --sha256sums compare digests, and have no part in the proof of a "
-                "reload"
+                "--against, --signature, --oms and --sha256sums compare digests, and have no part "
+                "in the proof of a reload"
             )
         if len(paths) > 1:
             raise UsageError(
@@ -289,8 +323,9 @@ def verify_command(
     def work(path: str) -> "VerifyReport":
         with report.progress(f"reading {path}") as progress:
             return verify(
-                path, data=data, against=against, model=names, signatures=signatures, statements=statements,
-                sha256sums=sha256sums, trust=trust if any(whom) else None, progress=progress,
+                path, data=data, against=against, model=names, signatures=signatures,
+                statements=statements, sha256sums=sha256sums, trust=trust if any(whom) else None,
+                progress=progress,
             )  # fmt: skip
 
     def word(result: "VerifyReport") -> str:
@@ -304,7 +339,9 @@ def verify_command(
 
 
 def _annotations(result: "VerifyReport") -> Iterator[Annotation]:
-    """Yield the findings of the structure, what differs, what is wrong with values, and what was not verified."""
+    """Yield the findings of the structure, what differs, what is wrong with values, and what was
+    not verified.
+    """
     from ckptfix.verification.verify_report import Kind
 
     root = result.path.parent if result.path.is_file() else result.path

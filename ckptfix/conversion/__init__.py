@@ -1,1 +1,3 @@
-"""New checkpoints made from old ones: ``migrate`` to another format, ``salvage`` from a damaged one."""
+"""New checkpoints made from old ones: ``migrate`` to another format, ``salvage`` from a damaged
+one.
+"""

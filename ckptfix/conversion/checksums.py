@@ -1,4 +1,5 @@
-"""Checksums and digests that are taken of the source's bytes on their way into new files, so that none is read twice.
+"""Checksums and digests that are taken of the source's bytes on their way into new files, so that
+none is read twice.
 
 They are known by where the bytes are: what a writer calls them plays no part.
 """
@@ -30,12 +31,14 @@ class Mark(NamedTuple):
 class Digests:
     """Digests of tensors of the source, taken of their bytes on the way into new files.
 
-    A tensor is known by its dtype, its shape and where its bytes are, as its own reader gives them: what a writer
-    calls it plays no part. ``wanted``: without names. A tensor that no file takes in one stretch is not found.
+    A tensor is known by its dtype, its shape and where its bytes are, as its own reader gives them:
+    what a writer calls it plays no part. ``wanted``: without names. A tensor that no file takes in
+    one stretch is not found.
     """
 
     def __init__(self, wanted: Iterable[StoredTensor]) -> None:
-        # Tensors are numbered, as the hash of one is that of all of its pieces, and every look-up takes it anew.
+        # Tensors are numbered, as the hash of one is that of all of its pieces, and every look-up
+        # takes it anew.
         self._numbers: dict[StoredTensor, int] = {}
         self._by_layout: dict[Layout, list[tuple[int, StoredTensor]]] = {}
         self._by_piece: dict[Piece, list[tuple[int, StoredTensor]]] = {}
@@ -71,7 +74,8 @@ class Digests:
         }
 
     def found(self, marks: Iterable[Mark]) -> list[tuple[int, str]]:
-        """Return the digests of marks that have passed, by the place of each tensor, the same in every process.
+        """Return the digests of marks that have passed, by the place of each tensor, the same in
+        every process.
 
         The order of ``wanted`` can differ, as sets went into it.
         """
@@ -90,12 +94,18 @@ class Digests:
         return self._order
 
     def marks(self, source: StoredTensor) -> list[Mark]:
-        """Return the wanted tensors, not found so far, that lie complete in another one, by their first bytes."""
+        """Return the wanted tensors, not found so far, that lie complete in another one, by their
+        first bytes.
+        """
         if not self._numbers or not source.nbytes:
             return []
         if not isinstance(source.layout, Contiguous | Joined):
             number = self._numbers.get(source)
-            return [] if number is None or self._found[number] else [Mark(0, source.nbytes, number, source)]
+            return (
+                []
+                if number is None or self._found[number]
+                else [Mark(0, source.nbytes, number, source)]
+            )
         return sorted(self._inside(source.layout), key=lambda mark: mark.begin)
 
     def _inside(self, layout: Contiguous | Joined, start: int = 0) -> Iterator[Mark]:
@@ -130,7 +140,8 @@ def _place(tensor: StoredTensor) -> tuple[str, tuple[int, ...], str]:
 class Checksums:
     """The CRC-32 of the records of the source's archives, compared with the bytes that pass.
 
-    ``with_parts``: also note the CRC-32 of parts of records, of which ``left`` gives what is to be read yet.
+    ``with_parts``: also note the CRC-32 of parts of records, of which ``left`` gives what is to be
+    read yet.
     """
 
     def __init__(self, records: Mapping[Piece, int], *, with_parts: bool = False) -> None:
@@ -143,17 +154,24 @@ class Checksums:
             self._in_file.setdefault(record.path, []).append(record)
 
     def record(self, piece: Piece) -> Piece | None:
-        """Return the record that a piece is, or is a part of, None where its CRC-32 is of no use."""
+        """Return the record that a piece is, or is a part of, None where its CRC-32 is of no
+        use.
+        """
         if piece in self._records:
             return piece
         others = self._in_file.get(piece.path, [])
         number = bisect_right(others, piece.offset, key=lambda one: one.offset) - 1
-        if number >= 0 and piece.offset + piece.length <= others[number].offset + others[number].length:
+        if (
+            number >= 0
+            and piece.offset + piece.length <= others[number].offset + others[number].length
+        ):
             return others[number]
         return None
 
     def passed(self, piece: Piece, crc: int, fqn: str = "") -> None:
-        """Note the CRC-32 of a piece. Raises OperationError for a record that has another one; any thread may."""
+        """Note the CRC-32 of a piece. Raises OperationError for a record that has another one; any
+        thread may.
+        """
         record = self.record(piece)
         if record == piece:
             if crc != self._records[piece]:
@@ -165,8 +183,11 @@ class Checksums:
             if known is None or known.length < piece.length:
                 parts[piece.offset] = Part(piece.length, crc)
 
-    def found(self, passed: Iterable[tuple[Piece, int]]) -> list[tuple[int, list[tuple[int, int, int]]]]:
-        """Return the records of which pieces have passed, by number, with offset, length and CRC-32 of their parts.
+    def found(
+        self, passed: Iterable[tuple[Piece, int]]
+    ) -> list[tuple[int, list[tuple[int, int, int]]]]:
+        """Return the records of which pieces have passed, by number, with offset, length and CRC-32
+        of their parts.
 
         A record that has passed complete has no parts.
         """
@@ -195,7 +216,9 @@ class Checksums:
                     known[offset] = Part(length, crc)
 
     def left(self) -> Iterator[tuple[Piece, int, Mapping[int, "Part"]]]:
-        """Yield the records that did not pass complete, their CRC-32, and offset -> the part that passed."""
+        """Yield the records that did not pass complete, their CRC-32, and offset -> the part that
+        passed.
+        """
         for record, crc in self._left.items():
             yield record, crc, self._parts.get(record, {})
 
@@ -211,8 +234,8 @@ def damaged(piece: Piece, found: int, written: int, fqn: str = "") -> OperationE
     """Return the error about a piece of a file that does not match its recorded CRC-32."""
     what = repr(fqn) if fqn else f"the record at byte {piece.offset}"
     return OperationError(
-        f"{piece.path}: {what} has the CRC-32 {found:08x}, {written:08x} was written: the file is damaged; next, to "
-        f"recover what is intact: {command('salvage', piece.path)} NEW_FOLDER"
+        f"{piece.path}: {what} has the CRC-32 {found:08x}, {written:08x} was written: the file is "
+        f"damaged; next, to recover what is intact: {command('salvage', piece.path)} NEW_FOLDER"
     )
 
 
@@ -221,7 +244,9 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def combined(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two runs of bytes, one behind the other, by theirs. ``length``: of the second."""
+    """Return the CRC-32 of two runs of bytes, one behind the other, by theirs. ``length``: of the
+    second.
+    """
     return _product(_shift(length), first) ^ second
 
 
@@ -243,7 +268,9 @@ def _square(bit: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """Return the product of two polynomials of CRC-32, as ``multmodp`` of zlib's ``crc32.c`` does."""
+    """Return the product of two polynomials of CRC-32, as ``multmodp`` of zlib's ``crc32.c``
+    does.
+    """
     product = 0
     for place in range(31, -1, -1):
         if one >> place & 1:

@@ -1,8 +1,9 @@
-"""Destination of a migration: a new path, an empty folder, or a folder that an earlier migration wrote.
+"""Destination of a migration: a new path, an empty folder, or a folder that an earlier migration
+wrote.
 
 A migration leaves a receipt in the folder that it writes: every file with its size and its time.
-``--overwrite`` replaces a folder when its files match the receipt exactly. A newer or changed file is the
-user's own, and neither the source nor a folder that the source lies in is ever replaced.
+``--overwrite`` replaces a folder when its files match the receipt exactly. A newer or changed file
+is the user's own, and neither the source nor a folder that the source lies in is ever replaced.
 """
 
 import json
@@ -19,16 +20,27 @@ from ckptfix.conversion.target_names import SUFFIXES, json_object
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.atomic import create_file, sync_folder
 from ckptfix.storage.lock import LOCK
-from ckptfix.storage.paths import JOURNAL, MANIFEST, RECEIPT, ensure_folder, listed_files, shell_path
+from ckptfix.storage.paths import (
+    JOURNAL,
+    MANIFEST,
+    RECEIPT,
+    ensure_folder,
+    listed_files,
+    shell_path,
+)
 from ckptfix.wording import list_names
 
 _VERSION = 1
 _REWRITTEN = (RECEIPT, MANIFEST, f"{JOURNAL}/{LOCK}")
-"""Files in ckptfix's own folder that it may rewrite, as ``seal`` does: their size and time prove nothing."""
+"""Files in ckptfix's own folder that it may rewrite, as ``seal`` does: their size and time prove
+nothing.
+"""
 
 
 def check_paths(path: Path, output: Path, options: Options) -> None:
-    """Raise UsageError when nothing can be written at ``output``, by what exists there now; OSError."""
+    """Raise UsageError when nothing can be written at ``output``, by what exists there now;
+    OSError.
+    """
     source, target = Path(os.path.realpath(path)), Path(os.path.realpath(output))
     if output.name == "..":
         raise UsageError(f"{output}: name the folder itself")
@@ -57,10 +69,11 @@ def check_paths(path: Path, output: Path, options: Options) -> None:
 
 
 def ensure_apart(plan: MigrationPlan) -> None:
-    """Raise UsageError when the new checkpoint would change the source, or replace a file that the source leads to.
+    """Raise UsageError when the new checkpoint would change the source, or replace a file that the
+    source leads to.
 
-    Links are followed: a folder or a file that a link of the source leads to belongs to it. So does the model that an
-    adapter needs.
+    Links are followed: a folder or a file that a link of the source leads to belongs to it. So does
+    the model that an adapter needs.
     """
     output, root, only = plan.output.absolute(), plan.source.root, plan.source.only
     place = Path(os.path.realpath(output.parent)) / output.name
@@ -69,31 +82,36 @@ def ensure_apart(plan: MigrationPlan) -> None:
         for folder in {os.path.dirname(name) for name in names}:
             if _is_in(place, Path(os.path.realpath(root / folder))):
                 raise UsageError(
-                    f"{output} lies inside {root / folder}, which is to be migrated; name another place"
+                    f"{output} lies inside {root / folder}, which is to be migrated; name another "
+                    "place"
                 )
     if not os.path.lexists(place):
         return
     if plan.is_file:
-        raise UsageError(f"{output} is a folder, and a file would take its place; name another place")
+        raise UsageError(
+            f"{output} is a folder, and a file would take its place; name another place"
+        )
     homes = {Path(os.path.realpath(root / name)).parent: name for name in names}
     for home, name in homes.items():
         if _is_in(home, place):
             raise UsageError(
-                f"{output} would be replaced, and {root / name}, which is to be migrated, leads into it; "
-                "name another place"
+                f"{output} would be replaced, and {root / name}, which is to be migrated, leads "
+                "into it; name another place"
             )
     for base in _base_models(root):
         if _is_in(base, place):
             raise UsageError(
-                f"{output} would be replaced, and the adapter_config.json in {root} names it as the model that the "
-                "adapter needs; name another place"
+                f"{output} would be replaced, and the adapter_config.json in {root} names it as "
+                "the model that the adapter needs; name another place"
             )
 
 
 def files_replaced(output: Path) -> tuple[str, ...]:
-    """Return the files that a new checkpoint would replace at ``output``, sorted: all are from an earlier migration.
+    """Return the files that a new checkpoint would replace at ``output``, sorted: all are from an
+    earlier migration.
 
-    Raises UsageError when there is anything else, with what to remove; OSError for a folder that cannot be listed.
+    Raises UsageError when there is anything else, with what to remove; OSError for a folder that
+    cannot be listed.
     """
     if not os.path.lexists(output):
         return ()
@@ -119,7 +137,8 @@ def files_replaced(output: Path) -> tuple[str, ...]:
 
 
 def ensure_unchanged(plan: MigrationPlan, folder: Path | None = None) -> None:
-    """Raise ChangedError when files were added to the folder to be replaced, or removed, since it was planned.
+    """Raise ChangedError when files were added to the folder to be replaced, or removed, since it
+    was planned.
 
     ``folder``: where it is now, if not at the output.
     """
@@ -132,7 +151,9 @@ def ensure_unchanged(plan: MigrationPlan, folder: Path | None = None) -> None:
 
 
 def write_receipt(folder: Path, plan: MigrationPlan) -> None:
-    """Write the list of its files into a complete new folder, durably, so that a later migration may replace it."""
+    """Write the list of its files into a complete new folder, durably, so that a later migration
+    may replace it.
+    """
     document = {
         "version": _VERSION,
         "to": plan.options.target,
@@ -168,21 +189,24 @@ def _files_in(folder: Path) -> Iterator[tuple[str, list[int] | None]]:
             path = os.path.join(root, name)
             status = os.lstat(path)
             is_regular = stat.S_ISREG(status.st_mode)
-            yield os.path.relpath(path, folder), [status.st_size, status.st_mtime_ns] if is_regular else None
+            yield (
+                os.path.relpath(path, folder),
+                ([status.st_size, status.st_mtime_ns] if is_regular else None),
+            )
 
 
 def _refused(output: Path, why: str, remove: str) -> UsageError:
     return UsageError(
-        f"{output} {why}; --overwrite replaces only a folder that ckptfix migrate wrote; name another place, or "
-        f"remove it yourself: {remove}"
+        f"{output} {why}; --overwrite replaces only a folder that ckptfix migrate wrote; name "
+        f"another place, or remove it yourself: {remove}"
     )
 
 
 def _base_models(root: Path) -> Iterator[Path]:
     """Yield the possible paths of the base model of an adapter, by its ``adapter_config.json``.
 
-    peft passes the name to ``from_pretrained``, which tries it as a path from the working directory; the name
-    may also be relative to the adapter's folder.
+    peft passes the name to ``from_pretrained``, which tries it as a path from the working
+    directory; the name may also be relative to the adapter's folder.
     """
     values: dict[str, Any] = {}
     with suppress(OSError):
@@ -194,7 +218,9 @@ def _base_models(root: Path) -> Iterator[Path]:
 
 
 def _is_in(path: Path, folder: Path) -> bool:
-    """Return whether a path is the other one or lies below it, also under another name by a mount."""
+    """Return whether a path is the other one or lies below it, also under another name by a
+    mount.
+    """
     if path.is_relative_to(folder):
         return True
     try:

@@ -1,10 +1,13 @@
-"""Staging folders that outlive an interrupted migration: the next run keeps their complete files, and writes the rest.
+"""Staging folders that outlive an interrupted migration: the next run keeps their complete files,
+and writes the rest.
 
-``--partial`` names a folder for the results of the files, as other verbs have it, and for a note about the staging
-folder. A new file counts as complete once it is durable and its result is noted. It is kept for a run of the same
-command with the same source, files and version of ckptfix, and while it is as it was noted. A proof still reads it all.
+``--partial`` names a folder for the results of the files, as other verbs have it, and for a note
+about the staging folder. A new file counts as complete once it is durable and its result is noted.
+It is kept for a run of the same command with the same source, files and version of ckptfix, and
+while it is as it was noted. A proof still reads it all.
 
-The shares of a job array write in one staging folder, whose note the first of them leaves; ``merge`` proves the files.
+The shares of a job array write in one staging folder, whose note the first of them leaves;
+``merge`` proves the files.
 """
 
 import hashlib
@@ -26,17 +29,27 @@ from ckptfix.storage.joined_team import ensure_seen
 from ckptfix.storage.partial_results import PartialResults, Units
 from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.recipes import Literal
-from ckptfix.storage.staged import Staging, discard, keep_while, owner_of, staging_for, temporary_file
+from ckptfix.storage.staged import (
+    Staging,
+    discard,
+    keep_while,
+    owner_of,
+    staging_for,
+    temporary_file,
+)
 from ckptfix.storage.staged import write_file as write_note
 from ckptfix.tensors.new_files import Computed, Data
 from ckptfix.wording import shown
 
 NOTE = "staging.json"
-"""File in the folder of partial results that names the staging folder. Without it, that folder is nobody's."""
+"""File in the folder of partial results that names the staging folder. Without it, that folder is
+nobody's.
+"""
 
 
 class Kept(NamedTuple):
-    """Files that an earlier run left in the staging folder. ``run``: a part of each result's key, "" to keep none.
+    """Files that an earlier run left in the staging folder. ``run``: a part of each result's key,
+    "" to keep none.
 
     ``nbytes``: of the complete files.
     """
@@ -53,7 +66,8 @@ def partial_results() -> PartialResults | None:
 
 @contextmanager
 def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
-    """Yield a folder to write the output of a plan in, as ``staging_for`` does; in a team, that of the leader.
+    """Yield a folder to write the output of a plan in, as ``staging_for`` does; in a team, that of
+    the leader.
 
     With partial results it stays when the work is interrupted, and is that of the run before.
     """
@@ -71,7 +85,11 @@ def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
             yield Staging(Path(folder), output.absolute(), name), Kept(*kept)
         return
     planned = "" if results is None else _fingerprint(plan)
-    begun = staging_for(output, name=name) if results is None else _lasting(output, name, planned, results)
+    begun = (
+        staging_for(output, name=name)
+        if results is None
+        else _lasting(output, name, planned, results)
+    )
     with begun as staging:
         kept = Kept() if results is None else _kept(planned, staging, results)
         if team is not None:
@@ -84,7 +102,9 @@ def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
 def _of_shares(
     plan: MigrationPlan, name: str | None, results: PartialResults
 ) -> Iterator[tuple[Staging, Kept]]:
-    """Yield the folder in which the shares of a job array write, each its own files; ``merge`` removes it."""
+    """Yield the folder in which the shares of a job array write, each its own files; ``merge``
+    removes it.
+    """
     note, planned = results.folder / NOTE, _fingerprint(plan)
     if not note.exists():
         _begin(plan.output, name, planned, results)
@@ -92,7 +112,8 @@ def _of_shares(
     again = f"next: rm -r {shell_path(results.folder)}, and start every share again"
     if old is None or old["plan"] != planned or not Path(old["folder"]).is_dir():
         raise OperationError(
-            f"{results.folder}: the source, its plan or the version of ckptfix changed since the first share; {again}"
+            f"{results.folder}: the source, its plan or the version of ckptfix changed since the "
+            f"first share; {again}"
         )
     staging = Staging(Path(old["folder"]), plan.output.absolute(), name)
     if teams.is_share():
@@ -123,7 +144,9 @@ def _begin(output: Path, name: str | None, planned: str, results: PartialResults
 
 
 @contextmanager
-def _lasting(output: Path, name: str | None, planned: str, results: PartialResults) -> Iterator[Staging]:
+def _lasting(
+    output: Path, name: str | None, planned: str, results: PartialResults
+) -> Iterator[Staging]:
     """Yield the staging folder of the run before, or a new one, that stays while its note does.
 
     ``planned``: the fingerprint of the plan, which must be that of the run before.
@@ -134,8 +157,8 @@ def _lasting(output: Path, name: str | None, planned: str, results: PartialResul
     owner = owner_of(before) if before is not None else None
     if owner is not None and owner.is_same_machine and owner.is_running:
         raise OperationError(
-            f"{results.folder}: process {owner.pid} writes {output} with these partial results; next: wait for "
-            "its end, and run the same command again"
+            f"{results.folder}: process {owner.pid} writes {output} with these partial results; "
+            "next: wait for its end, and run the same command again"
         )
     if before is None or not before.is_dir():
         before = None
@@ -152,7 +175,11 @@ def _kept(planned: str, staging: Staging, results: PartialResults) -> Kept:
     old = _noted(results)
     run = old["run"] if old is not None else os.urandom(8).hex()
     files = _identities(results, run)
-    kept = {name: identity for name, identity in files.items() if state_of(staging.new / name) == identity}
+    kept = {
+        name: identity
+        for name, identity in files.items()
+        if state_of(staging.new / name) == identity
+    }
     if kept != files:  # somebody was there: nothing is certain
         run, kept = os.urandom(8).hex(), {}
     for root, _, names in os.walk(staging.new):
@@ -183,7 +210,9 @@ def state_of(path: Path) -> list[int] | None:
 
 @contextmanager
 def doubted() -> Iterator[None]:
-    """Keep nothing when what is inside this block finds that a new file is wrong: the next run begins again."""
+    """Keep nothing when what is inside this block finds that a new file is wrong: the next run
+    begins again.
+    """
     try:
         yield
     except OperationError as error:
@@ -208,7 +237,9 @@ def _noted(results: PartialResults) -> dict[str, Any] | None:
 
 
 def _fingerprint(plan: MigrationPlan) -> str:
-    """Return a digest of what decides about the bytes of the new files: the source's files, and what is planned."""
+    """Return a digest of what decides about the bytes of the new files: the source's files, and
+    what is planned.
+    """
     root = plan.source.root
     source = Units().of(tuple(root / name for name in sorted(set(files_read(plan)))), 0).files
     digest = hashlib.sha256(

@@ -1,4 +1,6 @@
-"""Migration of a checkpoint to another format: plan, show, write, prove, one rename, and the receipt."""
+"""Migration of a checkpoint to another format: plan, show, write, prove, one rename, and the
+receipt.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -57,11 +59,22 @@ from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizers import Strategy
 from ckptfix.tensors.parameter_sources import Factory
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
-from ckptfix.wording import Line, Printable, count_of, few, human_size, line, list_names, unchecked_line
+from ckptfix.wording import (
+    Line,
+    Printable,
+    count_of,
+    few,
+    human_size,
+    line,
+    list_names,
+    unchecked_line,
+)
 
 
 class MigratedModel(NamedTuple):
-    """One migrated model: its old label, its tensors (each tie once), their bytes as written, and its new files."""
+    """One migrated model: its old label, its tensors (each tie once), their bytes as written, and
+    its new files.
+    """
 
     label: str
     tensors: int
@@ -71,7 +84,9 @@ class MigratedModel(NamedTuple):
 
 
 class MigratedOptimizer(NamedTuple):
-    """One migrated optimizer: old label, numbers of parameters and param groups, bytes of its states, new files."""
+    """One migrated optimizer: old label, numbers of parameters and param groups, bytes of its
+    states, new files.
+    """
 
     label: str
     parameters: int
@@ -84,17 +99,18 @@ class MigratedOptimizer(NamedTuple):
 class MigrateReceipt(Printable, Serialized):
     """The receipt of a migration, done or, in a dry run, only planned.
 
-    ``carried``: files that were copied unchanged. ``left_out``: parts of the source that the new checkpoint
-    lacks. ``rewritten``: files that were copied with changes: a config that names the dtype. ``warnings``:
-    problems of the source and so of its copy, and losses of the conversion, in words. ``removed``: old files
-    of the output that were replaced, relative to it. ``bytes_to_write``: the size of all of it. ``verified``:
-    every tensor was read back and its digest compared. ``state``: the word of ``--state``; ``optimizers``: those that
-    were written anew; ``processes``: that will load the state, None for weights alone.
+    ``carried``: files that were copied unchanged. ``left_out``: parts of the source that the new
+    checkpoint lacks. ``rewritten``: files that were copied with changes: a config that names the
+    dtype. ``warnings``: problems of the source and so of its copy, and losses of the conversion, in
+    words. ``removed``: old files of the output that were replaced, relative to it.
+    ``bytes_to_write``: the size of all of it. ``verified``: every tensor was read back and its
+    digest compared. ``state``: the word of ``--state``; ``optimizers``: those that were written
+    anew; ``processes``: that will load the state, None for weights alone.
     """
 
     json_keys: ClassVar = (
-        "path status output to dry_run verified bytes=bytes_to_write models carried left_out rewritten "
-        "warnings removed not_checked state processes optimizers"
+        "path status output to dry_run verified bytes=bytes_to_write models carried left_out "
+        "rewritten warnings removed not_checked state processes optimizers"
     )
 
     path: Path
@@ -145,7 +161,9 @@ class MigrateReceipt(Printable, Serialized):
         if self.rewritten:
             yield line(f"  with the new dtype: {_files(self.rewritten)}")
         if self.removed:
-            yield line(f"  to be replaced in {self.output}: {_files(self.removed)}", colour="yellow")
+            yield line(
+                f"  to be replaced in {self.output}: {_files(self.removed)}", colour="yellow"
+            )
         left_out = [f"  left out: {one.what}: {one.reason}" for one in self.left_out]
         yield from few(left_out, "that are left out", colour="yellow")
 
@@ -172,7 +190,9 @@ def receipt_of(
     verified: bool = False,
     dry_run: bool = False,
 ) -> MigrateReceipt:
-    """Return the receipt of a plan that was carried out, or, in a dry run, was not. ``warnings``: of the source."""
+    """Return the receipt of a plan that was carried out, or, in a dry run, was not. ``warnings``:
+    of the source.
+    """
     return MigrateReceipt(
         path=plan.path,
         output=plan.output,
@@ -226,8 +246,8 @@ def _overflows(plan: MigrationPlan) -> Iterator[str]:
         }
         if counts:
             yield (
-                f"{model.label}: {count_of(sum(counts.values()), 'finite number')} became infinite, too large for "
-                f"{plan.options.dtype}: in {list_names(list(counts))}"
+                f"{model.label}: {count_of(sum(counts.values()), 'finite number')} became "
+                f"infinite, too large for {plan.options.dtype}: in {list_names(list(counts))}"
             )
 
 
@@ -240,18 +260,23 @@ def _files(names: tuple[str, ...]) -> str:
 
 
 def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
-    """Return in words what a plan does not check. ``is_guarded``: the source has the manifest of a guarded save."""
+    """Return in words what a plan does not check. ``is_guarded``: the source has the manifest of a
+    guarded save.
+    """
     words = []
     if not plan.options.verify:
         words.append("that the new files hold what the old ones do (--no-verify)")
     words += (
-        f"{one.label}: whether the files of the last ranks are missing; no file records how many ranks saved it"
+        f"{one.label}: whether the files of the last ranks are missing; no file records how many "
+        "ranks saved it"
         for one in plan.source.weights
         if one.files and is_file_of_parts(one.files[0].name)
     )
     if plan.options.strategy is not None:
         return (*words, *plan.not_checked)
-    names = [parse_folder_name(path.parts[0]) or parse_file_name(str(path)) for path in plan.carried]
+    names = [
+        parse_folder_name(path.parts[0]) or parse_file_name(str(path)) for path in plan.carried
+    ]
     roles = {parsed.role for parsed in names if parsed is not None}
     if plan.options.keys is not None and Role.OPTIMIZER in roles:
         words.append(
@@ -261,9 +286,10 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
     if _may_lack_names(plan, is_guarded=is_guarded):
         reader = "dcp.load" if plan.options.to is Format.DCP else "load_state of pytorch_model.bin"
         words.append(
-            "tied weights may lack their second key: safetensors files leave it out, no manifest of a guarded save "
-            f"lists it, and {reader} looks for every key; if one is missing, save the source again with "
-            "ckptfix.Accelerator, or load it into its model and save that"
+            "tied weights may lack their second key: safetensors files leave it out, no manifest "
+            f"of a guarded save lists it, and {reader} looks for every key; if one is missing, "
+            "save the source again with ckptfix.Accelerator, or load it into its model and save "
+            "that"
         )
     return tuple(words)
 
@@ -271,8 +297,8 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
 def _may_lack_names(plan: MigrationPlan, *, is_guarded: bool) -> bool:
     """Return whether the source may lack keys that the new format's readers look for.
 
-    ``save_state`` and ``save_pretrained`` leave out tied keys and record nothing; readers of ``.bin`` files
-    of the latter tie again.
+    ``save_state`` and ``save_pretrained`` leave out tied keys and record nothing; readers of
+    ``.bin`` files of the latter tie again.
     """
     source = plan.source
     config = (*plan.carried, *(file.path for file in plan.rewritten))
@@ -307,16 +333,20 @@ def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
     )
     if found:
         looks = (
-            "load_state under FSDP looks for optimizer_0/" if to_dcp else "load_state looks for optimizer.bin"
+            "load_state under FSDP looks for optimizer_0/"
+            if to_dcp
+            else "load_state looks for optimizer.bin"
         )
         yield (
-            f"{', '.join(found[:3])}: copied unchanged, but next to these models {looks}: it can load the models, "
-            f"and not the complete state; next, for that, too: add --state all --to {'fsdp' if to_dcp else 'ddp'}"
+            f"{', '.join(found[:3])}: copied unchanged, but next to these models {looks}: it can "
+            "load the models, and not the complete state; next, for that, too: add --state all "
+            f"--to {'fsdp' if to_dcp else 'ddp'}"
         )
 
 
 def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
-    """Return the models of the new checkpoint as ``open_checkpoint`` finds them, in the order of the plan.
+    """Return the models of the new checkpoint as ``open_checkpoint`` finds them, in the order of
+    the plan.
 
     Raises OperationError when a model is not found in the files that were written for it.
     """
@@ -325,7 +355,8 @@ def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
     except CkptfixError as error:
         words = str(error).replace(str(whole), str(plan.output))
         raise OperationError(
-            f"{plan.output}: the new files could not be opened again, nothing was written there: {words}"
+            f"{plan.output}: the new files could not be opened again, nothing was written there: "
+            f"{words}"
         ) from error
     new = []
     for model in plan.models:
@@ -333,8 +364,8 @@ def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
         mine = [one for one in found if written.issuperset(one.files)]
         if len(mine) != 1:
             raise OperationError(
-                f"{plan.output}: {model.label} became {min(map(str, written))}, but other files would be loaded; "
-                "nothing was written there"
+                f"{plan.output}: {model.label} became {min(map(str, written))}, but other files "
+                "would be loaded; nothing was written there"
             )
         new.append(mine[0])
     return tuple(new)
@@ -366,23 +397,26 @@ def migrate(
     progress: Progress | None = None,
     on_plan: OnPlan | None = None,
 ) -> MigrateReceipt:
-    """Write the checkpoint ``src`` to ``dst`` in the format ``to``: ``safetensors``, ``bin`` or ``dcp``.
+    """Write the checkpoint ``src`` to ``dst`` in the format ``to``: ``safetensors``, ``bin`` or
+    ``dcp``.
 
-    With ``state="all"`` the optimizers become those of another strategy, too, and everything else goes along; ``to``
-    is then ``ddp``, ``fsdp``, ``fsdp-full``, ``zero1``, ``zero2``, ``zero3`` or ``universal``, and ``processes`` the
-    number of those that will load it, None for as many as saved it. DDP numbers parameters and other strategies name
-    them: ``model``, ``"module:factory"`` or a function that returns the run's model, and ``frozen``, a regular
-    expression of the names that no optimizer has, decide where the checkpoint itself does not.
+    With ``state="all"`` the optimizers become those of another strategy, too, and everything else
+    goes along; ``to`` is then ``ddp``, ``fsdp``, ``fsdp-full``, ``zero1``, ``zero2``, ``zero3`` or
+    ``universal``, and ``processes`` the number of those that will load it, None for as many as
+    saved it. DDP numbers parameters and other strategies name them: ``model``, ``"module:factory"``
+    or a function that returns the run's model, and ``frozen``, a regular expression of the names
+    that no optimizer has, decide where the checkpoint itself does not.
 
-    ``src`` is not changed, and ``dst`` is complete or absent. ``max_shard_size``: bytes, or ``"5GB"``.
-    ``keys``: new keys, as in ``repair``; None changes no key. ``dtype``: ``"bf16"`` and the like, for
-    floating point tensors; ``"original"``, for DeepSpeed: the weights in the dtype of training instead of the
-    fp32 ones of the optimizer. ``verify``: read everything back and compare digests. ``overwrite``: replace
-    the folder that an earlier migration wrote to ``dst``; anything else there is refused. ``allow_damage``: go on
-    with errors that ``repair`` would fix in ``src``, and name them in the receipt. ``progress`` gets byte counts.
+    ``src`` is not changed, and ``dst`` is complete or absent. ``max_shard_size``: bytes, or
+    ``"5GB"``. ``keys``: new keys, as in ``repair``; None changes no key. ``dtype``: ``"bf16"`` and
+    the like, for floating point tensors; ``"original"``, for DeepSpeed: the weights in the dtype of
+    training instead of the fp32 ones of the optimizer. ``verify``: read everything back and compare
+    digests. ``overwrite``: replace the folder that an earlier migration wrote to ``dst``; anything
+    else there is refused. ``allow_damage``: go on with errors that ``repair`` would fix in ``src``,
+    and name them in the receipt. ``progress`` gets byte counts.
 
-    Raises UsageError for invalid words and paths, OperationError when it could not finish, OSError; nothing
-    is left behind then.
+    Raises UsageError for invalid words and paths, OperationError when it could not finish, OSError;
+    nothing is left behind then.
     """
     options = make_options(
         to=to,
@@ -403,10 +437,15 @@ def migrate(
         watch = Watch(path)
         source = open_checkpoint(path, original=options.original)
         if options.original and all(one.format is not Format.DEEPSPEED for one in source.weights):
-            raise UsageError(f"--dtype original: {path} holds no weights of DeepSpeed; leave it out")
+            raise UsageError(
+                f"--dtype original: {path} holds no weights of DeepSpeed; leave it out"
+            )
         ensure_finished(source)
-        # Before the plan: an optimizer that was saved twice fails there, with a message about names of parameters.
-        of_source = warnings_of_source(path, source.weights, options.keys, allow_damage=allow_damage)
+        # Before the plan: an optimizer that was saved twice fails there, with a message about names
+        # of parameters.
+        of_source = warnings_of_source(
+            path, source.weights, options.keys, allow_damage=allow_damage
+        )
         make = make_plan if options.strategy is None else plan_states
         plan = make(source, path, output, options)
         warnings = (*of_source, *unfit_optimizers(plan))
@@ -429,7 +468,9 @@ def migrate(
         return receipt
     with shared_staging(plan) as (staging, kept):
         with_sha256 = manifest is not None and bool(manifest.digests)
-        produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, kept=kept, progress=progress)
+        produced = produce(
+            plan, staging.new, recorded, with_sha256=with_sha256, kept=kept, progress=progress
+        )
         if teams.is_share():
             watch.check(files_read(plan))
             return receipt
@@ -438,7 +479,8 @@ def migrate(
             if options.verify:
                 with teams.by_itself():
                     _prove(plan, staging, new, produced, progress)
-        with teams.as_one():  # nothing appears at its place where one of several processes has failed
+        # Nothing appears at its place where one of several processes has failed.
+        with teams.as_one():
             watch.check(files_read(plan))
         if not teams.leads():
             return receipt
@@ -450,15 +492,20 @@ def migrate(
         if options.overwrite:
             ensure_unchanged(plan)
         put_in_place(
-            staging, overwrite=options.overwrite, check=lambda folder: ensure_unchanged(plan, folder)
+            staging,
+            overwrite=options.overwrite,
+            check=lambda folder: ensure_unchanged(plan, folder),
         )
     return receipt_of(plan, warnings=warnings, not_checked=not_checked, verified=options.verify)
 
 
 def _prove(
-    plan: MigrationPlan, staging: Staging, new: tuple[Weights, ...], produced: Produced, progress: Progress | None
+    plan: MigrationPlan, staging: Staging, new: tuple[Weights, ...], produced: Produced,
+    progress: Progress | None
 ) -> None:  # fmt: skip
-    """Read everything back, and compare it with what was read from the source. Raises OperationError."""
+    """Read everything back, and compare it with what was read from the source. Raises
+    OperationError.
+    """
     whole = staging.complete
     proven: dict[StoredTensor, str] = {}
     for planned, weights, digests in zip(plan.models, new, produced.digests, strict=False):

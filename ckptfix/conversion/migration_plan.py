@@ -1,4 +1,6 @@
-"""Plan of a migration: the files to write, to copy and to leave out, decided before anything is written."""
+"""Plan of a migration: the files to write, to copy and to leave out, decided before anything is
+written.
+"""
 
 import os
 import re
@@ -60,8 +62,8 @@ def renamed(weights: Weights, keys: Keys | None) -> Weights:
         raise UsageError(f"{weights.label}: {first!r} and {second!r} would both become {new!r}")
     if key_map.inner and common_wrappers(map(key_map, names)) != key_map.insert:
         raise UsageError(
-            f"{weights.label}: without its inner wrappers every key would begin with a wrapper again: it is "
-            "unclear which are real; leave --keys out"
+            f"{weights.label}: without its inner wrappers every key would begin with a wrapper "
+            "again: it is unclear which are real; leave --keys out"
         )
     return replace(
         weights,
@@ -89,7 +91,9 @@ FORMATS = {
     Strategy.DDP: Format.SAFETENSORS,
     Strategy.FSDP: Format.DCP,
     Strategy.FSDP_FULL: Format.TORCH,
-    **dict.fromkeys((Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3, Strategy.UNIVERSAL), Format.DEEPSPEED),
+    **dict.fromkeys(
+        (Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3, Strategy.UNIVERSAL), Format.DEEPSPEED
+    ),
 }
 """The format in which each strategy's loader looks for the weights."""
 
@@ -99,7 +103,9 @@ FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"} | {
 """Words for ``--dtype`` -> dtype in safetensors' nouns."""
 
 ORIGINAL = "original"
-"""Word of ``--dtype`` for DeepSpeed: the weights in the dtype of training, not those of the optimizer."""
+"""Word of ``--dtype`` for DeepSpeed: the weights in the dtype of training, not those of the
+optimizer.
+"""
 
 CONVERTIBLE = frozenset(FLOATS.values()) | {
     "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0",
@@ -110,7 +116,9 @@ PACKED = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 """Floating point dtypes that ``--dtype`` does not convert: several numbers share a byte."""
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
-"""Bytes of tensors in a file of a from_pretrained folder, as ``save_pretrained`` had them until transformers 5."""
+"""Bytes of tensors in a file of a from_pretrained folder, as ``save_pretrained`` had them until
+transformers 5.
+"""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
@@ -120,14 +128,15 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 class Options:
     """The options of a migration.
 
-    ``strategy``: of whose loader the complete state is written, None for weights alone; ``to`` is then the format of
-    its weights. ``processes``: that will load the state, None for as many as saved it. ``model``, ``frozen``: as in
-    ``name_optimizers``. ``most``: bytes of tensors in a file (None: the default of the kind of folder).
+    ``strategy``: of whose loader the complete state is written, None for weights alone; ``to`` is
+    then the format of its weights. ``processes``: that will load the state, None for as many as
+    saved it. ``model``, ``frozen``: as in ``name_optimizers``. ``most``: bytes of tensors in a file
+    (None: the default of the kind of folder).
 
-    ``keys``: None leaves keys alone. ``dtype``: of all floating point tensors, in safetensors' nouns; None
-    leaves them as they are. ``original``: of DeepSpeed, those in the dtype of training. ``drop_opaque``:
-    leave out values that are not tensors. ``verify``: read everything back. ``overwrite``: replace a folder
-    that migrate wrote.
+    ``keys``: None leaves keys alone. ``dtype``: of all floating point tensors, in safetensors'
+    nouns; None leaves them as they are. ``original``: of DeepSpeed, those in the dtype of training.
+    ``drop_opaque``: leave out values that are not tensors. ``verify``: read everything back.
+    ``overwrite``: replace a folder that migrate wrote.
     """
 
     to: Format
@@ -154,10 +163,14 @@ def parse_size(text: str) -> int:
 
     Raises UsageError for anything else, and for no bytes.
     """
-    match = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,6})?\s*([KMGT]i?B|B|)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(
+        r"([0-9]{1,15})(\.[0-9]{1,6})?\s*([KMGT]i?B|B|)", text.strip(), re.IGNORECASE
+    )
     size = int(float(match[1] + (match[2] or "")) * _UNITS[match[3].upper()]) if match else 0
     if size < 1:
-        raise UsageError(f"--max-shard-size {text}: write a size as 5GB, 500MiB, or a number of bytes")
+        raise UsageError(
+            f"--max-shard-size {text}: write a size as 5GB, 500MiB, or a number of bytes"
+        )
     return size
 
 
@@ -183,7 +196,11 @@ def make_options(
     words = [target.value for target in targets]
     if (word := to.value if isinstance(to, Format | Strategy) else to) not in words:
         others = [*map(_word, TARGETS if is_all else Strategy)]
-        other = f" (--to {word} goes with --state {WEIGHTS if is_all else ALL})" if word in others else ""
+        other = (
+            f" (--to {word} goes with --state {WEIGHTS if is_all else ALL})"
+            if word in others
+            else ""
+        )
         raise UsageError(f"--to {word}: write one of {', '.join(words)}{other}")
     if is_all:
         for name, value in (("max-shard-size", max_shard_size), ("keys", keys)):
@@ -191,13 +208,17 @@ def make_options(
                 raise UsageError(f"--{name} is for --state {WEIGHTS}; leave it out")
         if dtype == ORIGINAL:
             raise UsageError(f"--dtype {ORIGINAL} is for --state {WEIGHTS}; leave it out")
-    for name, is_given in () if is_all else (("model", model is not None), ("frozen", frozen is not None)):
+    for name, is_given in (
+        () if is_all else (("model", model is not None), ("frozen", frozen is not None))
+    ):
         if is_given:
             raise UsageError(
                 f"--{name} is for --state {ALL}, which needs the names of parameters; leave it out"
             )
     if processes is not None and (not is_all or processes < 1):
-        raise UsageError(f"--processes {processes}: write a number from 1 on, together with --state {ALL}")
+        raise UsageError(
+            f"--processes {processes}: write a number from 1 on, together with --state {ALL}"
+        )
     if dtype is not None and dtype not in (*FLOATS, ORIGINAL):
         raise UsageError(f"--dtype {dtype}: write one of {', '.join((*FLOATS, ORIGINAL))}")
     if keys is not None and keys not in [*Keys, *(one.value for one in Keys)]:
@@ -240,16 +261,20 @@ _OF_INDEXES = {"metadata", "total_size", "total_parameters"}
 """Entries that every index has or that follow from the tensors."""
 
 _MOST_BYTES = 1 << 60
-"""Largest size of a model: the formats count in 64 bits, and a few bytes can be expanded to any size."""
+"""Largest size of a model: the formats count in 64 bits, and a few bytes can be expanded to any
+size.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedModel:
-    """One planned model: ``before`` as it is stored, ``weights`` under their new keys, and its new files.
+    """One planned model: ``before`` as it is stored, ``weights`` under their new keys, and its new
+    files.
 
-    ``sources``: new name -> where its bytes come from; ties are not in it. ``parts``: the same for the keys of the
-    ``Data`` in its files, where a file does not hold tensors one by one; None where the keys are the names.
-    ``modules``: file -> name -> key in ``parts``, of the copies of the weights that DeepSpeed's module has.
+    ``sources``: new name -> where its bytes come from; ties are not in it. ``parts``: the same for
+    the keys of the ``Data`` in its files, where a file does not hold tensors one by one; None where
+    the keys are the names. ``modules``: file -> name -> key in ``parts``, of the copies of the
+    weights that DeepSpeed's module has.
     """
 
     label: str
@@ -283,7 +308,8 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedState:
-    """One planned optimizer: ``before`` as it is stored, ``state`` as it must be read back, and its new files.
+    """One planned optimizer: ``before`` as it is stored, ``state`` as it must be read back, and its
+    new files.
 
     ``data``: key of each ``Data`` in its files -> where its bytes come from.
     """
@@ -307,7 +333,9 @@ class PlannedState:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedExtra:
-    """Small new files without tensors. ``old_files``: one that they are like, relative to the source."""
+    """Small new files without tensors. ``old_files``: one that they are like, relative to the
+    source.
+    """
 
     files: tuple[OutputFile, ...]
     old_files: tuple[PurePosixPath, ...]
@@ -321,13 +349,15 @@ Planned = PlannedModel | PlannedState | PlannedExtra
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MigrationPlan:
-    """Plan of a migration. ``carried``: files that are copied unchanged, relative to the source's folder.
+    """Plan of a migration. ``carried``: files that are copied unchanged, relative to the source's
+    folder.
 
-    ``rewritten``: files that are copied with changes, so that they describe the new weights. ``empty``: empty
-    folders, which are made again. ``is_file``: the new checkpoint is one file. ``removed``: files at the
-    output that go away, relative to it. ``states``: the optimizers that are written anew, of ``--state all``;
-    ``extras``: what belongs to no model and no optimizer. ``processes``: that will load it. ``warnings``: what is
-    otherwise than the run that saved it had it, in words. ``not_checked``: what nothing in the source shows, in words.
+    ``rewritten``: files that are copied with changes, so that they describe the new weights.
+    ``empty``: empty folders, which are made again. ``is_file``: the new checkpoint is one file.
+    ``removed``: files at the output that go away, relative to it. ``states``: the optimizers that
+    are written anew, of ``--state all``; ``extras``: what belongs to no model and no optimizer.
+    ``processes``: that will load it. ``warnings``: what is otherwise than the run that saved it had
+    it, in words. ``not_checked``: what nothing in the source shows, in words.
     """
 
     source: StoredCheckpoint
@@ -354,7 +384,9 @@ class MigrationPlan:
 
     @property
     def old_state_files(self) -> tuple[PurePosixPath, ...]:
-        """The files that new optimizers and ``extras`` are made of, relative to the source, each once."""
+        """The files that new optimizers and ``extras`` are made of, relative to the source, each
+        once.
+        """
         every = [one.old_files for one in self.states] + [one.old_files for one in self.extras]
         return tuple(dict.fromkeys(file for files in every for file in files))
 
@@ -366,11 +398,13 @@ class MigrationPlan:
         return new + sum(os.stat(self.source.root / path).st_size for path in self.carried)
 
 
-def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Options) -> MigrationPlan:
+def make_plan(
+    source: StoredCheckpoint, path: Path, output: Path, options: Options
+) -> MigrationPlan:
     """Plan a migration; reads only the sizes of files.
 
-    Raises UsageError for options that do not fit the source, OperationError for what the new format cannot
-    hold.
+    Raises UsageError for options that do not fit the source, OperationError for what the new format
+    cannot hold.
     """
     is_file = becomes_file(source, output, options.to)
     configs = {home: read_config(source, home) for home in {one.home for one in source.weights}}
@@ -390,7 +424,9 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
     )
     new = [file.path for model in models for file in model.files]
     if doubled := [path for path, count in Counter(new).items() if count > 1]:
-        raise UsageError(f"two models would both become {doubled[0]}; name one of them instead of the folder")
+        raise UsageError(
+            f"two models would both become {doubled[0]}; name one of them instead of the folder"
+        )
     others = other_files(source, frozenset(new))
     rewritten = {
         home / NAME: data
@@ -407,14 +443,20 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
         is_file=is_file,
         models=models,
         carried=tuple(path for path in others.carried if path not in rewritten),
-        rewritten=tuple(OutputFile(path=path, parts=(Literal(data),)) for path, data in rewritten.items()),
+        rewritten=tuple(
+            OutputFile(path=path, parts=(Literal(data),)) for path, data in rewritten.items()
+        ),
         empty=others.empty,
         left_out=(*_not_weights(source.weights), *_words(models, options.to), *others.left_out),
     )
 
 
-def _most(source: StoredCheckpoint, weights: Weights, options: Options, *, is_file: bool) -> int | None:
-    """Return the most bytes that a file of a model may hold. Raises UsageError where it must be one file."""
+def _most(
+    source: StoredCheckpoint, weights: Weights, options: Options, *, is_file: bool
+) -> int | None:
+    """Return the most bytes that a file of a model may hold. Raises UsageError where it must be one
+    file.
+    """
     why = why_one_file(source, weights)
     if options.most is None:
         return None if why or is_file else DEFAULT_SHARD_SIZE
@@ -430,50 +472,63 @@ def _most(source: StoredCheckpoint, weights: Weights, options: Options, *, is_fi
 def planned_model(
     weights: Weights, stem: str, options: Options, config: Config, most: int | None, suffix: str
 ) -> PlannedModel:
-    """Plan one model. ``stem``: the new name without suffix; ``most``: bytes of tensors a file takes.
+    """Plan one model. ``stem``: the new name without suffix; ``most``: bytes of tensors a file
+    takes.
 
-    Raises OperationError for what the new format cannot hold, UsageError for options that do not fit.
+    Raises OperationError for what the new format cannot hold, UsageError for options that do not
+    fit.
     """
     if weights.unread:
         raise _not_carried(weights)
     if weights.nested:
         raise OperationError(
-            f"{weights.label}: {list_names(weights.nested)}: no tensors but dicts that hold some, next to tensors that "
-            "are taken for the model; next: load it with torch, and save the model's state dict alone"
+            f"{weights.label}: {list_names(weights.nested)}: no tensors but dicts that hold some, "
+            "next to tensors that are taken for the model; next: load it with torch, and save "
+            "the model's state dict alone"
         )
     if weights.opaque and not options.drop_opaque:
         raise OperationError(
-            f"{weights.label}: {list_names(weights.opaque)}: no plain tensors but objects in a pickle, which cannot be "
-            "copied without running it; to leave them out: --drop-opaque"
+            f"{weights.label}: {list_names(weights.opaque)}: no plain tensors but objects in a "
+            "pickle, which cannot be copied without running it; to leave them out: --drop-opaque"
         )
     if options.dtype is not None:
         _ensure_no_codes(weights, config)
     new = renamed(weights, options.keys)
     if config.ties_nothing and options.to is Format.SAFETENSORS:
         new = _with_copies(new)
-    sources = {tensor.fqn: source_of(tensor, options.dtype, weights.label) for tensor in new.tensors}
+    sources = {
+        tensor.fqn: source_of(tensor, options.dtype, weights.label) for tensor in new.tensors
+    }
     if len(sources) != len(new.tensors):
         raise OperationError(f"{weights.label}: a key is in it more than once")
     if (nbytes := sum(source.new.nbytes for source in sources.values())) > _MOST_BYTES:
-        raise OperationError(f"{weights.label}: its tensors claim {nbytes} bytes, which no file can hold")
+        raise OperationError(
+            f"{weights.label}: its tensors claim {nbytes} bytes, which no file can hold"
+        )
     try:
-        files = _files(options.to, stem, [source.new for source in sources.values()], new, most, suffix)
+        files = _files(
+            options.to, stem, [source.new for source in sources.values()], new, most, suffix
+        )
     except UnsupportedFormat as error:
         raise OperationError(f"{weights.label}: {error}") from error
     files = tuple(replace(file, path=weights.home / file.path) for file in files)
-    return PlannedModel(label=weights.label, before=weights, weights=new, files=files, sources=sources)
+    return PlannedModel(
+        label=weights.label, before=weights, weights=new, files=files, sources=sources
+    )
 
 
 def _not_carried(weights: Weights) -> OperationError:
-    """Return the error about tensors that only torch can store: without them, weights would be lost."""
+    """Return the error about tensors that only torch can store: without them, weights would be
+    lost.
+    """
     kind = next(iter(weights.unread.values()))
     names = [name for name, other in weights.unread.items() if other == kind]
     more = len(weights.unread) - len(names)
     also = f", and {count_of(more, 'tensor')} of other kinds" if more else ""
     remedy = next((remedy for word, remedy in _MADE_PLAIN.items() if word in kind), _TO_PLAIN)
     return OperationError(
-        f"{weights.label}: {list_names(names)}: {kind}, which only torch itself can store{also}; next: load it with "
-        f"torch, {remedy}, and save it again"
+        f"{weights.label}: {list_names(names)}: {kind}, which only torch itself can store{also}; "
+        f"next: load it with torch, {remedy}, and save it again"
     )
 
 
@@ -485,26 +540,29 @@ def _with_copies(weights: Weights) -> Weights:
 
 
 def _ensure_no_codes(weights: Weights, config: Config) -> None:
-    """Raise OperationError for 8-bit weights that need their scales, which no conversion applies."""
+    """Raise OperationError for 8-bit weights that need their scales, which no conversion
+    applies.
+    """
     coded = next((tensor for tensor in weights.tensors if tensor.dtype.startswith("F8_")), None)
     scale = next((tensor.fqn for tensor in weights.tensors if _SCALE.search(tensor.fqn)), None)
     if coded is not None and (scale is not None or config.is_quantized):
         why = f"{scale!r} scales such" if scale is not None else f"{NAME} has a quantization_config"
         raise OperationError(
-            f"{weights.label}: {coded.fqn!r} is of {coded.dtype}, and {why}: its numbers are codes, which --dtype "
-            "would convert without their scales; leave --dtype out"
+            f"{weights.label}: {coded.fqn!r} is of {coded.dtype}, and {why}: its numbers are "
+            "codes, which --dtype would convert without their scales; leave --dtype out"
         )
 
 
 def source_of(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
     """Return the source of the bytes of a new tensor.
 
-    ``dtype``: the new one of floating point tensors, None leaves all as they are. Raises OperationError for one that
-    is not converted.
+    ``dtype``: the new one of floating point tensors, None leaves all as they are. Raises
+    OperationError for one that is not converted.
     """
     if dtype is not None and tensor.dtype in PACKED:
         raise OperationError(
-            f"{label}: {tensor.fqn!r} is of {tensor.dtype}, which is not converted; leave --dtype out"
+            f"{label}: {tensor.fqn!r} is of {tensor.dtype}, which is not converted; leave "
+            "--dtype out"
         )
     if dtype in (None, tensor.dtype) or tensor.dtype not in CONVERTIBLE:
         return Source(NewTensor(tensor.fqn, tensor.dtype, tensor.shape, tensor.nbytes), tensor)
@@ -517,11 +575,21 @@ def source_of(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
 
 
 def _files(
-    to: Format, stem: str, tensors: Sequence[NewTensor], weights: Weights, most: int | None, suffix: str
+    to: Format,
+    stem: str,
+    tensors: Sequence[NewTensor],
+    weights: Weights,
+    most: int | None,
+    suffix: str,
 ) -> tuple[OutputFile, ...]:
     if to is Format.SAFETENSORS:
         return safetensors_files(
-            stem, tensors, weights.ties, most=most, metadata=weights.metadata, index_words=weights.index_words
+            stem,
+            tensors,
+            weights.ties,
+            most=most,
+            metadata=weights.metadata,
+            index_words=weights.index_words,
         )
     if to is Format.TORCH:
         return torch_files(
@@ -551,7 +619,9 @@ def _not_weights(all_weights: Sequence[Weights]) -> list[LeftOut]:
 
 
 def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:
-    """Yield the metadata of headers and indexes that the new files lack, except "format", which names the old one."""
+    """Yield the metadata of headers and indexes that the new files lack, except "format", which
+    names the old one.
+    """
     for model in models:
         label, weights = model.label, model.weights
         if weights.views:
@@ -561,7 +631,8 @@ def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:
             )
         if weights.disputed:
             yield LeftOut(
-                f"{label}: {list_names(weights.disputed)}", "metadata that differs from shard to shard"
+                f"{label}: {list_names(weights.disputed)}",
+                "metadata that differs from shard to shard",
             )
         if to is Format.SAFETENSORS:
             words = unwritable(weights.metadata, weights.ties, model.sources)
@@ -573,7 +644,10 @@ def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:
             yield LeftOut(f"{label}: {list_names(sorted(words))}", why)
         if not any(file.path.suffix == ".json" for file in model.files):
             metadata = weights.index_words.get("metadata")
-            said = {*weights.index_words, *(metadata if isinstance(metadata, Mapping) else ())} - _OF_INDEXES
+            said = {
+                *weights.index_words,
+                *(metadata if isinstance(metadata, Mapping) else ()),
+            } - _OF_INDEXES
             if said:
                 yield LeftOut(
                     f"{label}: {list_names(sorted(said))}",

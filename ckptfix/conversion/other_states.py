@@ -1,7 +1,9 @@
-"""The states of a run next to its models and optimizers: schedulers, scale of the loss, random states, data positions.
+"""The states of a run next to its models and optimizers: schedulers, scale of the loss, random
+states, data positions.
 
-Accelerate and the Trainer keep each in a file of its own. DeepSpeed's engine has a scheduler and the scale of the loss
-in its own files, and looks for them there. What belongs to a process goes on only where the same process does.
+Accelerate and the Trainer keep each in a file of its own. DeepSpeed's engine has a scheduler and
+the scale of the loss in its own files, and looks for them there. What belongs to a process goes on
+only where the same process does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,23 +30,29 @@ from ckptfix.wording import count_of, list_names
 _LR_SCHEDULER, _SCALER = "lr_scheduler", "scaler.pt"
 _NEVER = 2**31 - 1
 """Steps after which a scale grows that does not: the most that fit into GradScaler's counter."""
-_ONCE_PER_PROCESS = "unless the script has split_batches=True or step_scheduler_with_optimizer=False"
+_ONCE_PER_PROCESS = (
+    "unless the script has split_batches=True or step_scheduler_with_optimizer=False"
+)
 _NEW_CYCLE = (
-    "it counts batches within gradient accumulation; the new run begins with a complete cycle, whatever its "
-    "gradient_accumulation_steps"
+    "it counts batches within gradient accumulation; the new run begins with a complete cycle, "
+    "whatever its gradient_accumulation_steps"
 )
 _STEP_STAYS = (
-    "random_states_*.pkl: copied unchanged, with accelerator.step {step}, which counts batches within gradient "
-    "accumulation: where gradient_accumulation_steps does not divide it, the first step takes fewer batches; next, "
-    "unless the guard of ckptfix resumes: accelerator.step = 0 after load_state"
+    "random_states_*.pkl: copied unchanged, with accelerator.step {step}, which counts batches "
+    "within gradient accumulation: where gradient_accumulation_steps does not divide it, the "
+    "first step takes fewer batches; next, unless the guard of ckptfix resumes: accelerator.step "
+    "= 0 after load_state"
 )
 _BY_HAND = (
-    "Accelerator(step_scheduler_with_optimizer=False) and, if accelerator.sync_gradients, scheduler.step()"
+    "Accelerator(step_scheduler_with_optimizer=False) and, if accelerator.sync_gradients, "
+    "scheduler.step()"
 )
 
 
 class OtherStates(NamedTuple):
-    """The files of these states. ``extras``: those that are made; ``warnings``: what goes on otherwise, in words."""
+    """The files of these states. ``extras``: those that are made; ``warnings``: what goes on
+    otherwise, in words.
+    """
 
     carried: tuple[PurePosixPath, ...] = ()
     empty: tuple[PurePosixPath, ...] = ()
@@ -65,8 +73,8 @@ def other_states(
 ) -> OtherStates:
     """Sort the files that are neither weights nor optimizers, and plan those of new ranks.
 
-    ``optimizers``: as they were saved. ``replaced``: files of optimizers that change. ``before``: number of the
-    processes that saved, None if unknown.
+    ``optimizers``: as they were saved. ``replaced``: files of optimizers that change. ``before``:
+    number of the processes that saved, None if unknown.
     """
     wanted = names.random_states(processes)
     carried: list[PurePosixPath] = []
@@ -118,7 +126,8 @@ def other_states(
         left.append(
             LeftOut(
                 f"random states in {list_names(lacking)}",
-                f"no such rank saved any{only}; a copy of another rank's would give both the same dropout",
+                f"no such rank saved any{only}; a copy of another rank's would give both the same "
+                "dropout",
             )
         )
     if before is not None and not names.is_trainer:
@@ -129,7 +138,9 @@ def other_states(
 
 
 def _of_new_cycle(root: Path, path: PurePosixPath) -> PlannedExtra | None:
-    """Plan the random states of a rank with ``accelerator.step`` 0; None where they cannot be written anew."""
+    """Plan the random states of a rank with ``accelerator.step`` 0; None where they cannot be
+    written anew.
+    """
     values, checksums = _plain_values(root / path)
     if not isinstance(values, dict):
         return None
@@ -138,7 +149,10 @@ def _of_new_cycle(root: Path, path: PurePosixPath) -> PlannedExtra | None:
     return PlannedExtra(
         files=(torch_file(path, content),),
         old_files=(path,),
-        data={key: source_of(tensor._replace(fqn=key), None, str(path)) for key, tensor in sources.items()},
+        data={
+            key: source_of(tensor._replace(fqn=key), None, str(path))
+            for key, tensor in sources.items()
+        },
         checksums=checksums,
     )
 
@@ -148,28 +162,38 @@ def _other_paces(
 ) -> Iterator[str]:
     """Yield in words where a scheduler of Accelerate advances faster or slower from now on.
 
-    Accelerate advances it once per process at each step, unless the script says otherwise: where it is now, and how
-    many steps the optimizer took, shows which. ``state``: the optimizer of its position, as it was saved.
+    Accelerate advances it once per process at each step, unless the script says otherwise: where it
+    is now, and how many steps the optimizer took, shows which. ``state``: the optimizer of its
+    position, as it was saved.
     """
     position, steps = _count(path, "last_epoch"), _steps_of(state)
     if position is not None and steps and position == steps and before > 1:
         return  # the script has it advanced by 1 at each step
-    shown = f"at {position} after {count_of(steps, 'step')} of the optimizer" if steps else f"at {position}"
+    shown = (
+        f"at {position} after {count_of(steps, 'step')} of the optimizer"
+        if steps
+        else f"at {position}"
+    )
     is_known = position is not None and steps and position == steps * before and before > 1
     unless = "" if is_known else f", {_ONCE_PER_PROCESS}"
     if position and steps and not is_known and position % steps == 0:
-        unless += f" and advances it by {position // steps} at each step; these numbers suggest that it does"
+        unless += (
+            f" and advances it by {position // steps} at each step; these numbers suggest that it "
+            "does"
+        )
     if before != processes:
         yield (
-            f"{path.name}: copied unchanged, {shown}; Accelerate advances it once per process at each step (by "
-            f"{before} so far, by {processes} from now on){unless}; next, where the batch of a step stays as large as "
-            f"it was: {_BY_HAND}{f' {before} times' if before > 1 else ''}"
+            f"{path.name}: copied unchanged, {shown}; Accelerate advances it once per process at "
+            f"each step (by {before} so far, by {processes} from now on){unless}; next, where the "
+            "batch of a step stays as large as it was: "
+            f"{_BY_HAND}{f' {before} times' if before > 1 else ''}"
         )
     if strategy not in BY_TORCH and before > 1 and not (state and _has_scheduler(state)):
         yield (
-            f"{path.name}: {shown}, as Accelerate advanced it by {before} at each step{unless}; a scheduler that "
-            "DeepSpeed's engine has itself (of ds_config, or a DummyScheduler) would go on from there, by 1 at each "
-            "step; next: let the script prepare() its scheduler of torch, which goes on as before"
+            f"{path.name}: {shown}, as Accelerate advanced it by {before} at each step{unless}; a "
+            "scheduler that DeepSpeed's engine has itself (of ds_config, or a DummyScheduler) "
+            "would go on from there, by 1 at each step; next: let the script prepare() its "
+            "scheduler of torch, which goes on as before"
         )
 
 
@@ -199,35 +223,42 @@ def _count(path: Path, key: str) -> int | None:
 def out_of_engines(
     root: Path, optimizers: Sequence[OptimizerState], names: StateNames, processes: int
 ) -> OtherStates:
-    """Plan the files of what only DeepSpeed's files have, which others look for in files of their own."""
+    """Plan the files of what only DeepSpeed's files have, which others look for in files of their
+    own.
+    """
     extras: list[PlannedExtra] = []
     warnings: list[str] = []
     for state in optimizers:
         inside = state.extra.get(MODEL_STATES, {})
         if of_script := sorted(key for key in inside if key not in OF_ENGINE):
             warnings.append(
-                f"{state.label}: {list_names(of_script)}, what the script gave to save_checkpoint as client_state, is "
-                "left out: only DeepSpeed's files have a place for it; next, where the script needs it: torch.load it "
-                "from the old checkpoint"
+                f"{state.label}: {list_names(of_script)}, what the script gave to save_checkpoint "
+                "as client_state, is left out: only DeepSpeed's files have a place for it; next, "
+                "where the script needs it: torch.load it from the old checkpoint"
             )
         held = inside.get(_LR_SCHEDULER)
         name = names.scheduler(state.index)
         if held is None or (root / name).exists():
             continue
-        if isinstance(held, dict) and "last_epoch" in held and not _has(held, (Unread, StoredTensor)):
+        if (
+            isinstance(held, dict)
+            and "last_epoch" in held
+            and not _has(held, (Unread, StoredTensor))
+        ):
             files = (torch_file(PurePosixPath(name), held),)
             extras.append(PlannedExtra(files=files, old_files=state.files[:1]))
             if processes > 1 and not names.is_trainer:
                 warnings.append(
-                    f"{name}: DeepSpeed's engine advanced this scheduler by 1 at each step, and Accelerate advances "
-                    f"it once per process, by {processes} from now on, {_ONCE_PER_PROCESS}; next, where the batch of a "
-                    f"step stays as large as it was: {_BY_HAND}"
+                    f"{name}: DeepSpeed's engine advanced this scheduler by 1 at each step, and "
+                    f"Accelerate advances it once per process, by {processes} from now on, "
+                    f"{_ONCE_PER_PROCESS}; next, where the batch of a step stays as large as it "
+                    f"was: {_BY_HAND}"
                 )
             continue
         shown = f", {held}" if isinstance(held, dict) and len(held) < 4 else ""
         warnings.append(
-            f"{state.label}: the state of DeepSpeed's own scheduler{shown} is left out: no scheduler of torch "
-            "takes it; next: let the script's scheduler begin at this step"
+            f"{state.label}: the state of DeepSpeed's own scheduler{shown} is left out: no "
+            "scheduler of torch takes it; next: let the script's scheduler begin at this step"
         )
     scaler = _scaler_of(optimizers)
     if scaler and not (root / _SCALER).exists():
@@ -235,14 +266,17 @@ def out_of_engines(
         extras.append(PlannedExtra(files=files, old_files=optimizers[0].files[:1]))
         if scaler["growth_interval"] == _NEVER:
             warnings.append(
-                f"{optimizers[0].label}: its scale of the loss, {scaler['scale']:g}, is static, and torch's GradScaler "
-                f"has only dynamic ones: by {_SCALER} it begins there, never grows, and is halved by an overflow"
+                f"{optimizers[0].label}: its scale of the loss, {scaler['scale']:g}, is static, "
+                f"and torch's GradScaler has only dynamic ones: by {_SCALER} it begins there, "
+                "never grows, and is halved by an overflow"
             )
     return OtherStates(extras=tuple(extras), warnings=tuple(warnings))
 
 
 def _scaler_of(optimizers: Sequence[OptimizerState]) -> Mapping[str, Any]:
-    """Return what ``scaler.pt`` has, without which ``load_state`` of a run in fp16 fails; nothing without a scale."""
+    """Return what ``scaler.pt`` has, without which ``load_state`` of a run in fp16 fails; nothing
+    without a scale.
+    """
     held = next((one.extra.get(LOSS_SCALER) for one in optimizers), None)
     state = held.state if isinstance(held, Call) else None
     is_fp16 = optimizers and optimizers[0].extra.get(MODEL_STATES, {}).get(DTYPE) == "F16"
@@ -253,7 +287,8 @@ def _scaler_of(optimizers: Sequence[OptimizerState]) -> Mapping[str, Any]:
             return _grad_scaler(float(state["cur_scale"]), done=0, factor=2.0, window=_NEVER)
         window = int(state["scale_window"])
         done = int(state["cur_iter"]) - int(state["last_overflow_iter"]) - 1
-        # GradScaler counts a step before it looks, and DeepSpeed after: one that it has not counted yet is -1.
+        # GradScaler counts a step before it looks, and DeepSpeed after: one that it has not counted
+        # yet is -1.
         return _grad_scaler(
             float(state["cur_scale"]),
             done=(done - 1) % window if done else -1,
@@ -265,7 +300,9 @@ def _scaler_of(optimizers: Sequence[OptimizerState]) -> Mapping[str, Any]:
 
 
 def _grad_scaler(scale: float, *, done: int, factor: float, window: int) -> dict[str, Any]:
-    """Return the state of a ``GradScaler``, which grows by ``factor`` once ``done`` steps are ``window``."""
+    """Return the state of a ``GradScaler``, which grows by ``factor`` once ``done`` steps are
+    ``window``.
+    """
     return {
         "scale": scale,
         "growth_factor": factor,
@@ -278,9 +315,11 @@ def _grad_scaler(scale: float, *, done: int, factor: float, window: int) -> dict
 def into_engine(
     root: Path, state: OptimizerState, scheduler: str, dtype: str | None
 ) -> tuple[OptimizerState, tuple[str, ...]]:
-    """Return an optimizer with what DeepSpeed's engine looks for in its own files, and in words what it does not find.
+    """Return an optimizer with what DeepSpeed's engine looks for in its own files, and in words
+    what it does not find.
 
-    ``scheduler``: the name of its file. ``dtype``: of the new training, None for that of the source's.
+    ``scheduler``: the name of its file. ``dtype``: of the new training, None for that of the
+    source's.
     """
     inside = state.extra.get(MODEL_STATES, {})
     scaler: dict[str, Any] = {}
@@ -304,14 +343,19 @@ def into_engine(
         }
     elif dtype is None:
         warnings = (
-            f"{_SCALER}: the run trained in fp16, and DeepSpeed's new files are not for fp16: a run in fp16 would take "
-            "the scale 1 from them for good; next: --dtype fp16, or --dtype bf16 where the new run is in bf16",
+            (
+                f"{_SCALER}: the run trained in fp16, and DeepSpeed's new files are not for fp16: "
+                "a run in fp16 would take the scale 1 from them for good; next: --dtype fp16, or "
+                "--dtype bf16 where the new run is in bf16"
+            ),
         )
     return replace(state, extra={**state.extra, **scaler, MODEL_STATES: inside}), warnings
 
 
 def _plain_values(path: Path) -> tuple[Any, Mapping[Piece, int]]:
-    """Return the plain values in a file of torch, None where there are others, or no such file; and its checksums."""
+    """Return the plain values in a file of torch, None where there are others, or no such file; and
+    its checksums.
+    """
     try:
         with open_reader(path) as reader:
             file = read_torch_file(reader)
@@ -327,5 +371,11 @@ def _has(value: Any, kinds: tuple[type, ...]) -> bool:
         return True
     if isinstance(value, Call):
         value = (value.args, value.items, value.state)
-    inner = value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else ()
+    inner = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if type(value) in (list, tuple)
+        else ()
+    )
     return any(_has(one, kinds) for one in inner)

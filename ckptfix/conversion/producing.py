@@ -1,4 +1,6 @@
-"""Production of the new checkpoint: a migration's plan carried out in the staging folder, and the manifest."""
+"""Production of the new checkpoint: a migration's plan carried out in the staging folder, and the
+manifest.
+"""
 
 import hashlib
 import os
@@ -11,7 +13,13 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint, read_manifest
+from ckptfix.checkpoint.manifest import (
+    MAX_MANIFEST,
+    Manifest,
+    ManifestEntry,
+    key_fingerprint,
+    read_manifest,
+)
 from ckptfix.conversion.checksums import Checksums, Digests, Part
 from ckptfix.conversion.kept_files import Kept, state_of
 from ckptfix.conversion.migration_plan import (
@@ -46,7 +54,8 @@ _MODE = 0o777
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """Digests of new files. ``digests``: of each ``planned`` one, name of a tensor -> digest; ``sha256``: of the files.
+    """Digests of new files. ``digests``: of each ``planned`` one, name of a tensor -> digest;
+    ``sha256``: of the files.
 
     Both are empty if not requested.
     """
@@ -64,10 +73,11 @@ def produce(
     kept: Kept,
     progress: Progress | None,
 ) -> Produced:
-    """Write all planned files below ``folder``, durably, and compare the bytes read with the recorded digests.
+    """Write all planned files below ``folder``, durably, and compare the bytes read with the
+    recorded digests.
 
-    ``kept``: what is there of an earlier run. Raises OperationError when there is too little space or the source is
-    damaged, ChangedError when it changed meanwhile, OSError.
+    ``kept``: what is there of an earlier run. Raises OperationError when there is too little space
+    or the source is damaged, ChangedError when it changed meanwhile, OSError.
     """
     shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
     new = sum(file.size for one in plan.planned for file in one.files)
@@ -78,7 +88,9 @@ def produce(
     records = {piece: crc for one in plan.planned for piece, crc in one.checksums.items()}
     checksums = Checksums(records, with_parts=plan.options.verify)
     sha256: dict[str, str] = {}
-    work = _Work(plan=plan, folder=folder, recorded=recorded, sha256=sha256 if with_sha256 else None)
+    work = _Work(
+        plan=plan, folder=folder, recorded=recorded, sha256=sha256 if with_sha256 else None
+    )
     with Pacer() as pacer:
         try:
             parts = list(_parts(plan, work, digests, checksums, shares=shares))
@@ -115,11 +127,18 @@ def produce(
 def _tensors_of(plan: MigrationPlan, *, has_digests: bool) -> list[Mapping[str, StoredTensor]]:
     """Return what a proof asks for of each planned part: name -> tensor where its bytes are now.
 
-    ``has_digests``: the source's manifest has digests of the models, which are compared in any case.
+    ``has_digests``: the source's manifest has digests of the models, which are compared in any
+    case.
     """
     models = {
-        id(one): {name: source.tensor for name, source in one.sources.items()}
-        | {key: one.data[key].tensor for names in one.modules.values() for key in names.values()}
+        id(one): (
+            {name: source.tensor for name, source in one.sources.items()}
+            | {
+                key: one.data[key].tensor
+                for names in one.modules.values()
+                for key in names.values()
+            }
+        )
         for one in plan.models
         if plan.options.verify or has_digests
     }
@@ -127,8 +146,12 @@ def _tensors_of(plan: MigrationPlan, *, has_digests: bool) -> list[Mapping[str, 
     return [(models | states).get(id(one), {}) for one in plan.planned]
 
 
-def _complete(digests: Digests, planned: Planned, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Return the digests of tensors by name; those that new files have in parts are read once more."""
+def _complete(
+    digests: Digests, planned: Planned, tensors: Mapping[str, StoredTensor]
+) -> dict[str, str]:
+    """Return the digests of tensors by name; those that new files have in parts are read once
+    more.
+    """
     found = digests.of(tensors)
     left = {tensor._replace(fqn=""): name for name, tensor in tensors.items() if name not in found}
     read = hash_all([TensorJob(one) for one in left], keep_cached=False)
@@ -150,9 +173,11 @@ _Task = Callable[[Writer], object]
 
 
 class _Part(NamedTuple):
-    """The tasks of one file, which one process of a team does. ``source``: a file that is read, where it is one.
+    """The tasks of one file, which one process of a team does. ``source``: a file that is read,
+    where it is one.
 
-    ``path``: the file that is written, if it is one. ``found``: returns what has been found out once all is done.
+    ``path``: the file that is written, if it is one. ``found``: returns what has been found out
+    once all is done.
     """
 
     what: str
@@ -166,7 +191,9 @@ class _Part(NamedTuple):
 def _parts(
     plan: MigrationPlan, work: "_Work", digests: Digests, checksums: Checksums, *, shares: bool
 ) -> Iterator[_Part]:
-    """Yield all that there is to do: large files first, so that no thread is left alone with one at the end."""
+    """Yield all that there is to do: large files first, so that no thread is left alone with one at
+    the end.
+    """
     sized = [
         (file, number, mode)
         for number, planned in enumerate(plan.planned)
@@ -193,10 +220,14 @@ def _parts(
         what, size, tasks = f"copy {path}", 2 * _size(root / path), (partial(work.carry, path),)
         yield _Part(what, root / path, size, tasks, work.folder / path, partial(work.found, path))
     for path in plan.old_state_files:
-        yield _Part(f"compare {path}", root / path, _size(root / path), (partial(work.compare, path),))
+        yield _Part(
+            f"compare {path}", root / path, _size(root / path), (partial(work.compare, path),)
+        )
     for file in plan.rewritten:
         found, tasks = partial(work.found, file.path), (partial(work.rewrite, file),)
-        yield _Part(str(file.path), root / file.path, file.size, tasks, work.folder / file.path, found)
+        yield _Part(
+            str(file.path), root / file.path, file.size, tasks, work.folder / file.path, found
+        )
 
 
 def _size(path: Path) -> int:
@@ -213,9 +244,11 @@ def _left(checksums: Checksums) -> Iterator[_Part]:
 def _run_shared(
     what: str, parts: Sequence[_Part], pacer: Pacer, progress: Progress | None, run: str
 ) -> list[dict[str, Any]]:
-    """Run the tasks of all parts; in a team, those of some of them, and none of those that an earlier run has done.
+    """Run the tasks of all parts; in a team, those of some of them, and none of those that an
+    earlier run has done.
 
-    Returns what was ``found`` of each part, as JSON values; nothing for one process alone. ``run``: as ``Kept`` has it.
+    Returns what was ``found`` of each part, as JSON values; nothing for one process alone. ``run``:
+    as ``Kept`` has it.
     """
     team = teams.current()
     if team is None:
@@ -243,7 +276,9 @@ def _run_shared(
             if path is not None:
                 path.unlink(missing_ok=True)  # of this share, when it was killed
         with teams.alone():
-            tasks = (partial(do, number, task) for number in numbers for task in parts[number].tasks)
+            tasks = (
+                partial(do, number, task) for number in numbers for task in parts[number].tasks
+            )
             _run(tasks, pacer, progress)
 
     units = Units()
@@ -280,8 +315,12 @@ class _Work:
         assert convert is not None
         return convert
 
-    def found(self, path: PurePosixPath, new: NewFile | None = None, number: int = 0) -> dict[str, Any]:
-        """Return what has been found out about a complete file, as JSON values; the counts begin again."""
+    def found(
+        self, path: PurePosixPath, new: NewFile | None = None, number: int = 0
+    ) -> dict[str, Any]:
+        """Return what has been found out about a complete file, as JSON values; the counts begin
+        again.
+        """
         overflowed = []
         for name, source in new.taken() if new is not None else ():
             if source.convert is not None and source.convert.overflowed:
@@ -301,13 +340,17 @@ class _Work:
             self.sha256[str(file.path)] = new.sha256
 
     def compare(self, path: PurePosixPath, writer: Writer) -> None:
-        """Compare a file that optimizers are read from with its recorded digest: moments have none of their own."""
+        """Compare a file that optimizers are read from with its recorded digest: moments have none
+        of their own.
+        """
         if self.recorded.lists(str(path)):
             found = sha256_of(self.plan.source.root / path, writer.control)
             self.recorded.compare_file(str(path), found)
 
     def carry(self, path: PurePosixPath, writer: Writer) -> None:
-        """Copy one file with its permissions and its time; a symbolic link becomes the file behind it."""
+        """Copy one file with its permissions and its time; a symbolic link becomes the file behind
+        it.
+        """
         source, target = self.plan.source.root / path, self.folder / path
         copy_file(source, target, writer.control.go_on)
         if self.recorded.lists(str(path)):
@@ -320,7 +363,8 @@ class _Work:
         source, target = self.plan.source.root / file.path, self.folder / file.path
         self.recorded.compare_file(str(file.path), sha256_of(source, writer.control))
         data = b"".join(part.data for part in file.parts if isinstance(part, Literal))
-        target.parent.mkdir(parents=True, exist_ok=True)  # the thread that writes the weights may come later
+        # The thread that writes the weights may come later.
+        target.parent.mkdir(parents=True, exist_ok=True)
         create_file(target, data)
         os.chmod(target, stat.S_IMODE(os.stat(source).st_mode) & _MODE)
         if self.sha256 is not None:
@@ -334,13 +378,18 @@ def _keep_modes(plan: MigrationPlan, folder: Path) -> None:
     made = {parent for path in plan.carried for parent in path.parents}
     made |= {one for path in plan.empty for one in (path, *path.parents)}
     for path in made | {PurePosixPath(".")}:
-        os.chmod(folder / path, stat.S_IMODE(os.stat(plan.source.root / path).st_mode) & _MODE | stat.S_IRWXU)
+        os.chmod(
+            folder / path,
+            stat.S_IMODE(os.stat(plan.source.root / path).st_mode) & _MODE | stat.S_IRWXU,
+        )
 
 
 def _mode_of(plan: MigrationPlan, planned: Planned) -> int:
-    """Return the permissions of the first old file of a planned part, so that the same users can read the new one.
+    """Return the permissions of the first old file of a planned part, so that the same users can
+    read the new one.
 
-    Users without access to a folder around the old file, which is not made again, could not read that file.
+    Users without access to a folder around the old file, which is not made again, could not read
+    that file.
     """
     first = plan.source.root / planned.old_files[0]
     mode = stat.S_IMODE(os.stat(first).st_mode) & 0o666
@@ -349,16 +398,21 @@ def _mode_of(plan: MigrationPlan, planned: Planned) -> int:
         folders.pop()  # the folder itself, whose permissions the new one gets
     for folder in folders if plan.source.only is None else ():
         entered = os.stat(folder).st_mode
-        mode &= ~(0o060 if not entered & stat.S_IXGRP else 0) & ~(0o006 if not entered & stat.S_IXOTH else 0)
+        mode &= ~(0o060 if not entered & stat.S_IXGRP else 0) & ~(
+            0o006 if not entered & stat.S_IXOTH else 0
+        )
     return mode | stat.S_IRUSR
 
 
 def _full(plan: MigrationPlan, error: OSError) -> OperationError:
-    """Return the error about a disk that had enough room at first and that others filled meanwhile."""
+    """Return the error about a disk that had enough room at first and that others filled
+    meanwhile.
+    """
     need = plan.bytes_to_write
     return OperationError(
-        f"{plan.output}: {error}; {need} bytes ({human_size(need)}) are needed in all; nothing was written there; "
-        "next: make room on that disk, or name a place on another one, and run it again"
+        f"{plan.output}: {error}; {need} bytes ({human_size(need)}) are needed in all; nothing was "
+        "written there; next: make room on that disk, or name a place on another one, and run it "
+        "again"
     )
 
 
@@ -368,7 +422,8 @@ _Value = TypeVar("_Value")
 def source_manifest(plan: MigrationPlan) -> Manifest | None:
     """Return the manifest of a source, None when it has none.
 
-    Raises OperationError, with what to do, for an unreadable one, with which nothing could be compared.
+    Raises OperationError, with what to do, for an unreadable one, with which nothing could be
+    compared.
     """
     path = plan.source.root / MANIFEST
     try:
@@ -387,9 +442,9 @@ def record(
 
     ``new``: its models as they were found in the new files.
 
-    Digests of tensors are written when they are known: after a verified migration. Returns in words what was
-    left out, as too long a manifest would not be read. Raises OperationError when the manifest is too long
-    without them, too; OSError.
+    Digests of tensors are written when they are known: after a verified migration. Returns in words
+    what was left out, as too long a manifest would not be read. Raises OperationError when the
+    manifest is too long without them, too; OSError.
     """
     carried = set(map(str, plan.carried))
     sizes = {str(file.path): file.size for one in plan.planned for file in one.files}
@@ -417,22 +472,31 @@ def record(
     return words
 
 
-def _shortened(plan: MigrationPlan, manifest: Manifest, length: int) -> tuple[bytes, tuple[str, ...]]:
+def _shortened(
+    plan: MigrationPlan, manifest: Manifest, length: int
+) -> tuple[bytes, tuple[str, ...]]:
     """Return a manifest without the digests of tensors, and in words that it has none."""
-    data = replace(manifest, models=tuple(replace(one, digests={}) for one in manifest.models)).to_bytes()
+    data = replace(
+        manifest, models=tuple(replace(one, digests={}) for one in manifest.models)
+    ).to_bytes()
     too_long = f"would take {length} bytes, {MAX_MANIFEST} are read at most"
     if len(data) > MAX_MANIFEST:
         raise OperationError(
-            f"{plan.output}: its manifest {too_long}, and {len(data)} without the digests of tensors; nothing was "
-            f"written; next, to migrate without it: mv {shell_path(plan.source.root / MANIFEST)} ELSEWHERE"
+            f"{plan.output}: its manifest {too_long}, and {len(data)} without the digests of "
+            "tensors; nothing was written; next, to migrate without it: mv "
+            f"{shell_path(plan.source.root / MANIFEST)} ELSEWHERE"
         )
     return data, (f"{plan.output / MANIFEST} has no digests of tensors: with them it {too_long}",)
 
 
 def outdated(plan: MigrationPlan) -> Iterator[str]:
-    """Yield in words the manifests above the output that do not list the new files, and the command to seal again."""
+    """Yield in words the manifests above the output that do not list the new files, and the command
+    to seal again.
+    """
     output = plan.output.absolute()
-    names = ["."] if plan.is_file else [str(file.path) for one in plan.planned for file in one.files]
+    names = (
+        ["."] if plan.is_file else [str(file.path) for one in plan.planned for file in one.files]
+    )
     for folder in output.parents:
         manifest = None
         with suppress(FormatError, OSError):  # its next reader reports it
@@ -444,8 +508,9 @@ def outdated(plan: MigrationPlan) -> Iterator[str]:
         is_changed = not written.isdisjoint({*manifest.digests, *manifest.files})
         if manifest.digests or is_changed:
             yield (
-                f"{folder / MANIFEST} {'says otherwise of' if is_changed else 'does not list'} what is written to "
-                f"{below}; next, to make it true: {command('seal', folder, '', *(['--force'] if is_changed else []))}"
+                f"{folder / MANIFEST} {'says otherwise of' if is_changed else 'does not list'} "
+                f"what is written to {below}; next, to make it true: "
+                f"{command('seal', folder, '', *(['--force'] if is_changed else []))}"
             )
 
 
@@ -453,8 +518,12 @@ def _kept(recorded: Mapping[str, _Value], carried: set[str]) -> dict[str, _Value
     return {name: value for name, value in recorded.items() if name in carried}
 
 
-def _entry(model: PlannedModel, new: Weights, digests: Mapping[str, str], old: Manifest) -> ManifestEntry:
-    """Return the manifest entry of one model. Its keys are those that a reader of the header sees."""
+def _entry(
+    model: PlannedModel, new: Weights, digests: Mapping[str, str], old: Manifest
+) -> ManifestEntry:
+    """Return the manifest entry of one model. Its keys are those that a reader of the header
+    sees.
+    """
     is_apart = new.format is Format.SAFETENSORS
     names = {name: source.new for name, source in model.sources.items()}
     ties = dict(model.weights.ties)
@@ -470,7 +539,9 @@ def _entry(model: PlannedModel, new: Weights, digests: Mapping[str, str], old: M
 
 
 def _optimizer_entry(old: ManifestEntry, states: Sequence[PlannedState]) -> ManifestEntry:
-    """Return the manifest entry of an optimizer with the name of its new file; a guarded save names no folder."""
+    """Return the manifest entry of an optimizer with the name of its new file; a guarded save names
+    no folder.
+    """
     for state in states:
         if state.state.index == old.index:
             names = [str(file.path) for file in state.files if len(file.path.parts) == 1]

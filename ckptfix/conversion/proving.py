@@ -1,4 +1,6 @@
-"""Proof that new files hold the bytes that were read from the source, by reading every byte of them back."""
+"""Proof that new files hold the bytes that were read from the source, by reading every byte of them
+back.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -30,9 +32,9 @@ def prove_model(
 ) -> dict[StoredTensor, str]:
     """Compare a model in its new files with the written one: keys, dtypes, shapes, ties and bytes.
 
-    ``where``: the name of the model in an error. ``digests``: of each tensor, taken while the source was
-    read. Returns the digests of the new tensors, without names. Raises OperationError about the first tensor that
-    differs.
+    ``where``: the name of the model in an error. ``digests``: of each tensor, taken while the
+    source was read. Returns the digests of the new tensors, without names. Raises OperationError
+    about the first tensor that differs.
     """
     planned = {name: source.tensor for name, source in sources.items()}
     planned |= {name: planned[kept] for name, kept in ties.items()}
@@ -50,16 +52,20 @@ def prove_modules(
     proven: Mapping[StoredTensor, str],
     progress: Progress | None,
 ) -> None:
-    """Compare the module in each of DeepSpeed's files of model states with the written one: it is what runs first.
+    """Compare the module in each of DeepSpeed's files of model states with the written one: it is
+    what runs first.
 
-    The weights that are found in a checkpoint are the fp32 ones of the optimizer, so this copy of them is not among
-    those that ``prove_model`` reads. ``digests``, ``proven``: as for ``prove_states``. Raises as it does.
+    The weights that are found in a checkpoint are the fp32 ones of the optimizer, so this copy of
+    them is not among those that ``prove_model`` reads. ``digests``, ``proven``: as for
+    ``prove_states``. Raises as it does.
     """
     for path, keys in planned.modules.items():
         wanted = {name: planned.data[key].tensor for name, key in keys.items()}
         known = {name: digests[key] for name, key in keys.items()}
         module = read_model_states(folder / path).module
-        _prove_tensors(f"{where}: the module in {path.name}", wanted, module, known, proven, progress)
+        _prove_tensors(
+            f"{where}: the module in {path.name}", wanted, module, known, proven, progress
+        )
 
 
 def _prove_tensors(
@@ -70,10 +76,12 @@ def _prove_tensors(
     proven: Mapping[StoredTensor, str],
     progress: Progress | None,
 ) -> dict[StoredTensor, str]:
-    """Compare tensors that were found with the wanted ones, by name: dtype, shape, bytes. Each is read once.
+    """Compare tensors that were found with the wanted ones, by name: dtype, shape, bytes. Each is
+    read once.
 
-    ``digests``: of the wanted ones. ``proven``: of those that were read already. Returns the digests of those that
-    are there, without names. Raises OperationError about the first tensor that differs.
+    ``digests``: of the wanted ones. ``proven``: of those that were read already. Returns the
+    digests of those that are there, without names. Raises OperationError about the first tensor
+    that differs.
     """
     for name in (*wanted, *there):
         if _kind(wanted.get(name)) != _kind(there.get(name)):
@@ -104,11 +112,12 @@ def prove_states(
     proven: Mapping[StoredTensor, str],
     progress: Progress | None,
 ) -> None:
-    """Compare the optimizers in ``folder`` with the planned ones: parameters, moments, masters, steps, hyperparameters.
+    """Compare the optimizers in ``folder`` with the planned ones: parameters, moments, masters,
+    steps, hyperparameters.
 
-    ``digests``: of each optimizer, name of ``state_tensors`` -> digest, taken while the source was read. ``proven``:
-    of new tensors that were read already, as masters are that are the weights. Raises OperationError about the first
-    value that differs.
+    ``digests``: of each optimizer, name of ``state_tensors`` -> digest, taken while the source was
+    read. ``proven``: of new tensors that were read already, as masters are that are the weights.
+    Raises OperationError about the first value that differs.
     """
     if not plan.states:
         return
@@ -123,7 +132,9 @@ def prove_states(
             state = state.named({str(number): name for number, name in enumerate(names)})
         _compare_groups(where, planned.state, state)
         _compare_numbers(where, _steps(planned.state), _steps(state))
-        _prove_tensors(where, state_tensors(planned.state), state_tensors(state), known, proven, progress)
+        _prove_tensors(
+            where, state_tensors(planned.state), state_tensors(state), known, proven, progress
+        )
 
 
 def _kind(tensor: StoredTensor | None) -> tuple[str, tuple[int, ...]] | None:
@@ -142,7 +153,9 @@ def state_tensors(state: OptimizerState) -> dict[str, StoredTensor]:
 
 
 def _steps(state: OptimizerState) -> dict[str, Any]:
-    """Return the numbers of an optimizer: plain values, and steps, which strategies keep in different kinds."""
+    """Return the numbers of an optimizer: plain values, and steps, which strategies keep in
+    different kinds.
+    """
     with OpenFiles() as files:
         return {
             f"{name}/{key}": _read(value, files)
@@ -158,7 +171,9 @@ def _read(value: Any, files: OpenFiles) -> Any:
         return number_in(value, files)
     if isinstance(value, dict):
         return {key: _read(one, files) for key, one in value.items()}
-    return type(value)(_read(one, files) for one in value) if type(value) in (list, tuple) else value
+    return (
+        type(value)(_read(one, files) for one in value) if type(value) in (list, tuple) else value
+    )
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -180,12 +195,17 @@ def _compare_groups(where: str, wanted: OptimizerState, there: OptimizerState) -
                 pair = [_read(options.get(key), files) for options in (one.options, other.options)]
                 if not _are_equal(*pair):
                     raise _differs(
-                        where, f"{key!r} of param group {number} is {pair[1]!r} (expected {pair[0]!r})"
+                        where,
+                        f"{key!r} of param group {number} is {pair[1]!r} (expected {pair[0]!r})",
                     )
 
 
-def prove_copies(root: Path, folder: Path, paths: Sequence[PurePosixPath], progress: Progress | None) -> None:
-    """Compare copied files with their sources; a team shares them. Raises as ``prove_copy`` does."""
+def prove_copies(
+    root: Path, folder: Path, paths: Sequence[PurePosixPath], progress: Progress | None
+) -> None:
+    """Compare copied files with their sources; a team shares them. Raises as ``prove_copy``
+    does.
+    """
 
     def work(number: int, progress: Progress | None) -> None:
         prove_copy(root / paths[number], folder / paths[number], progress)
@@ -196,18 +216,21 @@ def prove_copies(root: Path, folder: Path, paths: Sequence[PurePosixPath], progr
 
 
 def prove_copy(source: Path, copy: Path, progress: Progress | None) -> None:
-    """Compare a copy with its source, byte for byte. Raises OperationError when they differ, OSError."""
+    """Compare a copy with its source, byte for byte. Raises OperationError when they differ,
+    OSError.
+    """
     with open_reader(source) as one, open_reader(copy) as other:
         if one.size != other.size:
             raise OperationError(
-                f"{source} has {one.size} bytes, its copy {other.size}: it changed while it was copied"
+                f"{source} has {one.size} bytes, its copy {other.size}: it changed while it was "
+                "copied"
             )
         runs = [Run(0, 0, one.size)] if one.size else []
         found = first_difference(one, other, runs, progress=progress)
     if found is not None:
         raise OperationError(
-            f"{source} differs from its copy from byte {found.offset_a} on: it changed, or a disk is failing; "
-            "nothing was written"
+            f"{source} differs from its copy from byte {found.offset_a} on: it changed, or a disk "
+            "is failing; nothing was written"
         )
 
 

@@ -1,4 +1,6 @@
-"""Salvage of a damaged checkpoint: everything intact goes into a new folder, with a receipt of the losses."""
+"""Salvage of a damaged checkpoint: everything intact goes into a new folder, with a receipt of the
+losses.
+"""
 
 import json
 import os
@@ -25,7 +27,12 @@ from ckptfix.diagnosis.file_damage import diagnose_deepspeed
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.damaged import MalformedFile
 from ckptfix.diagnosis.findings.duplicates import EntryGap
-from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, LostTag, MissingModel, MissingRank
+from ckptfix.diagnosis.findings.incomplete import (
+    IncompleteCheckpoint,
+    LostTag,
+    MissingModel,
+    MissingRank,
+)
 from ckptfix.diagnosis.output import check_output
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
@@ -64,7 +71,9 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile(Serialized):
-    """A new file. ``source``: where its tensors come from. ``names``: their keys, also ties; ``nbytes``: each once."""
+    """A new file. ``source``: where its tensors come from. ``names``: their keys, also ties;
+    ``nbytes``: each once.
+    """
 
     json_keys: ClassVar = "path source bytes=nbytes tensors=names"
 
@@ -76,17 +85,20 @@ class SavedFile(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SalvageReceipt(Printable, Serialized):
-    """The receipt of a salvage. ``saved``: new files. ``copied``: intact files. ``damaged``: kept on request.
+    """The receipt of a salvage. ``saved``: new files. ``copied``: intact files. ``damaged``: kept
+    on request.
 
-    ``doubtful``: kept data without a checksum that ends in zeros, like a file whose end was not written
-    before a crash, or like an untrained tensor; and other files that changed since they were sealed.
-    ``left_out``: parts of the source that do not belong in a new folder, in words. ``not_checked``: in words.
-    ``notes``: the names of the saved files, in words. ``unindexed``: folders in the new one whose shards lack
-    the index that loaders need. ``absent``: the files among ``lost`` that the source lacks.
+    ``doubtful``: kept data without a checksum that ends in zeros, like a file whose end was not
+    written before a crash, or like an untrained tensor; and other files that changed since they
+    were sealed. ``left_out``: parts of the source that do not belong in a new folder, in words.
+    ``not_checked``: in words. ``notes``: the names of the saved files, in words. ``unindexed``:
+    folders in the new one whose shards lack the index that loaders need. ``absent``: the files
+    among ``lost`` that the source lacks.
     """
 
     json_keys: ClassVar = (
-        "source output saved copied lost doubtful damaged left_out notes next=next_steps not_checked"
+        "source output saved copied lost doubtful damaged left_out notes next=next_steps "
+        "not_checked"
     )
 
     source: str
@@ -124,7 +136,9 @@ class SalvageReceipt(Printable, Serialized):
         load = "load_checkpoint_tolerant(model, FOLDER, policy=LoadPolicy(models='partial'))"
         rest = f", or load the rest with ckptfix.{load}" if self.saved else ""
         copies = (
-            [f"copy {list_names(self.absent)} again into {shell_path(self.output)}"] if self.absent else []
+            [f"copy {list_names(self.absent)} again into {shell_path(self.output)}"]
+            if self.absent
+            else []
         )
         return (*repairs, *copies, f"resume from another complete checkpoint of the run{rest}")
 
@@ -137,7 +151,8 @@ class SalvageReceipt(Printable, Serialized):
         """Yield the saved files, the losses with their reasons, and what was not checked."""
         yield line(f"salvaged {self.source} to {self.output}:", bold=True)
         for file in self.saved:
-            origin = f", from {file.source}" if file.source != "." else ""  # that is all of the source
+            # That is all of the source.
+            origin = f", from {file.source}" if file.source != "." else ""
             size = f"{count_of(len(file.names), 'tensor')}, {human_size(file.nbytes)}"
             yield line(f"  {file.path}: {size}{origin}")
         if self.copied:
@@ -202,7 +217,9 @@ def plan_file(part: PartOfModel) -> PlannedFile:
         except UnsupportedFormat as error:
             refused.append(str(error))
         else:
-            sources = {one.fqn: Source(made, one) for made, one in zip(new, found.tensors, strict=True)}
+            sources = {
+                one.fqn: Source(made, one) for made, one in zip(new, found.tensors, strict=True)
+            }
             return PlannedFile(part=part, output=output, sources=sources)
     raise OperationError(f"{part.source}: no file can hold it: {'; '.join(refused)}")
 
@@ -214,10 +231,11 @@ def write_salvage(
     receipt: SalvageReceipt,
     progress: Progress | None,
 ) -> None:
-    """Write every file and the report, prove them, and move them to ``output``; a failure leaves nothing behind.
+    """Write every file and the report, prove them, and move them to ``output``; a failure leaves
+    nothing behind.
 
-    Raises OperationError when a written file differs from what was read, or too little space is left;
-    OSError.
+    Raises OperationError when a written file differs from what was read, or too little space is
+    left; OSError.
     """
     copied = sum(os.stat(found.root / path).st_size for path in found.copied)
     ensure_space(output, copied + sum(file.output.size for file in files))
@@ -262,15 +280,21 @@ _NO_CHECKSUMS = (
 
 
 def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | None) -> SalvagePlan:
-    """Plan a salvage; reads all bytes that have a checksum, or a digest in the manifest of the checkpoint.
+    """Plan a salvage; reads all bytes that have a checksum, or a digest in the manifest of the
+    checkpoint.
 
     Raises UsageError, OperationError for a numbered checkpoint without weights, OSError.
     """
     folder = scan_folder(target.root, target.only)
     bare = judge_bare(folder, resume_problem)
-    has_weights_below = bare is not None and any(getattr(finding, "below", ()) for finding in bare.findings)
+    has_weights_below = bare is not None and any(
+        getattr(finding, "below", ()) for finding in bare.findings
+    )
     if bare is not None and not has_weights_below:
-        reasons = [*(f"{finding}; {finding.advice}" for finding in bare.findings), *bare.unfinished]
+        reasons = [
+            *(f"{finding}; {finding.advice}" for finding in bare.findings),
+            *bare.unfinished,
+        ]
         raise OperationError(f"{target.path}: nothing to salvage: {reasons[0]}")
     if not any(dcp_folders(folder)):
         ensure_checkpoint(folder, "salvage", " NEW_FOLDER")
@@ -284,7 +308,9 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
         _Folders(folder, files, models).sort()
         known = {one.file for one in found.lost}
         missing = (name for name in sealed.missing() if name not in known)
-        found.lost += (Lost(name, None, "the manifest lists it, and it is not there") for name in missing)
+        found.lost += (
+            Lost(name, None, "the manifest lists it, and it is not there") for name in missing
+        )
         for lost in _absent(target):
             found.absent.append(lost.file)
             if lost.file not in {one.file for one in found.lost}:
@@ -305,7 +331,9 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
 
 
 def _absent(target: Target) -> Iterator[Lost]:
-    """Yield the files that a folder lacks, as ``check`` finds by its other files and the checkpoints next to it."""
+    """Yield the files that a folder lacks, as ``check`` finds by its other files and the
+    checkpoints next to it.
+    """
     try:
         findings = check(target.root).findings
     except UsageError:  # files of DeepSpeed alone, whose missing ranks are lost already
@@ -348,7 +376,9 @@ class _Folders:
         for where in sorted(inside):
             self._dcp(where, inside[where])
         others = [
-            path for path in self._folder.strays if PurePosixPath(".") not in inside or not belongs(path.name)
+            path
+            for path in self._folder.strays
+            if PurePosixPath(".") not in inside or not belongs(path.name)
         ]
         for path in self._folder.subfolders:
             if path in inside:
@@ -391,7 +421,9 @@ class _Folders:
         return False
 
     def _below(self, where: PurePosixPath) -> Iterator[PurePosixPath]:
-        """Sort the files below a folder as complete files, and yield those of no known kind; follows no link."""
+        """Sort the files below a folder as complete files, and yield those of no known kind;
+        follows no link.
+        """
         if self._is_link(where):
             return
         for root, folders, _ in os.walk(self._root / where):
@@ -410,15 +442,20 @@ class _Folders:
             if has_part or (len(self.found.lost) > before and self._models.has_part(groups, here)):
                 advice = f"to recover what is intact: {command('salvage', Path(root))} NEW_FOLDER"
                 self.found.lost[before:] = [
-                    one._replace(reason=f"{one.reason}; {advice}") for one in self.found.lost[before:]
+                    one._replace(reason=f"{one.reason}; {advice}")
+                    for one in self.found.lost[before:]
                 ]
-            yield from (here / path for path in scanned.strays if not (is_dcp and belongs(path.name)))
+            yield from (
+                here / path for path in scanned.strays if not (is_dcp and belongs(path.name))
+            )
 
     def _is_link(self, path: PurePosixPath) -> bool:
         """Return whether a folder is a link, which counts as lost."""
         if not os.path.islink(self._root / path):
             return False
-        self.found.lost.append(Lost(str(path), None, "it is a link to a folder, which is not followed"))
+        self.found.lost.append(
+            Lost(str(path), None, "it is a link to a folder, which is not followed")
+        )
         return True
 
     def _kept(self, group: ModelFiles, here: PurePosixPath) -> None:
@@ -432,7 +469,8 @@ class _Folders:
         if group.index_path is not None and index is None and group.is_whole and group.rivals == 1:
             self.found.unindexed.append(here / group.index_path)
         self.found.lost += [
-            Lost(str(here / file), None, "missing; a part of the model was in it") for file in group.missing
+            Lost(str(here / file), None, "missing; a part of the model was in it")
+            for file in group.missing
         ]
         self.found.lost += [
             Lost(str(here / group.listed[name]), name, "the index promises it there")
@@ -441,7 +479,9 @@ class _Folders:
         ]
 
     def _dcp_kept(self, where: PurePosixPath) -> bool:
-        """Copy an intact DCP folder in another folder; return whether a part of its model could be saved."""
+        """Copy an intact DCP folder in another folder; return whether a part of its model could be
+        saved.
+        """
         judged = self._judged(where)
         if judged.reason:
             self.found.lost.append(Lost(str(where), None, judged.reason))
@@ -450,7 +490,9 @@ class _Folders:
         return judged.found is not None and bool(judged.found.tensors)
 
     def _dcp(self, where: PurePosixPath, position: int) -> None:
-        """Sort a DCP folder: copy it when it is intact, else put the intact tensors of its model into a new file."""
+        """Sort a DCP folder: copy it when it is intact, else put the intact tensors of its model
+        into a new file.
+        """
         judged = self._judged(where)
         if where.parts:
             self.found.copied += self._others_of(where)
@@ -460,7 +502,9 @@ class _Folders:
             self.found.lost.append(Lost(str(where), None, judged.reason))
         else:
             stem = where.name or "model"
-            self._models.add(str(where), stem, judged.found, set(), position=position, is_folder=True)
+            self._models.add(
+                str(where), stem, judged.found, set(), position=position, is_folder=True
+            )
             if judged.unnamed:
                 files = count_of(len(judged.unnamed), "file")
                 self.found.left_out.append(
@@ -470,7 +514,11 @@ class _Folders:
     def _judged(self, where: PurePosixPath) -> JudgedFolder:
         files = self._files
         judged = judge(
-            self._root, where, files.sealed, keep_damaged=files.keep_damaged, progress=files.progress
+            self._root,
+            where,
+            files.sealed,
+            keep_damaged=files.keep_damaged,
+            progress=files.progress,
         )
         self.found.unchecked |= judged.unchecked
         return judged
@@ -503,15 +551,17 @@ def salvage(
     keep_damaged: bool = False,
     progress: Progress | None = None,
 ) -> SalvageReceipt:
-    """Write the intact parts of a damaged file or folder into the new folder ``output``, with ``salvage.json``.
+    """Write the intact parts of a damaged file or folder into the new folder ``output``, with
+    ``salvage.json``.
 
-    A tensor is intact when all its bytes are in the file where its header says, and match the digest in the
-    manifest of the source, if it has one; no byte is guessed. Intact files are copied unchanged.
-    ``keep_damaged``: also keep data of full length that does not match its checksum or digest. ``progress``
-    gets bytes read and written. The new folder is complete and proven, or absent.
+    A tensor is intact when all its bytes are in the file where its header says, and match the
+    digest in the manifest of the source, if it has one; no byte is guessed. Intact files are copied
+    unchanged. ``keep_damaged``: also keep data of full length that does not match its checksum or
+    digest. ``progress`` gets bytes read and written. The new folder is complete and proven, or
+    absent.
 
-    Raises UsageError for invalid paths, OperationError when nothing can be saved or too little space is left,
-    OSError.
+    Raises UsageError for invalid paths, OperationError when nothing can be saved or too little
+    space is left, OSError.
     """
     target, new = find_target(source), Path(output)
     check_output(target, new)
@@ -552,6 +602,7 @@ def _nothing(path: Path, found: SalvagePlan) -> str:
     """Return the error that nothing can be saved, with the reasons."""
     reasons = [str(lost) for lost in found.lost[:3]]
     more = f"; and {len(found.lost) - 3} more" if len(found.lost) > 3 else ""
-    return f"{path}: nothing can be saved: {'; '.join(reasons) or 'it holds no tensor'}{more}; next: " + (
-        found.advice or command("check", path)
+    return (
+        f"{path}: nothing can be saved: {'; '.join(reasons) or 'it holds no tensor'}{more}; next: "
+        + (found.advice or command("check", path))
     )

@@ -32,10 +32,11 @@ from ckptfix.wording import count_of
 def merge_shards(
     dicts: Sequence[tuple[str, SavedDict]], listed: Mapping[str, str]
 ) -> tuple[SavedDict, dict[str, str]]:
-    """Return the state dict of shards, which come with their files' names, and key -> file of each copy.
+    """Return the state dict of shards, which come with their files' names, and key -> file of each
+    copy.
 
-    ``listed``: key -> its file by the index. A copy is in another file than the listed one, and is not saved.
-    An unlisted key is saved when only one file holds it.
+    ``listed``: key -> its file by the index. A copy is in another file than the listed one, and is
+    not saved. An unlisted key is saved when only one file holds it.
     """
     twice = _in_two(dicts, listed)
     tensors: dict[str, StoredTensor] = {}
@@ -50,13 +51,19 @@ def merge_shards(
                 copies.setdefault(name, file)
             elif name in twice:
                 lost.append(
-                    Lost(file, name, f"{' and '.join(twice[name])} hold it, and no index says which counts")
+                    Lost(
+                        file,
+                        name,
+                        f"{' and '.join(twice[name])} hold it, and no index says which counts",
+                    )
                 )
             elif first.setdefault(kept, name) == name:
                 tensors[name] = held[kept]._replace(fqn=name)
             else:
                 ties[name] = first[kept]
-        lost += (gone for gone in one.lost if gone.name is None or listed.get(gone.name, file) == file)
+        lost += (
+            gone for gone in one.lost if gone.name is None or listed.get(gone.name, file) == file
+        )
     metadata = {key: text for _, one in dicts for key, text in one.metadata.items()}
     for file, one in dicts:
         for key in [key for key, text in one.metadata.items() if metadata.get(key, text) != text]:
@@ -86,7 +93,9 @@ def of_copy(name: str | None, copies: Mapping[str, str]) -> str:
     return f"; {file} holds another copy, which may be of another save" if file is not None else ""
 
 
-def _in_two(dicts: Sequence[tuple[str, SavedDict]], listed: Mapping[str, str]) -> dict[str, list[str]]:
+def _in_two(
+    dicts: Sequence[tuple[str, SavedDict]], listed: Mapping[str, str]
+) -> dict[str, list[str]]:
     """Return unlisted key -> the several files that hold it."""
     holders: dict[str, list[str]] = {}
     for file, one in dicts:
@@ -109,8 +118,8 @@ _LONGEST = 64  # characters of a key in the name of a file
 class _RecoveredModel:
     """Tensors recovered from one model's files.
 
-    ``dicts``: each with its label in a manifest. ``unread``: files that cannot be read. ``copies``: key ->
-    another file that holds it, besides the listed one.
+    ``dicts``: each with its label in a manifest. ``unread``: files that cannot be read. ``copies``:
+    key -> another file that holds it, besides the listed one.
     """
 
     dicts: tuple[tuple[str, SavedDict], ...]
@@ -119,7 +128,9 @@ class _RecoveredModel:
 
 
 class Models:
-    """The models of a folder: intact ones are copied, intact tensors of the others go into new files."""
+    """The models of a folder: intact ones are copied, intact tensors of the others go into new
+    files.
+    """
 
     def __init__(self, folder: CheckpointFolder, files: Files) -> None:
         """Share the notes of ``files``."""
@@ -146,7 +157,8 @@ class Models:
             self._in_parts(group)
             return
         if group.replaced is not None:
-            # No part of the model is lost: a file of a later save holds it. The index without its shards is not copied.
+            # No part of the model is lost: a file of a later save holds it. The index without its
+            # shards is not copied.
             for member in group.members:
                 self._files.state(member)
             return
@@ -163,7 +175,9 @@ class Models:
             self._copy(group, proven=False)
 
     def _in_parts(self, group: ModelFiles) -> None:
-        """Sort the files of the ranks one by one: which tensors are complete is not certain without all of them."""
+        """Sort the files of the ranks one by one: which tensors are complete is not certain without
+        all of them.
+        """
         for member in group.members:
             if why := parts_problem(member):
                 self._found.lost.append(Lost(str(member.path), None, why))
@@ -171,7 +185,9 @@ class Models:
                 self._files.state(member)
         for tensor in group.parted_tensors if self._only is None else ():
             if tensor.problem:
-                self._found.lost.append(Lost(str(tensor.parts[0].file.path), tensor.fqn, tensor.problem))
+                self._found.lost.append(
+                    Lost(str(tensor.parts[0].file.path), tensor.fqn, tensor.problem)
+                )
 
     def add(
         self,
@@ -185,8 +201,8 @@ class Models:
     ) -> None:
         """Plan a file for the intact tensors, under a name that no file but those in ``own`` has.
 
-        ``position``: that of the model, None for files that ``load_state`` never reads. If another file holds
-        the intact model, the new one gets a name that no loader looks for.
+        ``position``: that of the model, None for files that ``load_state`` never reads. If another
+        file holds the intact model, the new one gets a name that no loader looks for.
         """
         self._found.lost += found.lost
         if not found.tensors:
@@ -201,16 +217,23 @@ class Models:
             if one.fqn in found.unchecked and isinstance(one.layout, Contiguous):
                 for path, begin, length in one.layout.pieces:
                     where = PurePosixPath(os.path.relpath(path, self._found.root))
-                    places.setdefault(where, []).append(TensorLocation(one.fqn, begin, begin + length))
+                    places.setdefault(where, []).append(
+                        TensorLocation(one.fqn, begin, begin + length)
+                    )
         for where, runs in places.items():
             self._files.unchecked(where, runs)
         self._found.parts.append(PartOfModel(source=source, stems=stems, found=found))
         if whole is not None:
-            words = "holds a part of a model, and has a name that no loader looks for, as the model is complete in"
+            words = (
+                "holds a part of a model, and has a name that no loader looks for, as the model is "
+                "complete in"
+            )
             self._found.notes.append(f"what is saved of {source} {words} {whole}")
 
     def _whole_rival(self, position: int | None, own: "set[str]") -> str | None:
-        """Return the file with an intact model at this position that is not in ``own``; None without one."""
+        """Return the file with an intact model at this position that is not in ``own``; None
+        without one.
+        """
         if position is None:
             return None
         for group in self._groups:
@@ -218,7 +241,9 @@ class Models:
             if model_position(group) != position or own.intersection(map(str, paths)):
                 continue
             is_whole = group.is_whole and not absent(group)
-            is_whole = is_whole and all(self._files.problem(member) is None for member in group.members)
+            is_whole = is_whole and all(
+                self._files.problem(member) is None for member in group.members
+            )
             if is_whole and not any(self._sealed.files(paths).values()):
                 return str(group.index_path or paths[0])
         return None
@@ -244,8 +269,13 @@ class Models:
 
     def _copy_index(self, group: ModelFiles) -> None:
         """Copy the index of shards, or note that they have none."""
-        # An index that leads to this folder by other folders would make loaders of the copy read the files here.
-        if group.read_index is not None and not group.read_index.leads_back and group.index_path is not None:
+        # An index that leads to this folder by other folders would make loaders of the copy read
+        # the files here.
+        if (
+            group.read_index is not None
+            and not group.read_index.leads_back
+            and group.index_path is not None
+        ):
             self._found.copy(group.index_path)
         elif group.index_path is not None and group.rivals == 1:
             self._found.unindexed.append(group.index_path)
@@ -255,7 +285,9 @@ class Models:
         return bool(self._sealed.is_sealed(paths) or self._sealed.models(*_labels(group)))
 
     def _sealed_group(self, group: ModelFiles) -> None:
-        """Sort sealed files of intact structure, by the digests of files, then by those of tensors."""
+        """Sort sealed files of intact structure, by the digests of files, then by those of
+        tensors.
+        """
         of_files = self._sealed.files(member.path for member in group.members)
         differing = {path: why for path, why in of_files.items() if why}
         if len(of_files) == len(group.members) and not differing:
@@ -264,7 +296,9 @@ class Models:
         if not self._sealed.models(*_labels(group)):
             for member in group.members:
                 if member.path in differing:
-                    self._files.damaged(member, Lost(str(member.path), None, differing[member.path]))
+                    self._files.damaged(
+                        member, Lost(str(member.path), None, differing[member.path])
+                    )
                 else:
                     self._files.whole(member, proven=member.path in of_files)
             self._copy_index(group)
@@ -272,7 +306,9 @@ class Models:
         taken = self._taken(group, {})
         judged = self._judged(taken)
         pairs = list(zip(taken.dicts, judged.dicts, strict=True))
-        if taken.unread or any(len(one.tensors) > len(other.tensors) for (_, one), (_, other) in pairs):
+        if taken.unread or any(
+            len(one.tensors) > len(other.tensors) for (_, one), (_, other) in pairs
+        ):
             self._part(group, judged)
             return
         self._copy(group, proven=not any(one.unchecked for _, one in judged.dicts))
@@ -301,12 +337,18 @@ class Models:
         if len(group.members) > 1 or group.index_path is not None:
             whole, copies = merge_shards(dicts, group.listed)
             known = self._sealed.models(*_labels(group))
-            return _RecoveredModel(dicts=((next(iter(known), ""), whole),), unread=unread, copies=copies)
-        named = tuple((file + "".join(f"[{step!r}]" for step in one.path), one) for file, one in dicts)
+            return _RecoveredModel(
+                dicts=((next(iter(known), ""), whole),), unread=unread, copies=copies
+            )
+        named = tuple(
+            (file + "".join(f"[{step!r}]" for step in one.path), one) for file, one in dicts
+        )
         return _RecoveredModel(dicts=named, unread=unread, copies={})
 
     def _judged(self, taken: _RecoveredModel) -> _RecoveredModel:
-        """Return the recovered tensors; those that differ from their digest are left out, or noted as damaged."""
+        """Return the recovered tensors; those that differ from their digest are left out, or noted
+        as damaged.
+        """
         keep = self._files.keep_damaged
         judged = tuple(
             (label, self._sealed.judged(one, self._sealed.digests(label), keep_damaged=keep))
@@ -321,7 +363,11 @@ class Models:
         seen = _seen(found)
         for name, file in group.listed.items():
             if name not in seen:
-                reason = "its file cannot be read" if file in taken.unread else "the index promises it there"
+                reason = (
+                    "its file cannot be read"
+                    if file in taken.unread
+                    else "the index promises it there"
+                )
                 reason = "its file is missing" if file in group.missing else reason
                 self._found.lost.append(Lost(file, name, reason + of_copy(name, taken.copies)))
         self._found.lost += [
@@ -334,28 +380,39 @@ class Models:
         source = str(group.index_path or group.members[0].path)
         stem = _stem(group)
         for one in found:
-            keys = () if len(found) == 1 else (_STRANGE.sub("_", key)[:_LONGEST] for key in one.path)
+            keys = (
+                () if len(found) == 1 else (_STRANGE.sub("_", key)[:_LONGEST] for key in one.path)
+            )
             position = model_position(group)
             self.add(source, "-".join((stem, *keys)), one, own, position=position, is_folder=False)
 
     def _unfound(self, group: ModelFiles, taken: _RecoveredModel) -> list[Lost]:
-        """Return the keys that the manifest lists and no file holds; none for a shard that is salvaged alone."""
+        """Return the keys that the manifest lists and no file holds; none for a shard that is
+        salvaged alone.
+        """
         if self._only is not None and group.index_path is not None:
             return []
         dicts = dict(taken.dicts)
-        reason = "its file cannot be read" if taken.unread else "the manifest lists it, and no file holds it"
+        reason = (
+            "its file cannot be read"
+            if taken.unread
+            else "the manifest lists it, and no file holds it"
+        )
         return [
             Lost(label, name, reason)
             for label in self._sealed.models(*_labels(group))
             for name in sorted(self._sealed.expected(label))
-            if name not in group.listed and name not in _seen([dicts[label]] if label in dicts else [])
+            if name not in group.listed
+            and name not in _seen([dicts[label]] if label in dicts else [])
         ]
 
     def _read(self, member: Component) -> tuple[SavedDict, ...]:
         path = self._found.root / member.path
         if member.name.suffix == ".safetensors":
             return (salvage_safetensors(path),)
-        return salvage_torch(path, keep_damaged=self._files.keep_damaged, progress=self._files.progress)
+        return salvage_torch(
+            path, keep_damaged=self._files.keep_damaged, progress=self._files.progress
+        )
 
 
 def absent(group: ModelFiles) -> list[str]:
@@ -366,7 +423,9 @@ def absent(group: ModelFiles) -> list[str]:
 
 
 def _seen(found: "list[SavedDict]") -> "set[str | None]":
-    names: set[str | None] = {name for one in found for name in (*(t.fqn for t in one.tensors), *one.ties)}
+    names: set[str | None] = {
+        name for one in found for name in (*(t.fqn for t in one.tensors), *one.ties)
+    }
     return names | {lost.name for one in found for lost in one.lost}
 
 
@@ -394,9 +453,9 @@ class JudgedFolder:
 
     ``reason``: why it cannot be copied, "" if intact. ``found``: its intact tensors, if not.
 
-    ``damaged``: damaged data that a copy keeps on request. ``doubtful``: files that changed since they were
-    sealed, while all tensors of the model match. ``unchecked``: whether there are items without a checksum.
-    ``unnamed``: files of a save that no item is in.
+    ``damaged``: damaged data that a copy keeps on request. ``doubtful``: files that changed since
+    they were sealed, while all tensors of the model match. ``unchecked``: whether there are items
+    without a checksum. ``unnamed``: files of a save that no item is in.
     """
 
     reason: str = ""
@@ -408,9 +467,16 @@ class JudgedFolder:
 
 
 def judge(
-    root: Path, where: PurePosixPath, sealed: Sealed, *, keep_damaged: bool, progress: Progress | None
+    root: Path,
+    where: PurePosixPath,
+    sealed: Sealed,
+    *,
+    keep_damaged: bool,
+    progress: Progress | None,
 ) -> JudgedFolder:
-    """Judge every item of a DCP folder; reads the bytes that have a checksum, or a digest in the manifest."""
+    """Judge every item of a DCP folder; reads the bytes that have a checksum, or a digest in the
+    manifest.
+    """
     folder = root / where
     try:
         metadata = read_metadata_of(folder)
@@ -421,10 +487,14 @@ def judge(
     of_files = sealed.files(path for path in own if (root / path).is_file())
     unlike = tuple(Lost(str(path), None, why) for path, why in of_files.items() if why)
     model = model_names(metadata)
-    digests = {name: one for found in sealed.models(str(where)).values() for name, one in found.items()}
+    digests = {
+        name: one for found in sealed.models(str(where)).values() for name, one in found.items()
+    }
     unchecked = items.unchecked and not (len(of_files) == len(own) and not unlike)
     if model is None or (unlike and not digests):  # the item is unknown
-        reason = items.reason(keep_damaged) or ("" if keep_damaged or not unlike else str(unlike[0]))
+        reason = items.reason(keep_damaged) or (
+            "" if keep_damaged or not unlike else str(unlike[0])
+        )
         if reason:
             many = count_of(len(metadata.tensors) + len(metadata.items), "item")
             reason = f"none of its {many} is saved, as not all of them are intact: {reason}"
@@ -432,7 +502,9 @@ def judge(
         return JudgedFolder(reason=reason, damaged=damaged, unchecked=unchecked)
     if unlike or len(of_files) < len(own):
         changed = sealed.changed(digests, intact_tensors(folder)[0]) if digests else {}
-        items.changed |= {fqn: changed[name] for fqn, name in model.names.items() if name in changed}
+        items.changed |= {
+            fqn: changed[name] for fqn, name in model.names.items() if name in changed
+        }
         unchecked &= not digests.keys() >= set(model.names.values())
     reason = items.reason(keep_damaged)
     if not reason:
@@ -448,7 +520,9 @@ def judge(
         doubtful=unlike if not items.changed else (),
         unchecked=unchecked,
         unnamed=tuple(
-            str(path.relative_to(where)) for path in own if not _is_used(path.relative_to(where), metadata)
+            str(path.relative_to(where))
+            for path in own
+            if not _is_used(path.relative_to(where), metadata)
         ),
     )
 
@@ -458,9 +532,15 @@ def _is_used(path: PurePosixPath, metadata: DcpMetadata) -> bool:
 
 
 def _whole_part(
-    folder: Path, where: str, metadata: DcpMetadata, wrong: "dict[str, str]", changed: "dict[str, str]"
+    folder: Path,
+    where: str,
+    metadata: DcpMetadata,
+    wrong: "dict[str, str]",
+    changed: "dict[str, str]",
 ) -> SavedDict:
-    """Return the intact tensors of the model; the rest is lost, as the new file holds only the model."""
+    """Return the intact tensors of the model; the rest is lost, as the new file holds only the
+    model.
+    """
     model = model_names(metadata)
     assert model is not None, "it was looked for"
     tensors, lost = intact_tensors(folder)
@@ -477,13 +557,17 @@ def _whole_part(
         tensors=kept,
         lost=tuple(Lost(where, name, words) for name, words in (*lost.items(), *beside.items())),
         damaged=tuple(
-            Lost(where, one.fqn, changed[by_name[one.fqn]]) for one in kept if by_name[one.fqn] in changed
+            Lost(where, one.fqn, changed[by_name[one.fqn]])
+            for one in kept
+            if by_name[one.fqn] in changed
         ),
     )
 
 
 class _Items:
-    """Problems of items: name -> words. ``gone``: missing. ``changed``: another checksum or digest."""
+    """Problems of items: name -> words. ``gone``: missing. ``changed``: another checksum or
+    digest.
+    """
 
     def __init__(self, folder: Path, metadata: DcpMetadata, progress: Progress | None) -> None:
         self.gone = {problem.fqn: problem.message for problem in dcp_problems(metadata)}
@@ -495,9 +579,13 @@ class _Items:
         for path, items in sorted(by_file.items()):
             try:
                 for item, problem, is_there in self._of_file(folder / path, items, progress):
-                    (self.changed if is_there else self.gone).setdefault(item.fqn, f"{path}: {problem}")
+                    (self.changed if is_there else self.gone).setdefault(
+                        item.fqn, f"{path}: {problem}"
+                    )
             except OSError as error:
-                words = f"{path}, which holds parts of it, cannot be read: {error.strerror or error}"
+                words = (
+                    f"{path}, which holds parts of it, cannot be read: {error.strerror or error}"
+                )
                 self.gone |= {item.fqn: words for item in items if item.fqn not in self.gone}
 
     def wrong(self, keep_damaged: bool) -> dict[str, str]:
@@ -528,15 +616,22 @@ class _Items:
                     continue
                 try:
                     archive = read_zip(window)
-                    self.unchecked |= not all(record.crc or not record.size for record in archive.records)
-                    wrong = next(crc_mismatches(archive, window, every_record=True, progress=progress), None)
+                    self.unchecked |= not all(
+                        record.crc or not record.size for record in archive.records
+                    )
+                    wrong = next(
+                        crc_mismatches(archive, window, every_record=True, progress=progress), None
+                    )
                 except FormatError as error:
                     yield item, f"the item at byte {item.offset}: {error}", False
                     continue
                 if wrong is not None:
                     yield (
                         item,
-                        f"the record {wrong.name!r} at byte {item.offset} does not have its CRC-32",
+                        (
+                            f"the record {wrong.name!r} at byte {item.offset} does not have its "
+                            "CRC-32"
+                        ),
                         True,
                     )
 

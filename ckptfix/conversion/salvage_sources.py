@@ -1,8 +1,8 @@
 """Intact and damaged files of a checkpoint, sorted one by one.
 
-New files get the names that stock loaders look for: ``load_state`` and ``from_pretrained`` take ``model.safetensors``
-and ``pytorch_model.bin``, ``load_state`` of FSDP with full state dicts ``pytorch_model_fsdp.bin`` alone (accelerate
-1.15, ``checkpointing.py``, ``fsdp_utils.py``).
+New files get the names that stock loaders look for: ``load_state`` and ``from_pretrained`` take
+``model.safetensors`` and ``pytorch_model.bin``, ``load_state`` of FSDP with full state dicts
+``pytorch_model_fsdp.bin`` alone (accelerate 1.15, ``checkpointing.py``, ``fsdp_utils.py``).
 """
 
 import os
@@ -11,7 +11,13 @@ from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import Role, index_name, model_file, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import (
+    Role,
+    index_name,
+    model_file,
+    parse_file_name,
+    parse_folder_name,
+)
 from ckptfix.checkpoint.folder import Component, ProblemKind
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.state_contents import Content, state_problem
@@ -31,7 +37,8 @@ from ckptfix.tensors.stored import StoredTensor
 
 
 class Stems(NamedTuple):
-    """The name of a new file without its suffix, as safetensors and as a torch file. ``is_torch``: the latter.
+    """The name of a new file without its suffix, as safetensors and as a torch file. ``is_torch``:
+    the latter.
 
     It is a torch file, too, where safetensors lacks a dtype.
     """
@@ -44,8 +51,8 @@ class Stems(NamedTuple):
 def stems_of(stem: str, taken: Collection[str], *, is_folder: bool = False) -> Stems:
     """Return the new names for the weights of a file ``stem``, or of a DCP folder of this name.
 
-    ``taken``: names of files that exist already, or will. A user's own name stays, and so does any name when
-    the one that loaders look for is taken.
+    ``taken``: names of files that exist already, or will. A user's own name stays, and so does any
+    name when the one that loaders look for is taken.
     """
     folder = parse_folder_name(stem) if is_folder else None
     if folder is not None and folder.role is Role.MODEL:
@@ -55,13 +62,19 @@ def stems_of(stem: str, taken: Collection[str], *, is_folder: bool = False) -> S
         )
     name = None if is_folder else parse_file_name(f"{stem}.bin")
     wanted = stem
-    if name is not None and name.stem.partition(".")[0] == model_file(".bin").stem and name.model is not None:
+    if (
+        name is not None
+        and name.stem.partition(".")[0] == model_file(".bin").stem
+        and name.model is not None
+    ):
         variant = f".{name.model.variant}" if name.model.variant else ""
         wanted = _stem(".safetensors", name.index) + variant
     return Stems(
         _free(wanted, ".safetensors", taken, stem),
         _free(stem, ".bin", taken, stem),
-        is_torch=name is not None and name.load_order is not None and name.stem != model_file(".bin").stem,
+        is_torch=name is not None
+        and name.load_order is not None
+        and name.stem != model_file(".bin").stem,
     )
 
 
@@ -80,7 +93,9 @@ def _free(wanted: str, suffix: str, taken: Collection[str], own: str) -> str:
 
 
 def _names(stem: str, suffix: str) -> set[str]:
-    """Return the names of one model: its file, and the index of its shards, which loaders may read instead."""
+    """Return the names of one model: its file, and the index of its shards, which loaders may read
+    instead.
+    """
     return {f"{stem}{suffix}", index_name(stem, suffix)}
 
 
@@ -99,11 +114,12 @@ class SalvagePlan:
 
     ``copied``: intact and other files. ``components``: the number of components of the checkpoint.
 
-    ``doubtful``: kept data that ends in zeros, or that changed since it was sealed, perhaps on purpose. ``left_out``:
-    parts of the source that do not belong in the new folder, in words. ``notes``: the names of the saved files, in
-    words. ``unindexed``: folders of intact shards whose index is missing or unusable. ``absent``: the files among
-    ``lost`` that the source lacks. ``advice``: what to do when nothing matches the manifest, else "". ``unchecked``:
-    whether data without a checksum was kept.
+    ``doubtful``: kept data that ends in zeros, or that changed since it was sealed, perhaps on
+    purpose. ``left_out``: parts of the source that do not belong in the new folder, in words.
+    ``notes``: the names of the saved files, in words. ``unindexed``: folders of intact shards whose
+    index is missing or unusable. ``absent``: the files among ``lost`` that the source lacks.
+    ``advice``: what to do when nothing matches the manifest, else "". ``unchecked``: whether data
+    without a checksum was kept.
     """
 
     root: Path
@@ -127,9 +143,15 @@ class SalvagePlan:
         self.components += 1
 
     def leave_journal(self, where: PurePosixPath) -> None:
-        """Note that ckptfix's own files in a folder stay behind; the receipt of a migration is not mentioned."""
+        """Note that ckptfix's own files in a folder stay behind; the receipt of a migration is not
+        mentioned.
+        """
         if set(os.listdir(self.root / where / JOURNAL)) != {PurePosixPath(RECEIPT).name}:
-            what = "whose manifest and journal do not refer" if not where.parts else "which does not refer"
+            what = (
+                "whose manifest and journal do not refer"
+                if not where.parts
+                else "which does not refer"
+            )
             self.left_out.append(f"{where / JOURNAL}, {what} to the new folder")
 
 
@@ -137,10 +159,11 @@ OTHER = "its sha256 is not that of the manifest"
 
 
 class Sealed:
-    """The digests of the manifest; only they show flipped bits in safetensors files, which have no checksums.
+    """The digests of the manifest; only they show flipped bits in safetensors files, which have no
+    checksums.
 
-    ``problem``: why it cannot be understood, "" if it can. ``equal``, ``unequal``: the number of files and
-    tensors with the same and with another digest, up to now.
+    ``problem``: why it cannot be understood, "" if it can. ``equal``, ``unequal``: the number of
+    files and tensors with the same and with another digest, up to now.
     """
 
     def __init__(self, target: Target, progress: Progress | None) -> None:
@@ -152,7 +175,8 @@ class Sealed:
         manifest = None
         try:
             manifest = read_manifest(target.root)
-        except (FormatError, OSError) as error:  # the manifest is damaged: salvage goes on without it
+        # The manifest is damaged: salvage goes on without it.
+        except (FormatError, OSError) as error:
             self.problem = str(error)
         self._recorded = Recorded(manifest, target)
 
@@ -169,7 +193,9 @@ class Sealed:
                     jobs[path] = schemes[path].jobs(FileJob(self._root / path, size))
                 except OSError as error:
                     found[path] = f"cannot be read: {error.strerror or error}"
-        results = iter(hash_all([job for parts in jobs.values() for job in parts], progress=self._progress))
+        results = iter(
+            hash_all([job for parts in jobs.values() for job in parts], progress=self._progress)
+        )
         for path, parts in jobs.items():
             one = schemes[path].joined([next(results) for _ in parts])
             found[path] = self._unlike(one, self._recorded.sha256[str(path)])
@@ -192,20 +218,31 @@ class Sealed:
         }
 
     def expected(self, label: str) -> frozenset[str]:
-        """Return the keys that the files of a model had, without ties that only the manifest lists."""
+        """Return the keys that the files of a model had, without ties that only the manifest
+        lists.
+        """
         return frozenset(self._recorded.tensors[label].keys() - self._recorded.aliases[label])
 
-    def changed(self, digests: Mapping[str, str], tensors: Iterable[StoredTensor]) -> dict[str, str]:
-        """Return key -> reason for the tensors that differ from their digest. Reads all that have one."""
+    def changed(
+        self, digests: Mapping[str, str], tensors: Iterable[StoredTensor]
+    ) -> dict[str, str]:
+        """Return key -> reason for the tensors that differ from their digest. Reads all that have
+        one.
+        """
         sealed = [one for one in tensors if one.fqn in digests]
         hashed = hash_all([TensorJob(one) for one in sealed], progress=self._progress)
         words = {
-            one.fqn: self._unlike(found, digests[one.fqn]) for one, found in zip(sealed, hashed, strict=True)
+            one.fqn: self._unlike(found, digests[one.fqn])
+            for one, found in zip(sealed, hashed, strict=True)
         }
         return {name: why for name, why in words.items() if why}
 
-    def judged(self, found: SavedDict, digests: Mapping[str, str], *, keep_damaged: bool) -> SavedDict:
-        """Return a state dict without the tensors that differ from their digest, or with them among the damaged."""
+    def judged(
+        self, found: SavedDict, digests: Mapping[str, str], *, keep_damaged: bool
+    ) -> SavedDict:
+        """Return a state dict without the tensors that differ from their digest, or with them among
+        the damaged.
+        """
         known = {one.name for one in found.damaged}
         changed = self.changed(digests, (one for one in found.tensors if one.fqn not in known))
         sound = frozenset(digests.keys() - changed.keys())
@@ -213,7 +250,9 @@ class Sealed:
         if not changed:
             return found
         wrong = tuple(
-            Lost(self._home(one), one.fqn, changed[one.fqn]) for one in found.tensors if one.fqn in changed
+            Lost(self._home(one), one.fqn, changed[one.fqn])
+            for one in found.tensors
+            if one.fqn in changed
         )
         if keep_damaged:
             return replace(found, damaged=(*found.damaged, *wrong))
@@ -266,10 +305,11 @@ class TensorLocation(NamedTuple):
 
 
 def zero_ends(path: Path, places: Iterable[TensorLocation]) -> dict[str, int]:
-    """Return key -> number of zero bytes at the end of a tensor: a page or more, or up to the end of the file.
+    """Return key -> number of zero bytes at the end of a tensor: a page or more, or up to the end
+    of the file.
 
-    After a crash the last pages of a file are often zeros that were never written. Reads the last page of
-    every tensor, and more of it while the bytes are zero. Raises OSError, FormatError.
+    After a crash the last pages of a file are often zeros that were never written. Reads the last
+    page of every tensor, and more of it while the bytes are zero. Raises OSError, FormatError.
     """
     found = {}
     with open_reader(path) as reader:
@@ -301,14 +341,18 @@ class Files:
     def __init__(
         self, found: SalvagePlan, sealed: Sealed, keep_damaged: bool, progress: Progress | None
     ) -> None:
-        """Collect the results in ``found``. ``keep_damaged``: also copy data of full length that fails its checksum."""
+        """Collect the results in ``found``. ``keep_damaged``: also copy data of full length that
+        fails its checksum.
+        """
         self.found = found
         self.sealed = sealed
         self.keep_damaged = keep_damaged
         self.progress = progress
 
     def state(self, member: Component) -> None:
-        """Sort a file that is not a model of this folder: copy it if it is intact, else note the loss."""
+        """Sort a file that is not a model of this folder: copy it if it is intact, else note the
+        loss.
+        """
         problem = self.problem(member)
         if problem is not None and member.path in self.found.unindexed:
             self.found.left_out.append(
@@ -316,7 +360,10 @@ class Files:
             )
             return
         proven = False
-        if problem is None and (why := self.sealed.files([member.path]).get(member.path)) is not None:
+        if (
+            problem is None
+            and (why := self.sealed.files([member.path]).get(member.path)) is not None
+        ):
             problem = Lost(str(member.path), None, why) if why else None
             proven = not why
         if problem is None:
@@ -333,7 +380,9 @@ class Files:
             self.found.lost.append(problem)
 
     def whole(self, member: Component, *, proven: bool) -> None:
-        """Copy an intact file. ``proven``: its sha256 matches, or the digests of all its tensors do."""
+        """Copy an intact file. ``proven``: its sha256 matches, or the digests of all its tensors
+        do.
+        """
         self.found.copy(member.path)
         if not proven and not _has_checksums(member):
             places = (
@@ -345,15 +394,21 @@ class Files:
         if isinstance(member.content, TorchFile):
             self._wrong_content(member, member.content)
         if member.problem is not None:
-            self.found.not_checked.append(f"{member.path}, copied as it is: {member.problem.message}")
+            self.found.not_checked.append(
+                f"{member.path}, copied as it is: {member.problem.message}"
+            )
 
     def _wrong_content(self, member: Component, content: TorchFile) -> None:
-        """Note a copied file whose content is not what its name promises: what belongs there is lost."""
+        """Note a copied file whose content is not what its name promises: what belongs there is
+        lost.
+        """
         wrong = state_problem(member.name, content)
         if wrong is None:
             return
         said = Lost(
-            str(member.path), None, f"it holds {wrong.holds}, not {wrong.expected.value}; copied unchanged"
+            str(member.path),
+            None,
+            f"it holds {wrong.holds}, not {wrong.expected.value}; copied unchanged",
         )
         if wrong.content is not None:
             self.found.lost.append(said)
@@ -368,7 +423,9 @@ class Files:
             self.found.doubtful.append(Lost(str(path), name, f"it ends in {zeros} bytes of zeros"))
 
     def problem(self, member: Component) -> Lost | None:
-        """Return the problem of a file, None for an intact one and for one of a kind that is not read."""
+        """Return the problem of a file, None for an intact one and for one of a kind that is not
+        read.
+        """
         if isinstance(member.content, SafetensorsFile) and member.content.trailing:
             return Lost(str(member.path), None, f"{member.content.trailing} {BEHIND}")
         if member.problem is not None:
@@ -379,21 +436,31 @@ class Files:
         if not isinstance(member.content, TorchFile):
             return None
         with open_reader(self.found.root / member.path) as reader:
-            mismatches = crc_mismatches(member.content, reader, every_record=True, progress=self.progress)
+            mismatches = crc_mismatches(
+                member.content, reader, every_record=True, progress=self.progress
+            )
             wrong = [name for name, _ in mismatches]
         if not wrong:
             return None
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return Lost(str(member.path), None, f"the record {wrong[0]!r}{more} does not have its CRC-32")
+        return Lost(
+            str(member.path), None, f"the record {wrong[0]!r}{more} does not have its CRC-32"
+        )
 
 
 def _has_checksums(member: Component) -> bool:
     """Return whether checksums cover every value of a file."""
     if isinstance(member.content, TorchFile):
         container = member.content.container
-        return isinstance(container, TorchZip) and all(one.crc or not one.size for one in container.records)
+        return isinstance(container, TorchZip) and all(
+            one.crc or not one.size for one in container.records
+        )
     return not isinstance(member.content, SafetensorsFile)
 
 
 def _have(member: Component) -> int | None:
-    return member.problem.have if member.problem is not None and member.problem.need is not None else None
+    return (
+        member.problem.have
+        if member.problem is not None and member.problem.need is not None
+        else None
+    )

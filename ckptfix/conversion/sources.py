@@ -58,7 +58,8 @@ class SourceDigests:
         labelled = [replace(one, label=lasting_label(one, root)) for one in plan.source.weights]
         self._digests: list[dict[str, str]] = [{} for _ in labelled]
         number = {one.label: position for position, one in enumerate(labelled)}
-        passed_over = set(map(str, plan.source.rivals))  # other copies of the weights, which nothing reads
+        # Other copies of the weights, which nothing reads.
+        passed_over = set(map(str, plan.source.rivals))
         for place, digest in recorded.digests(labelled, ()).items():
             if place.label in passed_over:
                 continue
@@ -67,7 +68,9 @@ class SourceDigests:
             self._digests[number[place.label]][place.fqn] = digest
         for one, digests in zip(labelled, self._digests, strict=True):
             for name in sorted(digests.keys() ^ one.named().keys()) if digests else ():
-                what = "in its manifest, but missing now" if name in digests else "not in its manifest"
+                what = (
+                    "in its manifest, but missing now" if name in digests else "not in its manifest"
+                )
                 self._raise(f"{one.label}: {name!r} is {what}")
 
     @property
@@ -85,14 +88,17 @@ class SourceDigests:
         )
         if converted:
             yield (
-                f"that {count_of(converted, 'tensor')} whose dtype changes were as their manifest says; next: "
-                f"{command('verify', self._plan.source.root)}"
+                f"that {count_of(converted, 'tensor')} whose dtype changes were as their manifest "
+                f"says; next: {command('verify', self._plan.source.root)}"
             )
 
     def compare(self, digests: tuple[Mapping[str, str], ...]) -> None:
         """Raise OperationError for a tensor whose bytes differ from its digest."""
         for model, recorded, read in zip(
-            self._plan.models, self._digests, digests if self.has_digests else (), strict=self.has_digests
+            self._plan.models,
+            self._digests,
+            digests if self.has_digests else (),
+            strict=self.has_digests,
         ):
             new = _new_names(model)
             for name, digest in recorded.items():
@@ -112,13 +118,16 @@ class SourceDigests:
     def _raise(self, what: str) -> None:
         root = self._plan.source.root
         raise OperationError(
-            f"{root}: {what}: damaged, or changed since; nothing was written; "
-            f"next: {command('verify', root)}, or, if it is as it should be: {command('seal', root, '', '--force')}"
+            f"{root}: {what}: damaged, or changed since; nothing was written; next: "
+            f"{command('verify', root)}, or, if it is as it should be: "
+            f"{command('seal', root, '', '--force')}"
         )
 
 
 def _new_names(model: PlannedModel) -> dict[str, str]:
-    """Return old key -> new key of the tensors of a model, whose new weights may end with copies of ties."""
+    """Return old key -> new key of the tensors of a model, whose new weights may end with copies of
+    ties.
+    """
     pairs = zip(model.before.tensors, model.weights.tensors, strict=False)
     return {before.fqn: after.fqn for before, after in pairs}
 
@@ -138,7 +147,9 @@ def check_record(piece: Piece, crc: int, parts: Mapping[int, Part], control: Con
                 continue
             number = bisect_right(begins, place)
             stop = begins[number] if number < len(begins) else end
-            for block in files.blocks((Piece(piece.path, place, stop - place),), page_buffer(_BLOCK)):
+            for block in files.blocks(
+                (Piece(piece.path, place, stop - place),), page_buffer(_BLOCK)
+            ):
                 control.go_on()
                 found = zlib.crc32(block, found)
             place = stop
@@ -160,8 +171,9 @@ def check_archive(path: Path, control: Control) -> None:
             return  # not an archive of torch: custom objects can be any zip file
         for record in crc_mismatches(archive, reader, every_record=True, progress=control.go_on):
             raise OperationError(
-                f"{path}: the record {record.name!r} does not have its CRC-32 {record.crc:08x}: the file is damaged; "
-                f"nothing was written; next: {command('check', path, '', '--data')}"
+                f"{path}: the record {record.name!r} does not have its CRC-32 {record.crc:08x}: "
+                "the file is damaged; nothing was written; next: "
+                f"{command('check', path, '', '--data')}"
             )
 
 
@@ -184,7 +196,9 @@ _CALLED_SO = re.compile(
     r"trainer_state\.json|(scheduler|optimizer|rng_state.*)\.(pt|pth)|latest|zero_to_(fp32|torch)\.py|"
     r"(__[0-9]+|\.rank[0-9]+)?\.metadata(\.tmp)?|.+\.distcp"
 )
-"""Pattern of the names that libraries give to files next to weights, and of DCP's files; it may match too many."""
+"""Pattern of the names that libraries give to files next to weights, and of DCP's files; it may
+match too many.
+"""
 
 
 class Watch:
@@ -202,8 +216,8 @@ class Watch:
         self._folders = {PurePosixPath(name).parent for name in self._names} | {PurePosixPath(".")}
 
     def check(self, files: Iterable[str]) -> None:
-        """Raise ChangedError when a file changed, as the result would mix two states, or when a file of a
-        checkpoint was added, which the result would lack.
+        """Raise ChangedError when a file changed, as the result would mix two states, or when a
+        file of a checkpoint was added, which the result would lack.
         """
         for name in files:
             now = identity(self._root / name)
@@ -214,7 +228,9 @@ class Watch:
                 raise self._changed(f"{self._root / name} was added while the others were read")
 
     def _belongs(self, path: PurePosixPath) -> bool:
-        """Return whether a file belongs to the scanned checkpoint; one in a new sub-folder does not."""
+        """Return whether a file belongs to the scanned checkpoint; one in a new sub-folder does
+        not.
+        """
         is_part = bool(path.parts[:-1]) and describe_folder_name(path.parts[0]) is not None
         return is_part or (path.parent in self._folders and _is_called_as_a_part(path.name))
 
@@ -240,31 +256,39 @@ def files_read(plan: MigrationPlan) -> Iterator[str]:
 
 
 def ensure_finished(source: StoredCheckpoint) -> None:
-    """Raise OperationError, with what to type, when a repair or a save in the source's folder was interrupted."""
+    """Raise OperationError, with what to type, when a repair or a save in the source's folder was
+    interrupted.
+    """
     root = source.root
     for one in transactions(root):
         if one.state is State.PENDING or one.problem:
             raise OperationError(
-                f"{root}: a repair was interrupted (transaction {one.number}), its files are partly changed; next: "
-                f"{command('undo', root)}"
+                f"{root}: a repair was interrupted (transaction {one.number}), its files are "
+                f"partly changed; next: {command('undo', root)}"
             )
     if words := mixed(root):
         raise OperationError(f"{words}; next: {command('check', root)}")
 
 
 def ensure_complete(root: Path, manifest: Manifest) -> tuple[LeftOut, ...]:
-    """Raise OperationError when files of the checkpoint that its manifest lists are missing, or have another size.
+    """Raise OperationError when files of the checkpoint that its manifest lists are missing, or
+    have another size.
 
-    Returns the other missing files of the manifest: the user's own. Repairs by old versions left the sizes of
-    the save in the manifest: then only names are compared.
+    Returns the other missing files of the manifest: the user's own. Repairs by old versions left
+    the sizes of the save in the manifest: then only names are compared.
     """
     wrong = [] if is_repaired(root) else missing_files(root, manifest)
-    gone = [name for name in manifest.digests if name not in manifest.files and not (root / name).exists()]
+    gone = [
+        name
+        for name in manifest.digests
+        if name not in manifest.files and not (root / name).exists()
+    ]
     wrong += [f"{name} is missing" for name in gone if _is_of_a_checkpoint(PurePosixPath(name))]
     if wrong:
         raise OperationError(
-            f"{root}: {'; '.join(wrong[:3])}: not what its manifest says; next: {command('verify', root)}, or, if the "
-            f"folder is as it should be: rm {shell_path(root / MANIFEST)}"
+            f"{root}: {'; '.join(wrong[:3])}: not what its manifest says; next: "
+            f"{command('verify', root)}, or, if the folder is as it should be: rm "
+            f"{shell_path(root / MANIFEST)}"
         )
     return tuple(LeftOut(name, "its manifest lists it, and it is not there") for name in gone)
 
@@ -282,17 +306,21 @@ _DAMAGE = (*INCOMPLETE, CrcMismatch, FlatParameters, IndexMismatch)
 def warnings_of_source(
     path: Path, weights: Sequence[Weights], keys: Keys | None, *, allow_damage: bool = False
 ) -> tuple[str, ...]:
-    """Return in words the problems of a source that its copy will have, too: duplicate models, nested keys.
+    """Return in words the problems of a source that its copy will have, too: duplicate models,
+    nested keys.
 
-    Models lie in sub-folders, too, into which ``check`` does not look from above. Raises OperationError for
-    damage, UsageError where ``keys`` is ambiguous for this source. ``allow_damage``: go on with errors that a
-    repair of the source would mend. Checksums of records are compared while they are read, not here.
+    Models lie in sub-folders, too, into which ``check`` does not look from above. Raises
+    OperationError for damage, UsageError where ``keys`` is ambiguous for this source.
+    ``allow_damage``: go on with errors that a repair of the source would mend. Checksums of records
+    are compared while they are read, not here.
     """
     homes = sorted({PurePosixPath(), *(one.home for one in weights)})
     findings = {home: _findings(path / home) for home in homes}
     for home in homes:
         _ensure_sound(path / home, findings[home], keys, allow_damage=allow_damage)
-    words = tuple(words for home in homes for words in _warnings_of_folder(path / home, findings[home], keys))
+    words = tuple(
+        words for home in homes for words in _warnings_of_folder(path / home, findings[home], keys)
+    )
     if keys is Keys.AUTO:
         for one in weights:
             _ensure_decided(path, one, findings[one.home])
@@ -300,7 +328,9 @@ def warnings_of_source(
 
 
 def _ensure_decided(path: Path, weights: Weights, findings: Iterable[Finding]) -> None:
-    """Raise UsageError where every key has nested wrappers, and a repair of the source would not collapse them."""
+    """Raise UsageError where every key has nested wrappers, and a repair of the source would not
+    collapse them.
+    """
     chain = common_wrappers([tensor.fqn for tensor in weights.tensors] + list(weights.ties))
     if not is_nested(chain):
         return
@@ -315,9 +345,10 @@ def _ensure_decided(path: Path, weights: Weights, findings: Iterable[Finding]) -
         ):
             return
     raise UsageError(
-        f"{weights.label}: every key begins with {dotted(chain)!r}, and nothing in {path} decides which wrappers the "
-        f"script itself adds; nothing was written; next: give --keys bare for a model that is not wrapped, --keys ddp "
-        f"for one in DistributedDataParallel, or leave --keys out"
+        f"{weights.label}: every key begins with {dotted(chain)!r}, and nothing in {path} decides "
+        "which wrappers the script itself adds; nothing was written; next: give --keys bare for "
+        "a model that is not wrapped, --keys ddp for one in DistributedDataParallel, or leave "
+        "--keys out"
     )
 
 
@@ -331,9 +362,12 @@ def _findings(path: Path) -> tuple[Finding, ...]:
 def _ensure_sound(
     path: Path, findings: tuple[Finding, ...], keys: Keys | None, *, allow_damage: bool
 ) -> None:
-    """Raise OperationError for lost bytes, and for errors of which only the source shows how to repair them."""
+    """Raise OperationError for lost bytes, and for errors of which only the source shows how to
+    repair them.
+    """
     lost = [finding for finding in findings if isinstance(finding, _DAMAGE)]
-    # Of a doubled save, a DCP folder keeps no trace of the second wrapper, so that a repair of the copy has to ask.
+    # Of a doubled save, a DCP folder keeps no trace of the second wrapper, so that a repair of the
+    # copy has to ask.
     kept = [finding for finding in findings if _is_kept_error(finding, keys)]
     damage = lost or ([] if allow_damage else kept)
     if not damage:
@@ -350,17 +384,21 @@ def _ensure_sound(
 
 
 def _is_kept_error(finding: Finding, keys: Keys | None) -> bool:
-    """Return whether a repair of the source fixes this error, and a migration with these ``keys`` does not."""
+    """Return whether a repair of the source fixes this error, and a migration with these ``keys``
+    does not.
+    """
     is_mended = isinstance(finding, NestedPrefix) and keys is not None
     return finding.severity is Severity.ERROR and finding.is_fixable and not is_mended
 
 
-def _warnings_of_folder(path: Path, findings: tuple[Finding, ...], keys: Keys | None) -> Iterator[str]:
+def _warnings_of_folder(
+    path: Path, findings: tuple[Finding, ...], keys: Keys | None
+) -> Iterator[str]:
     for finding in findings:
         if _is_kept_error(finding, keys):
             yield (
-                f"--allow-damage: the copy keeps {finding.code} of the source: {finding}; next, before you migrate "
-                f"again: {command('repair', path)}"
+                f"--allow-damage: the copy keeps {finding.code} of the source: {finding}; next, "
+                f"before you migrate again: {command('repair', path)}"
             )
         elif finding.severity is not Severity.NOTE:
             yield f"the source has {finding.code}: {finding}; next: {command('check', path)}"
@@ -370,9 +408,12 @@ def _next(path: Path, finding: Finding) -> str:
     if isinstance(finding, IndexMismatch) and finding.is_fixable:
         return command("repair", path)
     if isinstance(finding, FlatParameters):
-        return "save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT in the run that wrote it"
+        return (
+            "save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT in the run that wrote it"
+        )
     if finding.is_salvageable:
         return (
-            f"{command('check', path)}, or, to recover what is intact: {command('salvage', path)} NEW_FOLDER"
+            f"{command('check', path)}, or, to recover what is intact: {command('salvage', path)} "
+            "NEW_FOLDER"
         )
     return command("check", path)

@@ -1,8 +1,9 @@
 """Plan of a migration of the complete training state to another strategy and number of processes.
 
-The loaders that the new checkpoint is for, and the names they look for: stock accelerate 1.15 (``checkpointing.py``,
-``utils/fsdp_utils.py``) and transformers' Trainer 5 (``trainer.py``). What they share is by fqn: models, moments and
-hyperparameters. What belongs to a process (random states, data positions) goes on only where the same processes do.
+The loaders that the new checkpoint is for, and the names they look for: stock accelerate 1.15
+(``checkpointing.py``, ``utils/fsdp_utils.py``) and transformers' Trainer 5 (``trainer.py``). What
+they share is by fqn: models, moments and hyperparameters. What belongs to a process (random states,
+data positions) goes on only where the same processes do.
 """
 
 import os
@@ -62,31 +63,37 @@ _NEEDED_BY = {"momentum_decay": "mu_product", "amsgrad": "max_exp_avg_sq"}
 _WEIGHTS_ALONE = "next: --state weights carries the models alone"
 
 
-def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Options) -> MigrationPlan:
+def plan_states(
+    source: StoredCheckpoint, path: Path, output: Path, options: Options
+) -> MigrationPlan:
     """Plan the migration of a complete state; reads only headers and small values.
 
-    Raises OperationError for what the new strategy cannot hold, by name, UsageError for a path that is not a folder of
-    ``save_state`` or the Trainer.
+    Raises OperationError for what the new strategy cannot hold, by name, UsageError for a path that
+    is not a folder of ``save_state`` or the Trainer.
     """
     strategy = options.strategy
     assert strategy is not None
     if is_lone(source) or output.suffix in (".safetensors", ".bin"):
         raise UsageError(
-            f"{path}: --state all takes the folder of a save_state or of a checkpoint of the Trainer, and writes one"
+            f"{path}: --state all takes the folder of a save_state or of a checkpoint of the "
+            "Trainer, and writes one"
         )
     source = replace(source, weights=tuple(one for one in source.weights if not one.home.parts))
     optimizers = open_optimizers(source.root)
     if not optimizers:
         raise OperationError(
-            f"{path}: no optimizer in it (expected optimizer.bin, optimizer_0/ or the states of DeepSpeed); next: "
-            f"{command('migrate', path, '', '--to', options.to.value)} {output} writes its models alone"
+            f"{path}: no optimizer in it (expected optimizer.bin, optimizer_0/ or the states of "
+            f"DeepSpeed); next: {command('migrate', path, '', '--to', options.to.value)} {output} "
+            "writes its models alone"
         )
     source = _with_masters(source, optimizers)
     names = StateNames(strategy, is_trainer=(source.root / TRAINER_STATE).exists())
     before = _processes_of(source.root, optimizers)
     processes = options.processes or before
     if processes is None:
-        raise UsageError(f"{path}: nothing in it shows how many processes saved it; give --processes N")
+        raise UsageError(
+            f"{path}: nothing in it shows how many processes saved it; give --processes N"
+        )
     planning = _Planning(source, options, strategy, names, processes)
     models, states = planning.of(optimizers)
     parts: tuple[Planned, ...] = (*models, *states, *planning.extras)
@@ -119,13 +126,21 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
     )
 
 
-def _with_masters(source: StoredCheckpoint, optimizers: Sequence[OptimizerState]) -> StoredCheckpoint:
-    """Return a checkpoint with the weights that DeepSpeed trains: the Trainer saves rounded ones next to its folder."""
+def _with_masters(
+    source: StoredCheckpoint, optimizers: Sequence[OptimizerState]
+) -> StoredCheckpoint:
+    """Return a checkpoint with the weights that DeepSpeed trains: the Trainer saves rounded ones
+    next to its folder.
+    """
     weights = {one.index: one for one in source.weights}
     rivals = list(source.rivals)
     for state in optimizers:
         model = weights.get(state.index)
-        if state.strategy not in BY_TORCH and model is not None and model.format is not Format.DEEPSPEED:
+        if (
+            state.strategy not in BY_TORCH
+            and model is not None
+            and model.format is not Format.DEEPSPEED
+        ):
             rivals += model.files
             where = PurePosixPath(state.files[0].parts[0])
             weights[state.index] = deepspeed_weights(source.root, where, state.index)
@@ -138,7 +153,9 @@ def _with_masters(source: StoredCheckpoint, optimizers: Sequence[OptimizerState]
 
 
 class _Planning:
-    """The models and optimizers of one plan. ``warnings``: what is said of them, in words. ``extras``: other files."""
+    """The models and optimizers of one plan. ``warnings``: what is said of them, in words.
+    ``extras``: other files.
+    """
 
     def __init__(
         self,
@@ -190,8 +207,9 @@ class _Planning:
         if self._strategy is Strategy.FSDP and any(one.states for one in changed):
             folders = list_names(str(self._names.optimizer(one.index)) for one in changed)
             self.warnings.append(
-                f"{folders}: FSDP1 (fsdp_version 1, Accelerate's default) loads no moments from such a folder into an "
-                "optimizer that has not taken a step, and does not say so; next, for FSDP1: --to fsdp-full"
+                f"{folders}: FSDP1 (fsdp_version 1, Accelerate's default) loads no moments from "
+                "such a folder into an optimizer that has not taken a step, and does not say so; "
+                "next, for FSDP1: --to fsdp-full"
             )
         moved = out_of_engines(self._source.root, changed, self._names, self._processes)
         self.extras += moved.extras
@@ -199,7 +217,9 @@ class _Planning:
         config = read_config(self._source, PurePosixPath())
         suffix = ".bin" if self._strategy is Strategy.FSDP_FULL else ""
         models = tuple(
-            planned_model(one, self._names.model_stem(one.index), self._options, config, None, suffix)
+            planned_model(
+                one, self._names.model_stem(one.index), self._options, config, None, suffix
+            )
             for one in self._weights
         )
         return models, states
@@ -209,38 +229,55 @@ class _Planning:
         return self._built
 
     def assumed(self, optimizers: Sequence[OptimizerState]) -> Iterator[str]:
-        """Yield in words what the names of numbered parameters rest on, where a model alone gives them."""
+        """Yield in words what the names of numbered parameters rest on, where a model alone gives
+        them.
+        """
         if self._unordered:
             yield (
-                f"that {list_names(self._unordered)} lists parameters in the model's order, which FSDP1 without "
-                f"use_orig_params does not: the loader of {self._strategy.value} goes by position, and the weights are "
-                "in alphabetical order; next, to be sure: --model MODULE:FACTORY with a factory that returns "
-                "(model, optimizer) of the new run"
+                f"that {list_names(self._unordered)} lists parameters in the model's order, which "
+                f"FSDP1 without use_orig_params does not: the loader of {self._strategy.value} "
+                "goes by position, and the weights are in alphabetical order; next, to be sure: "
+                "--model MODULE:FACTORY with a factory that returns (model, optimizer) of the "
+                "new run"
             )
         if self._strategy is Strategy.DDP or self._built is None or self._built.optimizers:
             return
         root = self._source.root
-        counted = [one.label for one in optimizers if not one.is_named and recorded_names(root, one) is None]
+        counted = [
+            one.label
+            for one in optimizers
+            if not one.is_named and recorded_names(root, one) is None
+        ]
         if counted:
             yield (
-                f"that the script gave parameters to {list_names(counted)} in the model's order, by which they are "
-                "named; next, to be sure: --model MODULE:FACTORY with a factory that returns (model, optimizer)"
+                f"that the script gave parameters to {list_names(counted)} in the model's order, "
+                "by which they are named; next, to be sure: --model MODULE:FACTORY with a "
+                "factory that returns (model, optimizer)"
             )
 
     def _in_order(self, state: OptimizerState) -> OptimizerState:
-        """Return an optimizer of FSDP or DeepSpeed with its parameters where the new loader looks for them.
+        """Return an optimizer of FSDP or DeepSpeed with its parameters where the new loader looks
+        for them.
 
-        FSDP1 without ``use_orig_params``, Accelerate's default, lists the parameters of each wrapped module together.
-        DeepSpeed leaves frozen parameters out of param groups, and a script may list them.
+        FSDP1 without ``use_orig_params``, Accelerate's default, lists the parameters of each
+        wrapped module together. DeepSpeed leaves frozen parameters out of param groups, and a
+        script may list them.
         """
         is_of_engine = state.strategy not in BY_TORCH
         if state.strategy is Strategy.DDP or not (is_of_engine or self._strategy in _BY_POSITION):
             return state
-        names = [tensor.fqn for one in self._weights if one.index == state.index for tensor in one.tensors]
+        names = [
+            tensor.fqn
+            for one in self._weights
+            if one.index == state.index
+            for tensor in one.tensors
+        ]
         if self._built is not None:
             groups = self._built.optimizers
             if state.index < len(groups):
-                ties = {other: first for model, other, first in self._built.ties if model == state.index}
+                ties = {
+                    other: first for model, other, first in self._built.ties if model == state.index
+                }
                 return ordered_as(state, groups[state.index], ties)
         of_run = self._built.parameters if self._built is not None else ()
         known = [one.name for one in of_run if one.model == state.index]
@@ -254,43 +291,57 @@ class _Planning:
             self._unordered.append(state.label)
         elif found:
             raise OperationError(
-                f"{state.label}: {found[0]!r} comes before {found[1]!r} in it, and behind it in the model, as FSDP1 "
-                f"without use_orig_params has them; the loader of {self._strategy.value} goes by position; help: "
-                "--model MODULE:FACTORY with a factory that returns (model, optimizer) of the new run"
+                f"{state.label}: {found[0]!r} comes before {found[1]!r} in it, and behind it in "
+                "the model, as FSDP1 without use_orig_params has them; the loader of "
+                f"{self._strategy.value} goes by position; help: --model MODULE:FACTORY with a "
+                "factory that returns (model, optimizer) of the new run"
             )
         return state
 
     def _note_left_out(self, state: OptimizerState) -> None:
-        """Say that an optimizer of DeepSpeed lists no frozen parameters, where another loader may ask for them."""
+        """Say that an optimizer of DeepSpeed lists no frozen parameters, where another loader may
+        ask for them.
+        """
         if self._strategy not in BY_TORCH:
             return
         listed = {name for group in state.groups for name in group.names}
         buffers = state.extra.get(MODEL_STATES, {}).get(BUFFERS, ())
         tensors = [
-            one.fqn for weights in self._weights if weights.index == state.index for one in weights.tensors
+            one.fqn
+            for weights in self._weights
+            if weights.index == state.index
+            for one in weights.tensors
         ]
         if frozen := [name for name in tensors if name not in listed and name not in buffers]:
             self.warnings.append(
-                f"{state.label}: {count_of(len(frozen), 'frozen parameter')}, {list_names(frozen)}: DeepSpeed leaves "
-                "them out of its param groups; where the script gives them to its optimizer, a load fails, or FSDP "
-                "gives moments to other parameters; next, then: --model MODULE:FACTORY with a factory that returns "
-                "(model, optimizer)"
+                f"{state.label}: {count_of(len(frozen), 'frozen parameter')}, "
+                f"{list_names(frozen)}: DeepSpeed leaves them out of its param groups; where the "
+                "script gives them to its optimizer, a load fails, or FSDP gives moments to "
+                "other parameters; next, then: --model MODULE:FACTORY with a factory that "
+                "returns (model, optimizer)"
             )
 
-    def _without_untrained_groups(self, state: OptimizerState, frozen: Collection[str]) -> OptimizerState:
-        """Return an optimizer with the param groups that DeepSpeed has: those with a parameter that is trained."""
+    def _without_untrained_groups(
+        self, state: OptimizerState, frozen: Collection[str]
+    ) -> OptimizerState:
+        """Return an optimizer with the param groups that DeepSpeed has: those with a parameter that
+        is trained.
+        """
         kept = tuple(group for group in state.groups if set(group.names).difference(frozen))
         empty = [str(number) for number, group in enumerate(state.groups) if group not in kept]
         if not kept or not empty:
             return state
         self.warnings.append(
-            f"{state.label}: param group {', '.join(empty)} has no parameter that is trained, and is left out: ZeRO-3 "
-            "leaves it out, too, and ZeRO-1 and 2 do not start with it; next: leave it out of the script"
+            f"{state.label}: param group {', '.join(empty)} has no parameter that is trained, and "
+            "is left out: ZeRO-3 leaves it out, too, and ZeRO-1 and 2 do not start with it; "
+            "next: leave it out of the script"
         )
         return replace(state, groups=kept)
 
     def _frozen(self, state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> set[str]:
-        """Return the parameters in the param groups of an optimizer that are known not to be trained."""
+        """Return the parameters in the param groups of an optimizer that are known not to be
+        trained.
+        """
         listed = {name for group in state.groups for name in group.names}
         known = self._built.parameters if self._built is not None else ()
         frozen = {one.name for one in known if one.model == state.index and one.trainable is False}
@@ -300,7 +351,8 @@ class _Planning:
         """Return whether the files of an optimizer are those that the new loader looks for."""
         home = self._names.optimizer(state.index)
         return state.strategy is self._strategy and all(
-            file == home or (self._strategy is Strategy.FSDP and file.parent == home) for file in state.files
+            file == home or (self._strategy is Strategy.FSDP and file.parent == home)
+            for file in state.files
         )
 
     def _state(self, before: OptimizerState, state: OptimizerState) -> PlannedState:
@@ -309,8 +361,8 @@ class _Planning:
         tensors = {name: tensor for one in mine for name, tensor in one.named().items()}
         if state.masters and self._options.dtype not in (None, "F32", "F64"):
             self.warnings.append(
-                f"{state.label}: its fp32 masters are rounded to {self._options.dtype}, as --dtype asks; without it "
-                "they are the weights"
+                f"{state.label}: its fp32 masters are rounded to {self._options.dtype}, as --dtype "
+                "asks; without it they are the weights"
             )
         state = replace(state, masters={})  # they are the weights
         if self._strategy is not Strategy.DDP or state.is_named:
@@ -321,9 +373,10 @@ class _Planning:
             state = state.started({name: tensor.shape for name, tensor in tensors.items()}, frozen)
             if lacking and state.states:
                 self.warnings.append(
-                    f"{state.label}: {count_of(len(lacking), 'parameter')} without moments, {list_names(lacking)}: "
-                    "they get zeros and step 0, with which torch starts them at their first gradient; next, where the "
-                    "script freezes them: --frozen REGEX"
+                    f"{state.label}: {count_of(len(lacking), 'parameter')} without moments, "
+                    f"{list_names(lacking)}: they get zeros and step 0, with which torch starts "
+                    "them at their first gradient; next, where the script freezes them: --frozen "
+                    "REGEX"
                 )
         home = self._names.optimizer(state.index)
         try:
@@ -346,8 +399,8 @@ class _Planning:
         if positions != [one.index for one in named]:
             raise OperationError(
                 f"{self._source.root}: {count_of(len(self._weights), 'model')} and "
-                f"{count_of(len(named), 'optimizer')}: DeepSpeed has an optimizer for each model; next: migrate to "
-                "ddp, fsdp or fsdp-full"
+                f"{count_of(len(named), 'optimizer')}: DeepSpeed has an optimizer for each model; "
+                "next: migrate to ddp, fsdp or fsdp-full"
             )
         models, states = [], []
         for weights, before, state in zip(self._weights, changed, named, strict=True):
@@ -371,7 +424,9 @@ class _Planning:
         frozen = self._frozen(state, tensors)
         state = self._without_untrained_groups(state, frozen)
         buffers = (
-            tensors.keys() - {one.name for one in known} - weights.ties.keys() - listed if known else None
+            tensors.keys() - {one.name for one in known} - weights.ties.keys() - listed
+            if known
+            else None
         )
         folder = self._names.engine(weights.index, self._source.root)
         scheduler = self._names.scheduler(weights.index)
@@ -396,7 +451,8 @@ class _Planning:
         state = _as_kept(state, tensors, frozen)
         label = weights.label
         trained = {
-            name: source_of(tensor._replace(fqn=name), "F32", label) for name, tensor in state.masters.items()
+            name: source_of(tensor._replace(fqn=name), "F32", label)
+            for name, tensor in state.masters.items()
         }
         others = {
             tensor.fqn: source_of(tensor, module_dtype(new, tensor.fqn), label)
@@ -405,8 +461,9 @@ class _Planning:
         }
         if frozen_ones := [name for name, source in others.items() if source.convert is not None]:
             self.warnings.append(
-                f"{label}: {list_names(frozen_ones)}: converted to {others[frozen_ones[0]].new.dtype}, the dtype of "
-                "training, of which DeepSpeed keeps no other copy where a parameter is not trained"
+                f"{label}: {list_names(frozen_ones)}: converted to "
+                f"{others[frozen_ones[0]].new.dtype}, the dtype of training, of which DeepSpeed "
+                "keeps no other copy where a parameter is not trained"
             )
         rounded = {tensors[name].dtype for name in state.masters.keys() - before.masters.keys()} - {
             "F32",
@@ -414,8 +471,8 @@ class _Planning:
         }
         if rounded and not before.masters:
             self.warnings.append(
-                f"{label}: masters in fp32 are made of weights in {', '.join(sorted(rounded))}, without the digits "
-                "that these lack"
+                f"{label}: masters in fp32 are made of weights in {', '.join(sorted(rounded))}, "
+                "without the digits that these lack"
             )
         model = PlannedModel(
             label=weights.label,
@@ -434,11 +491,13 @@ class _Planning:
         found = {name for name in tensors if pattern is not None and pattern.search(name)}
         every = {name for one in self._weights for name in one.named()}
         if pattern is not None and not any(map(pattern.search, every)):
-            raise UsageError(f"--frozen {pattern.pattern!r}: no parameter of the model has such a name")
+            raise UsageError(
+                f"--frozen {pattern.pattern!r}: no parameter of the model has such a name"
+            )
         if trained := sorted(name for name in found if state.states.get(name)):
             raise UsageError(
-                f"--frozen {self._options.frozen!r} matches {list_names(trained)} with moments in {state.label}, so "
-                "it was trained"
+                f"--frozen {self._options.frozen!r} matches {list_names(trained)} with moments in "
+                f"{state.label}, so it was trained"
             )
         return found & {name for group in state.groups for name in group.names}
 
@@ -457,25 +516,30 @@ def _ensure_listed(optimizers: Iterable[OptimizerState]) -> None:
         if strays := [name for name in one.states if name not in listed]:
             names = list_names(strays if one.is_named else [f"parameter {name}" for name in strays])
             raise OperationError(
-                f"{one.label}: {names}: moments of a parameter that is in no param group, so no optimizer would take "
-                f"them; {_WEIGHTS_ALONE}"
+                f"{one.label}: {names}: moments of a parameter that is in no param group, so no "
+                f"optimizer would take them; {_WEIGHTS_ALONE}"
             )
 
 
 def _ensure_own_model(optimizers: Iterable[OptimizerState]) -> None:
-    """Raise OperationError for an optimizer of another model than that of its position, by which FSDP finds it."""
+    """Raise OperationError for an optimizer of another model than that of its position, by which
+    FSDP finds it.
+    """
     for one in optimizers:
         if one.model not in (None, one.index):
             raise OperationError(
-                f"{one.label}: it has the parameters of model {one.model}, and the loader looks for those of model "
-                f"{one.index} in it; next: prepare() models and optimizers in the same order, and save again"
+                f"{one.label}: it has the parameters of model {one.model}, and the loader looks "
+                f"for those of model {one.index} in it; next: prepare() models and optimizers in "
+                "the same order, and save again"
             )
 
 
 def _as_kept(
     state: OptimizerState, tensors: Mapping[str, StoredTensor], frozen: Collection[str]
 ) -> OptimizerState:
-    """Return the state that DeepSpeed keeps: moments of every trained parameter, and masters, all in fp32."""
+    """Return the state that DeepSpeed keeps: moments of every trained parameter, and masters, all
+    in fp32.
+    """
     moments = moments_of(state, {name: tensor.shape for name, tensor in tensors.items()})
 
     def in_fp32(value: StateValue, key: str) -> StateValue:
@@ -488,13 +552,17 @@ def _as_kept(
     states: dict[str, Mapping[str, StateValue]] = {}
     for group in groups:
         shared = next((state.states[name] for name in group.names if state.states.get(name)), {})
-        own = replace(state, groups=(group,)).started({name: tensors[name].shape for name in group.names})
+        own = replace(state, groups=(group,)).started(
+            {name: tensors[name].shape for name in group.names}
+        )
         for name in group.names:
             found = own.states.get(name, {})
             if not state.states.get(name) and STEP in shared:
                 found = {**found, STEP: shared[STEP]}  # ZeRO keeps one for a group
             states[name] = {key: in_fp32(value, key) for key, value in found.items()}
-    masters = {name: state.masters.get(name, tensors[name]) for group in groups for name in group.names}
+    masters = {
+        name: state.masters.get(name, tensors[name]) for group in groups for name in group.names
+    }
     return replace(
         state,
         groups=groups,
@@ -520,30 +588,40 @@ def _ensure_fit(state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> N
     """Raise OperationError for states that no other strategy can hold, by name."""
     for name, why in state.unfit.items():
         raise OperationError(
-            f"{state.label}: {name}: {why}, which only the optimizer itself can load; {_WEIGHTS_ALONE}"
+            f"{state.label}: {name}: {why}, which only the optimizer itself can load; "
+            f"{_WEIGHTS_ALONE}"
         )
     held = {key for values in state.states.values() for key in values}
     for option, key in _NEEDED_BY.items():
         if held and key not in held and any(group.options.get(option) for group in state.groups):
             raise OperationError(
-                f"{state.label}: {key} is missing, without which an optimizer with {option} cannot take a step: "
-                "ds_to_universal.py of DeepSpeed leaves it out; next: migrate the ZeRO checkpoint that this one was "
-                "made from"
+                f"{state.label}: {key} is missing, without which an optimizer with {option} cannot "
+                "take a step: ds_to_universal.py of DeepSpeed leaves it out; next: migrate the "
+                "ZeRO checkpoint that this one was made from"
             )
     for name, values in state.states.items():
         if state.is_named and name not in tensors:
             raise OperationError(
-                f"{state.label}: {name!r} has moments, and no model has such a parameter; {_WEIGHTS_ALONE}"
+                f"{state.label}: {name!r} has moments, and no model has such a parameter; "
+                f"{_WEIGHTS_ALONE}"
             )
         shape = tensors[name].shape if name in tensors else None
         for key, value in values.items():
-            if isinstance(value, StoredTensor) and shape is not None and value.shape not in (shape, (), (1,)):
+            if (
+                isinstance(value, StoredTensor)
+                and shape is not None
+                and value.shape not in (shape, (), (1,))
+            ):
                 why = "states of Adafactor, Shampoo and 8-bit optimizers cannot be cut among ranks"
-                if key in ZERO_AT_FIRST:  # torch's own optimizers give these the shape of the weight
-                    why = "the weights and the optimizer are of two runs, or the optimizer keeps projections as GaLore"
+                # Torch's own optimizers give these the shape of the weight.
+                if key in ZERO_AT_FIRST:
+                    why = (
+                        "the weights and the optimizer are of two runs, or the optimizer keeps "
+                        "projections as GaLore"
+                    )
                 raise OperationError(
-                    f"{state.label}: {key!r} of {name!r} has the shape {list(value.shape)} (expected {list(shape)}, "
-                    f"as its parameter): {why}; {_WEIGHTS_ALONE}"
+                    f"{state.label}: {key!r} of {name!r} has the shape {list(value.shape)} "
+                    f"(expected {list(shape)}, as its parameter): {why}; {_WEIGHTS_ALONE}"
                 )
 
 

@@ -1,8 +1,9 @@
-"""New files written by several threads, each byte once through the cache of a core: read, hashed, written.
+"""New files written by several threads, each byte once through the cache of a core: read, hashed,
+written.
 
-A file is cut into jobs of some megabytes, as all offsets are known before. A thread takes the next job, of whichever
-file, and writes it to its place through a buffer that it keeps: many small files take no more threads and memory than
-a large one.
+A file is cut into jobs of some megabytes, as all offsets are known before. A thread takes the next
+job, of whichever file, and writes it to its place through a buffer that it keeps: many small files
+take no more threads and memory than a large one.
 """
 
 import hashlib
@@ -28,20 +29,26 @@ from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, digest_head
 
 _BUFFER = 1 << 20
 _SCRATCH = 256 << 10
-"""Bytes that are converted at a time: the result stays in a core's cache (1 MiB takes 5 times as long)."""
+"""Bytes that are converted at a time: the result stays in a core's cache (1 MiB takes 5 times as
+long).
+"""
 
 _ALONE = 256 << 10
 """Bytes that are read to the beginning of the buffer, where the kernel copies twice as fast."""
 
 _JOB = 16 << 20
 _FAR_BUFFER = _COPIED_AT_ONCE = 8 << 20
-"""Bytes that are read at once where the source is not on this machine: several requests under way together."""
+"""Bytes that are read at once where the source is not on this machine: several requests under way
+together.
+"""
 
 _WORTH_SHARING = 1 << 20
 
 
 class Convert(Protocol):
-    """Conversion of the bytes of complete elements to another dtype, which counts the values that became infinite."""
+    """Conversion of the bytes of complete elements to another dtype, which counts the values that
+    became infinite.
+    """
 
     overflowed: int
 
@@ -50,7 +57,9 @@ class Convert(Protocol):
 
 
 class Source(NamedTuple):
-    """A tensor of the new file: where its bytes come from, and their conversion (None: no conversion)."""
+    """A tensor of the new file: where its bytes come from, and their conversion (None: no
+    conversion).
+    """
 
     new: NewTensor
     stored: StoredTensor
@@ -66,7 +75,9 @@ class Source(NamedTuple):
 
     @property
     def piece(self) -> Piece | None:
-        """The contiguous piece of a file that equals the new tensor byte for byte, None if there is none."""
+        """The contiguous piece of a file that equals the new tensor byte for byte, None if there is
+        none.
+        """
         layout = self.stored.layout
         if self.convert is None and isinstance(layout, Contiguous) and len(layout.pieces) == 1:
             return layout.pieces[0]
@@ -76,9 +87,10 @@ class Source(NamedTuple):
 class NewFile:
     """A new file while threads write it. ``sources``: by the names in the parts of ``file``.
 
-    ``with_sha256``: hash the complete file, too, for which one thread writes it all. ``shares``: the disk can share
-    blocks between files, which is used where a tensor has the same alignment as in its old file. ``mode``: its
-    permissions. ``when_done``: called by the thread that completes it. ``marks``, ``pieces``: of what has passed.
+    ``with_sha256``: hash the complete file, too, for which one thread writes it all. ``shares``:
+    the disk can share blocks between files, which is used where a tensor has the same alignment as
+    in its old file. ``mode``: its permissions. ``when_done``: called by the thread that completes
+    it. ``marks``, ``pieces``: of what has passed.
     """
 
     def __init__(
@@ -131,11 +143,15 @@ class NewFile:
             return self.fd
 
     def put_off(self, offset: int, part: Computed) -> None:
-        """Leave a part to the thread that completes the file, as other threads have the CRC-32 that it needs."""
+        """Leave a part to the thread that completes the file, as other threads have the CRC-32 that
+        it needs.
+        """
         self._put_off.append((offset, part))
 
     def made(self, part: Computed) -> bytes:
-        """Return the bytes of a computed part. Raises OperationError when they have another length than planned."""
+        """Return the bytes of a computed part. Raises OperationError when they have another length
+        than planned.
+        """
         data = part.make(self.crcs)
         if len(data) != part.length:
             raise OperationError(f"{part.length} bytes were planned, {len(data)} were made")
@@ -143,7 +159,9 @@ class NewFile:
 
     def taken(self) -> Iterator[tuple[str, Source]]:
         """Yield the sources whose bytes it takes, by their keys."""
-        yield from ((part.fqn, self.sources[part.fqn]) for part in self.parts if isinstance(part, Data))
+        yield from (
+            (part.fqn, self.sources[part.fqn]) for part in self.parts if isinstance(part, Data)
+        )
 
     def passed(self, mark: Mark, digest: str) -> None:
         """Note the digest of a wanted tensor that lies in this file."""
@@ -151,7 +169,9 @@ class NewFile:
         self.marks.append(mark)
 
     def piece_passed(self, piece: Piece, crc: int, fqn: str) -> None:
-        """Note the CRC-32 of a piece of the source. Raises OperationError for a record that has another one."""
+        """Note the CRC-32 of a piece of the source. Raises OperationError for a record that has
+        another one.
+        """
         self.checksums.passed(piece, crc, fqn)
         self.pieces.append((piece, crc))
 
@@ -186,8 +206,8 @@ class Job(NamedTuple):
 class Writer:
     """A thread's means of writing: a buffer, and the files that it reads. Use as a context manager.
 
-    Raises ChangedError when a source has become shorter, OperationError when a tensor has another size than was
-    planned or does not match its CRC-32, OSError, ``Stopped``.
+    Raises ChangedError when a source has become shorter, OperationError when a tensor has another
+    size than was planned or does not match its CRC-32, OSError, ``Stopped``.
     """
 
     def __init__(self, pacer: Pacer, control: Control) -> None:
@@ -309,7 +329,9 @@ class Writer:
             self._paced = self._position
 
     def _can_share(self, piece: Piece) -> bool:
-        """Return whether most of a piece lies in complete blocks, at the same offset in a block as in the new file."""
+        """Return whether most of a piece lies in complete blocks, at the same offset in a block as
+        in the new file.
+        """
         block = self._file.block
         in_phase = block and (piece.offset - self._position - self._filled) % block == 0
         is_worth_it = bool(in_phase) and piece.length >= _WORTH_SHARING
@@ -318,7 +340,14 @@ class Writer:
     def _share(self, piece: Piece) -> None:
         self._flush()
         source = self._files.descriptor(piece.path)
-        copy_range(source, piece.offset, self._fd, self._position, piece.length, progress=self.control.go_on)
+        copy_range(
+            source,
+            piece.offset,
+            self._fd,
+            self._position,
+            piece.length,
+            progress=self.control.go_on,
+        )
         record = self._hashing.begins(piece)
         if record or self._hashing.is_needed or self._file.whole is not None:
             for block in self._files.blocks((piece,), self._buffer):
@@ -338,14 +367,17 @@ class _Hashing:
     def __init__(self, part: Data, source: Source, file: NewFile) -> None:
         self._part, self._source, self._file = part, source, file
         self._done = 0
-        self._crc = self._run = self._run_from = 0  # of all before the run, and of the run since then
+        # Of all before the run, and of the run since then.
+        self._crc = self._run = self._run_from = 0
         self._with_crc = file.needs_crc
         self._coming = file.digests.marks(source.tensor)
         self._active: list[tuple[Mark, Any]] = []
         self.is_needed = self._with_crc or bool(self._coming)
 
     def begins(self, piece: Piece) -> bool:
-        """Return whether the CRC-32 of the piece that comes next is of use. Then ``ends`` must be called behind it."""
+        """Return whether the CRC-32 of the piece that comes next is of use. Then ``ends`` must be
+        called behind it.
+        """
         if self._file.checksums.record(piece) is None:
             return False
         self._cut()
@@ -353,7 +385,9 @@ class _Hashing:
         return True
 
     def ends(self, piece: Piece) -> None:
-        """Note the CRC-32 of a piece. Raises OperationError where it is a record that has another one."""
+        """Note the CRC-32 of a piece. Raises OperationError where it is a record that has another
+        one.
+        """
         name = self._source.stored.fqn if self._source.piece == piece else ""
         self._file.piece_passed(piece, self._run, name)
         self._cut()
@@ -403,17 +437,23 @@ class _Hashing:
 
 
 def writing_threads() -> int:
-    """Return the number of threads that write: two at least, as each of them waits for the disk at times."""
+    """Return the number of threads that write: two at least, as each of them waits for the disk at
+    times.
+    """
     return max(2, processors())
 
 
 def write_file(
-    target: Path, file: OutputFile, sources: Mapping[str, Source], *, progress: Progress | None = None
+    target: Path,
+    file: OutputFile,
+    sources: Mapping[str, Source],
+    *,
+    progress: Progress | None = None,
 ) -> dict[str, str]:
     """Write a new file and make it durable; return the digest of each of its tensors.
 
-    ``sources``: by the names in the parts of ``file``. ``progress`` gets bytes written. Raises FileExistsError, and as
-    ``Writer`` does; an unfinished file then stays.
+    ``sources``: by the names in the parts of ``file``. ``progress`` gets bytes written. Raises
+    FileExistsError, and as ``Writer`` does; an unfinished file then stays.
     """
     digests = Digests(one.tensor for one in sources.values())
     with Pacer() as pacer:
@@ -430,7 +470,8 @@ def write_file(
 
 
 def copy_file(source: Path, target: Path, progress: Progress | None) -> None:
-    """Copy one file durably, with its permissions and its time; a symbolic link becomes the file behind it.
+    """Copy one file durably, with its permissions and its time; a symbolic link becomes the file
+    behind it.
 
     Raises FileExistsError, ChangedError when the source is not a regular file, OSError.
     """

@@ -1,8 +1,8 @@
 """Names of the files in a migrated checkpoint, and the files that are copied unchanged.
 
-``load_state`` reads ``model.safetensors`` and ``model_<i>.safetensors``, else ``pytorch_model.bin`` and
-``pytorch_model_<i>.bin``, one file a model; for FSDP ``pytorch_model_fsdp_<i>/`` (accelerate 1.15,
-``checkpointing.py``).
+``load_state`` reads ``model.safetensors`` and ``model_<i>.safetensors``, else ``pytorch_model.bin``
+and ``pytorch_model_<i>.bin``, one file a model; for FSDP ``pytorch_model_fsdp_<i>/`` (accelerate
+1.15, ``checkpointing.py``).
 """
 
 import errno
@@ -54,21 +54,27 @@ _ADAPTERS = {"adapter_model": "PEFT", "pytorch_lora_weights": "diffusers"}
 
 
 def is_lone(source: StoredCheckpoint) -> bool:
-    """Return whether a path is a file of weights, or a DCP or DeepSpeed folder itself, not a folder around it."""
+    """Return whether a path is a file of weights, or a DCP or DeepSpeed folder itself, not a folder
+    around it.
+    """
     if source.only is not None:
         return True
     return any(_fills(one, source.root) for one in source.weights)
 
 
 def _fills(weights: Weights, root: Path) -> bool:
-    """Return whether a folder is a checkpoint of DCP or DeepSpeed itself, not a folder around one."""
+    """Return whether a folder is a checkpoint of DCP or DeepSpeed itself, not a folder around
+    one.
+    """
     if weights.format is Format.DCP:
         return any(len(path.parts) == 1 for path in weights.files)
     return weights.format is Format.DEEPSPEED and not (root / weights.label).is_dir()
 
 
 def becomes_file(source: StoredCheckpoint, output: Path, to: Format) -> bool:
-    """Return whether the new checkpoint is one file. Raises UsageError when its name does not fit."""
+    """Return whether the new checkpoint is one file. Raises UsageError when its name does not
+    fit.
+    """
     every = {suffix: target for target, suffixes in SUFFIXES.items() for suffix in suffixes}
     if output.suffix not in every:
         return False
@@ -78,15 +84,18 @@ def becomes_file(source: StoredCheckpoint, output: Path, to: Format) -> bool:
             if SUFFIXES[to]
             else "; name a folder"
         )
-        raise UsageError(f"{output} ends in {output.suffix}, which is not of the format {to.value!r}{wanted}")
+        raise UsageError(
+            f"{output} ends in {output.suffix}, which is not of the format {to.value!r}{wanted}"
+        )
     if not is_lone(source):
         raise UsageError(
-            f"{source.root} is a folder, so {output} becomes one, too: name it without {output.suffix}"
+            f"{source.root} is a folder, so {output} becomes one, too: name it without "
+            f"{output.suffix}"
         )
     if len(source.weights) > 1:
         raise UsageError(
-            f"{source.root / (source.only or '')} holds {len(source.weights)} models, {output} would hold one; name a "
-            "folder"
+            f"{source.root / (source.only or '')} holds {len(source.weights)} models, {output} "
+            "would hold one; name a folder"
         )
     return True
 
@@ -101,8 +110,8 @@ def stems(
 ) -> list[str]:
     """Return the stem of each model's files; for DCP its folder, "." for the checkpoint itself.
 
-    ``known``: folder -> the library's name for weights, by its config, as a DCP folder has Accelerate's name.
-    Raises UsageError when two models would get the same name.
+    ``known``: folder -> the library's name for weights, by its config, as a DCP folder has
+    Accelerate's name. Raises UsageError when two models would get the same name.
     """
     if is_file:
         return [output.stem]
@@ -114,7 +123,12 @@ def stems(
         name = _name_of(one)
         if lone and not (name is not None and name.is_of_library):
             found.append(_numbered(to, number))
-        elif to is not Format.DCP and _is_sharded(one) and not one.index and (stem := known[one.home]):
+        elif (
+            to is not Format.DCP
+            and _is_sharded(one)
+            and not one.index
+            and (stem := known[one.home])
+        ):
             found.append(stem)
         elif to is Format.DCP or _is_loaded(one):  # a folder of DCP is known by its name alone
             found.append(_numbered(to, one.index))
@@ -123,9 +137,13 @@ def stems(
     places = [(one.home, stem) for one, stem in zip(source.weights, found, strict=True)]
     for number, (_, stem) in enumerate(places):
         if places[number] in places[:number]:
-            first, second = source.weights[places.index(places[number])].label, source.weights[number].label
+            first, second = (
+                source.weights[places.index(places[number])].label,
+                source.weights[number].label,
+            )
             raise UsageError(
-                f"{first} and {second} would both become {stem}; name one of them instead of the folder"
+                f"{first} and {second} would both become {stem}; name one of them instead of the "
+                "folder"
             )
     return found
 
@@ -149,7 +167,9 @@ def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
     name = _name_of(weights)
     model = name.model if name is not None and name.is_of_library else None
     if model is not None and model.stem in _ADAPTERS:
-        return f"{weights.label} is an adapter, and {_ADAPTERS[model.stem]} reads one file an adapter"
+        return (
+            f"{weights.label} is an adapter, and {_ADAPTERS[model.stem]} reads one file an adapter"
+        )
     if source.is_save_state and not weights.home.parts and (model is None or _is_loaded(weights)):
         return f"{source.root} is a folder of save_state, and load_state reads one file a model"
     return ""
@@ -169,9 +189,11 @@ def _numbered(to: Format, index: int) -> str:
 
 
 def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> str:
-    """Return the name of an adapter, a variant or a script's own file, without the parts for its format.
+    """Return the name of an adapter, a variant or a script's own file, without the parts for its
+    format.
 
-    ``from_pretrained(variant="fp16")`` looks for ``model.fp16.safetensors`` and ``pytorch_model.fp16.bin``.
+    ``from_pretrained(variant="fp16")`` looks for ``model.fp16.safetensors`` and
+    ``pytorch_model.fp16.bin``.
     """
     path = weights.files[0]
     name = _name_of(weights)
@@ -179,7 +201,8 @@ def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> s
         stem = _STEMS[to] if model.stem == _STEMS[Format.SAFETENSORS] else model.stem
         return f"{stem}.{model.variant}" if model.variant else stem
     stem = name.stem if name is not None else path.name
-    if sum(1 for other in all_weights if other.files == weights.files) > 1:  # several in one training dict
+    # Several in one training dict.
+    if sum(1 for other in all_weights if other.files == weights.files) > 1:
         stem += "." + ".".join(re.findall(r"[\w-]+", weights.label.removeprefix(str(path))))
     return stem
 
@@ -192,7 +215,9 @@ _NOWHERE = {
 
 
 def _is_dcp_model(name: str) -> bool:
-    """Return whether FSDP keeps a model in a folder of this name; a file left there belongs to a converted model."""
+    """Return whether FSDP keeps a model in a folder of this name; a file left there belongs to a
+    converted model.
+    """
     folder = parse_folder_name(name)
     return folder is not None and folder.stem == _STEMS[Format.DCP]
 
@@ -206,7 +231,9 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherFiles:
-    """Files without weights. ``carried``: those to copy; ``empty``: folders to make; relative to the source."""
+    """Files without weights. ``carried``: those to copy; ``empty``: folders to make; relative to
+    the source.
+    """
 
     carried: tuple[PurePosixPath, ...] = ()
     empty: tuple[PurePosixPath, ...] = ()
@@ -216,8 +243,8 @@ class OtherFiles:
 def other_files(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> OtherFiles:
     """Sort the files without weights of the source. ``new``: the files that are written.
 
-    Folders behind links are copied as folders. ckptfix's own files in a sub-folder are copied if every file
-    of that folder is.
+    Folders behind links are copied as folders. ckptfix's own files in a sub-folder are copied if
+    every file of that folder is.
 
     Raises OperationError for a folder that cannot be listed: its files would be lost silently.
     """
@@ -228,10 +255,17 @@ def other_files(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Othe
     listed = {PurePosixPath(name): why for name, why in listing.files.items() if name not in used}
     if is_lone(source):
         reason = "no weights of a model, and only those are migrated here"
-        return OtherFiles(left_out=tuple(LeftOut(str(path), reason) for path in (*listed, *listing.journals)))
+        return OtherFiles(
+            left_out=tuple(LeftOut(str(path), reason) for path in (*listed, *listing.journals))
+        )
     homes = {folder for one in source.weights for folder in (one.home, *one.home.parents)}
-    folders = frozenset(parent for one in new for parent in one.parents) - {PurePosixPath("."), *homes}
-    taken = partial(_taken, source=source, rivals=frozenset(source.rivals), new=new, folders=folders)
+    folders = frozenset(parent for one in new for parent in one.parents) - {
+        PurePosixPath("."),
+        *homes,
+    }
+    taken = partial(
+        _taken, source=source, rivals=frozenset(source.rivals), new=new, folders=folders
+    )
     carried: list[PurePosixPath] = []
     left: list[LeftOut] = []
     for path, unlisted in listed.items():
@@ -240,13 +274,15 @@ def other_files(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Othe
             carried.append(path)
         elif unlisted and why is unlisted and not (source.root / path).is_symlink():
             raise OperationError(
-                f"{source.root / path} {unlisted}, so what is in it would be lost; nothing was written; allow it, or "
-                "move it away"
+                f"{source.root / path} {unlisted}, so what is in it would be lost; nothing was "
+                "written; allow it, or move it away"
             )
         else:
             left.append(LeftOut(str(path), why))
     changed = {
-        parent for name in {*listing.files} - set(map(str, carried)) for parent in PurePosixPath(name).parents
+        parent
+        for name in {*listing.files} - set(map(str, carried))
+        for parent in PurePosixPath(name).parents
     }
     for journal in map(PurePosixPath, listing.journals):
         files = _journal_files(source.root, journal)
@@ -254,7 +290,11 @@ def other_files(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Othe
             carried += files
         elif files != [journal.parent / RECEIPT]:
             why = "it lists the files of its folder, which are not copied as they are"
-            left.append(LeftOut(str(journal), why if files is not None else "there is more in it than files"))
+            left.append(
+                LeftOut(
+                    str(journal), why if files is not None else "there is more in it than files"
+                )
+            )
     empty = [path for path in _empty_folders(source.root) if taken(path) is None]
     return OtherFiles(carried=tuple(carried), empty=tuple(empty), left_out=tuple(left))
 
@@ -294,10 +334,11 @@ def _not_a_file(path: Path) -> str | None:
 
 
 def _journal_files(root: Path, journal: PurePosixPath) -> list[PurePosixPath] | None:
-    """Return ckptfix's own files in a sub-folder except a lock; None when others wrote some of them.
+    """Return ckptfix's own files in a sub-folder except a lock; None when others wrote some of
+    them.
 
-    With them ``undo`` and ``verify`` work in a copy of that folder. Raises OSError for a folder that cannot
-    be listed.
+    With them ``undo`` and ``verify`` work in a copy of that folder. Raises OSError for a folder
+    that cannot be listed.
     """
 
     def fail(error: OSError) -> None:
@@ -309,7 +350,10 @@ def _journal_files(root: Path, journal: PurePosixPath) -> list[PurePosixPath] | 
     for where, folders, names in os.walk(root / journal, onerror=fail):
         if any(os.path.islink(os.path.join(where, name)) for name in folders):
             return None
-        paths = [PurePosixPath(os.path.relpath(os.path.join(where, name), root)) for name in sorted(names)]
+        paths = [
+            PurePosixPath(os.path.relpath(os.path.join(where, name), root))
+            for name in sorted(names)
+        ]
         if not all(stat.S_ISREG(os.lstat(root / path).st_mode) for path in paths):
             return None
         found += [path for path in paths if path != journal / LOCK]
@@ -319,14 +363,20 @@ def _journal_files(root: Path, journal: PurePosixPath) -> list[PurePosixPath] | 
 def _empty_folders(root: Path) -> Iterator[PurePosixPath]:
     for where, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name != JOURNAL)
-        if not folders and not names and (path := PurePosixPath(os.path.relpath(where, root))).parts:
+        if (
+            not folders
+            and not names
+            and (path := PurePosixPath(os.path.relpath(where, root))).parts
+        ):
             yield path
 
 
 NAME = PurePosixPath("config.json")
 
 _LONGEST = 16 << 20
-_DTYPE = re.compile(rb'("(?:torch_)?dtype"\s*:\s*")(?:float64|float32|float16|bfloat16|float8_\w+)(")')
+_DTYPE = re.compile(
+    rb'("(?:torch_)?dtype"\s*:\s*")(?:float64|float32|float16|bfloat16|float8_\w+)(")'
+)
 _WORDS = {"BF16": b"bfloat16", "F16": b"float16", "F32": b"float32", "F64": b"float64"}
 
 
@@ -339,11 +389,11 @@ class Config:
 
     @property
     def ties_nothing(self) -> bool:
-        """Return whether the model looks for both names of shared weights: transformers ties them only if the
-        config asks for it.
+        """Return whether the model looks for both names of shared weights: transformers ties them
+        only if the config asks for it.
 
-        The default is to tie (``PretrainedConfig.tie_word_embeddings`` is True; transformers 5 always writes
-        it).
+        The default is to tie (``PretrainedConfig.tie_word_embeddings`` is True; transformers 5
+        always writes it).
         """
         return self.values.get("tie_word_embeddings") is False
 
@@ -353,12 +403,16 @@ class Config:
         return bool(self.values.get("quantization_config"))
 
     def with_dtype(self, dtype: str) -> bytes:
-        """Return the file with another dtype of its weights, in safetensors' nouns; every other byte stays."""
+        """Return the file with another dtype of its weights, in safetensors' nouns; every other
+        byte stays.
+        """
         return _DTYPE.sub(lambda match: match[1] + _WORDS[dtype] + match[2], self.data)
 
 
 def read_config(source: StoredCheckpoint, home: PurePosixPath) -> Config:
-    """Return the config of a folder, or of a model in its sub-folder. Raises OSError when it cannot be read."""
+    """Return the config of a folder, or of a model in its sub-folder. Raises OSError when it cannot
+    be read.
+    """
     if source.only is not None or is_lone(source):
         return Config()
     try:
@@ -383,7 +437,11 @@ def library_stem(source: StoredCheckpoint, home: PurePosixPath, config: Config) 
         stem = "adapter_model"
     else:
         return None
-    return None if any((folder / f"{stem}{suffix}").exists() for suffix in (".safetensors", ".bin")) else stem
+    return (
+        None
+        if any((folder / f"{stem}{suffix}").exists() for suffix in (".safetensors", ".bin"))
+        else stem
+    )
 
 
 def json_object(path: Path) -> tuple[bytes, dict[str, Any]] | None:
@@ -441,4 +499,8 @@ class StateNames(NamedTuple):
         """Return the names of the files in which each rank looks for its random states."""
         if not self.is_trainer:
             return [random_states_name(rank) for rank in range(processes)]
-        return ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
+        return (
+            ["rng_state.pth"]
+            if processes == 1
+            else [f"rng_state_{rank}.pth" for rank in range(processes)]
+        )

@@ -1,7 +1,9 @@
-"""Ties in a complete state that goes to another strategy: parameters that are one tensor under two names.
+"""Ties in a complete state that goes to another strategy: parameters that are one tensor under two
+names.
 
-safetensors files keep one of the names, and so do optimizers. FSDP saves both as tensors and looks for both, DeepSpeed
-keeps one tensor and the other name. The run's model says what is tied; without it, equal bytes suggest it.
+safetensors files keep one of the names, and so do optimizers. FSDP saves both as tensors and looks
+for both, DeepSpeed keeps one tensor and the other name. The run's model says what is tied; without
+it, equal bytes suggest it.
 """
 
 from collections import Counter
@@ -23,7 +25,9 @@ Ties = Sequence[tuple[int, str, str]]
 
 
 def with_lost_ties(weights: Weights, ties: Ties) -> Weights:
-    """Return weights with the names of tied tensors that safetensors files leave out, which FSDP and ZeRO look for."""
+    """Return weights with the names of tied tensors that safetensors files leave out, which FSDP
+    and ZeRO look for.
+    """
     held = weights.named()
     kept = {tensor.fqn for tensor in weights.tensors}
     lost = {}
@@ -38,11 +42,13 @@ def with_lost_ties(weights: Weights, ties: Ties) -> Weights:
 def with_ties_joined(
     weights: Weights, optimizers: Iterable[OptimizerState], ties: Ties | None
 ) -> tuple[Weights, str]:
-    """Return weights in which a tie that was saved as two tensors is one again, and what that rests on, in words.
+    """Return weights in which a tie that was saved as two tensors is one again, and what that rests
+    on, in words.
 
-    ``ties``: those of the run's model, None where no model is known. Then a tensor of no optimizer is taken for a tie
-    of another one that is equal in every byte, unless all its elements are the same: the trained one stays, else the
-    first. Frozen ones are taken for a tie where there is one alone.
+    ``ties``: those of the run's model, None where no model is known. Then a tensor of no optimizer
+    is taken for a tie of another one that is equal in every byte, unless all its elements are the
+    same: the trained one stays, else the first. Frozen ones are taken for a tie where there is one
+    alone.
     """
     trained = {
         name
@@ -61,10 +67,13 @@ def with_ties_joined(
         found = {name: kept for name, kept in found.items() if kept in trained}
     if not found:
         return weights, ""
-    return _joined(weights, found), (
-        f"{weights.label}: {list_names(sorted(found))}: in no optimizer, and equal in every byte to "
-        f"{list_names(sorted(set(found.values())))}: written once, as a tie; next, where the script does not tie them: "
-        "--model MODULE:FACTORY"
+    return (
+        _joined(weights, found),
+        (
+            f"{weights.label}: {list_names(sorted(found))}: in no optimizer, and equal in every "
+            f"byte to {list_names(sorted(set(found.values())))}: written once, as a tie; next, "
+            "where the script does not tie them: --model MODULE:FACTORY"
+        ),
     )
 
 
@@ -73,8 +82,11 @@ def _of(weights: Weights, ties: Ties) -> list[tuple[str, str]]:
     return [pair for model, *pair in ties if model == weights.index]  # type: ignore[misc]
 
 
-def _equal(weights: Weights, trained: Collection[str], pairs: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the names of tensors that are not trained -> those of others with equal bytes, trained ones if there are.
+def _equal(
+    weights: Weights, trained: Collection[str], pairs: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Return the names of tensors that are not trained -> those of others with equal bytes, trained
+    ones if there are.
 
     ``pairs``: other name -> first name of the only ones that are looked at, None for any.
     """
@@ -88,7 +100,9 @@ def _equal(weights: Weights, trained: Collection[str], pairs: Mapping[str, str] 
             if pairs is None:
                 kept = (own or names)[0]
             else:
-                tied = {pairs.get(name, name)} | {other for other, first in pairs.items() if first == name}
+                tied = {pairs.get(name, name)} | {
+                    other for other, first in pairs.items() if first == name
+                }
                 kept = next((one for one in own if one in tied), pairs.get(name, name))
             if kept != name and kept in names:
                 found[name] = kept
@@ -96,8 +110,8 @@ def _equal(weights: Weights, trained: Collection[str], pairs: Mapping[str, str] 
 
 
 def _alike(tensors: Sequence[StoredTensor]) -> Iterator[list[str]]:
-    """Yield the names of tensors that are equal in every byte, where there are several; only those that begin alike are
-    read completely.
+    """Yield the names of tensors that are equal in every byte, where there are several; only those
+    that begin alike are read completely.
     """
     begins: dict[tuple[str, tuple[int, ...], bytes], list[StoredTensor]] = {}
     kinds = Counter((one.dtype, one.shape) for one in tensors)
@@ -124,7 +138,9 @@ def _begin(tensor: StoredTensor, files: OpenFiles) -> bytes:
 
 
 def _is_constant(tensor: StoredTensor) -> bool:
-    """Return whether all elements of a tensor are the same, as in norms and biases that no step changed yet."""
+    """Return whether all elements of a tensor are the same, as in norms and biases that no step
+    changed yet.
+    """
     width = max(DTYPE_BITS[tensor.dtype] // 8, 1)
     first = b""
     with OpenFiles() as files:

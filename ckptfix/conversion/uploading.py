@@ -1,4 +1,5 @@
-"""Checkpoints that are written to an object store: by ``upload``, and by ``migrate`` and ``salvage`` with a URL.
+"""Checkpoints that are written to an object store: by ``upload``, and by ``migrate`` and
+``salvage`` with a URL.
 
 All are complete on this machine first; the commit marker is the last object.
 """
@@ -48,7 +49,9 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class UploadReceipt(Printable, Serialized):
-    """Receipt of ``upload``. ``is_left_over``: the folder was the rest of a save, and can be removed now."""
+    """Receipt of ``upload``. ``is_left_over``: the folder was the rest of a save, and can be
+    removed now.
+    """
 
     json_keys: ClassVar = "path url files bytes=nbytes"
 
@@ -68,7 +71,9 @@ class UploadReceipt(Printable, Serialized):
         what = f"{count_of(self.files, 'file')}, {human_size(self.nbytes)}"
         yield line(f"uploaded {self.path} to {self.url}, and committed: {what}", colour="green")
         if self.is_left_over:
-            yield line(f"the rest of the save is not needed any more: rm -r {shell_path(self.path)}")
+            yield line(
+                f"the rest of the save is not needed any more: rm -r {shell_path(self.path)}"
+            )
         yield line(f"next: ckptfix check {shell_path(self.url)}")
 
 
@@ -79,16 +84,23 @@ def upload(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> UploadReceipt:
-    """Copy a complete checkpoint folder below a URL, and write its commit marker when all of it is there.
+    """Copy a complete checkpoint folder below a URL, and write its commit marker when all of it is
+    there.
 
-    It finishes a save of ``Accelerator`` whose upload failed, from the folder that the error named. What an upload that
-    was cut short left there is replaced; anything else only with ``overwrite``, and stays complete until the new
-    checkpoint is uploaded.
+    It finishes a save of ``Accelerator`` whose upload failed, from the folder that the error named.
+    What an upload that was cut short left there is replaced; anything else only with ``overwrite``,
+    and stays complete until the new checkpoint is uploaded.
 
-    Raises UsageError for a folder that is not complete and for a place that is taken, OperationError when the upload
-    stopped: then nothing new is committed.
+    Raises UsageError for a folder that is not complete and for a place that is taken,
+    OperationError when the upload stopped: then nothing new is committed.
     """
-    from ckptfix.storage.uploads import not_uploaded, objects_replaced, place_at, staged_files, upload_folder
+    from ckptfix.storage.uploads import (
+        not_uploaded,
+        objects_replaced,
+        place_at,
+        staged_files,
+        upload_folder,
+    )
 
     if looks_like_url(path):
         raise _turned_round(str(path), url)
@@ -97,7 +109,8 @@ def upload(
         raise UsageError(f"{folder} is a file; to upload it: name its folder")
     if not looks_like_url(url) and object_mount_of(url) is None:
         raise UsageError(
-            f"{os.fspath(url)} is neither a URL, such as s3://BUCKET/RUN/checkpoint_7, nor on a mount of a store"
+            f"{os.fspath(url)} is neither a URL, such as s3://BUCKET/RUN/checkpoint_7, nor on a "
+            "mount of a store"
         )
     ensure_checkpoint(scan_folder(folder))
     if (why := _incomplete(folder)) is not None:
@@ -111,9 +124,14 @@ def upload(
         raise OperationError(not_uploaded(place, folder, error)) from error
     is_left_over = is_temporary(folder.name)
     if is_left_over:
-        (folder / DESTINATION).unlink(missing_ok=True)  # the next save on this machine removes the folder
+        # The next save on this machine removes the folder.
+        (folder / DESTINATION).unlink(missing_ok=True)
     return UploadReceipt(
-        path=folder, url=place.url, files=len(files), nbytes=sum(files.values()), is_left_over=is_left_over
+        path=folder,
+        url=place.url,
+        files=len(files),
+        nbytes=sum(files.values()),
+        is_left_over=is_left_over,
     )
 
 
@@ -125,16 +143,18 @@ def _turned_round(url: str, path: str | os.PathLike[str]) -> UsageError:
             f"ckptfix upload {shell_path(Path(path))} {shell_path(url)}"
         )
     return UsageError(
-        f"{escape(url)} is a URL: expected a folder of this machine; next, to download a checkpoint: use the program "
-        f"of the store, such as aws s3 cp --recursive URL FOLDER; ckptfix reads it where it is: ckptfix check "
-        f"{shell_path(url)}"
+        f"{escape(url)} is a URL: expected a folder of this machine; next, to download a "
+        "checkpoint: use the program of the store, such as aws s3 cp --recursive URL FOLDER; "
+        f"ckptfix reads it where it is: ckptfix check {shell_path(url)}"
     )
 
 
 def writes_urls(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let a verb take a URL for its second parameter, a new path: it writes on this machine until all is complete.
+    """Let a verb take a URL for its second parameter, a new path: it writes on this machine until
+    all is complete.
 
-    ``overwrite``, if the verb takes it, replaces what ckptfix uploaded there and nobody changed since.
+    ``overwrite``, if the verb takes it, replaces what ckptfix uploaded there and nobody changed
+    since.
     """
 
     def decorate(verb: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -149,7 +169,9 @@ def writes_urls(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
             if not looks_like_url(given):
                 return write(given)
-            with _uploaded(str(given).rstrip("/"), overwrite=bool(kwargs.get("overwrite"))) as local:
+            with _uploaded(
+                str(given).rstrip("/"), overwrite=bool(kwargs.get("overwrite"))
+            ) as local:
                 return write(local)
 
         return writing
@@ -165,7 +187,10 @@ def _uploaded(url: str, *, overwrite: bool) -> Iterator[Path]:
 
     above, _, name = url.rpartition("/")
     place = open_store(url)
-    with _folder_for(name, lambda: objects_replaced(place, overwrite=overwrite)) as (folder, stale):
+    with _folder_for(name, lambda: objects_replaced(place, overwrite=overwrite)) as (
+        folder,
+        stale,
+    ):
         local = folder / name
         show_as(re.escape(str(local)), url)
         yield local
@@ -178,14 +203,15 @@ def _uploaded(url: str, *, overwrite: bool) -> Iterator[Path]:
             raise
         except (OperationError, OSError) as error:
             raise OperationError(
-                f"{place.name()}: the upload stopped, so nothing there is committed: {error}; next: run the same "
-                "command again"
+                f"{place.name()}: the upload stopped, so nothing there is committed: {error}; "
+                "next: run the same command again"
             ) from error
 
 
 @contextmanager
 def _folder_for(name: str, find_stale: Callable[[], list[str]]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a new folder on this machine for what is uploaded, and the objects that go; in a team, those of the leader.
+    """Yield a new folder on this machine for what is uploaded, and the objects that go; in a team,
+    those of the leader.
 
     Raises OperationError in a process that does not see the leader's folder.
     """
@@ -194,7 +220,10 @@ def _folder_for(name: str, find_stale: Callable[[], list[str]]) -> Iterator[tupl
         assert team is not None
         folder, stale = team.told(list)
         with teams.as_one():
-            ensure_seen(Path(folder), f"next: export {STAGING_VARIABLE}=FOLDER, a folder that all nodes see")
+            ensure_seen(
+                Path(folder),
+                f"next: export {STAGING_VARIABLE}=FOLDER, a folder that all nodes see",
+            )
             yield Path(folder), stale
         return
     stale = find_stale()
@@ -239,11 +268,15 @@ def _upload(place: "Place", folder: Path, stale: list[str]) -> None:
     every = [units.of((folder / name, plan.upload), size) for name, size in plan.files.items()]
     results = team.share("uploads", every, share, lambda number: None, None)
     if teams.leads():
-        finish_upload(place, plan, {name: Uploaded(*one) for name, one in zip(names, results, strict=True)})
+        finish_upload(
+            place, plan, {name: Uploaded(*one) for name, one in zip(names, results, strict=True)}
+        )
 
 
 def _incomplete(folder: Path) -> str | None:
-    """Return why a folder is not to be uploaded: a save or a repair that was cut short. None for all else."""
+    """Return why a folder is not to be uploaded: a save or a repair that was cut short. None for
+    all else.
+    """
     if (why := mixed(folder)) is not None:
         return why
     homes = [folder, *((folder / journal).parent for journal in list_folder(folder).journals)]
@@ -254,5 +287,7 @@ def _incomplete(folder: Path) -> str | None:
         manifest = read_manifest(folder)
     except FormatError as error:
         return str(error)
-    missing = missing_files(folder, manifest) if manifest is not None and manifest.is_of_a_save else []
+    missing = (
+        missing_files(folder, manifest) if manifest is not None and manifest.is_of_a_save else []
+    )
     return f"{folder} is not complete: {'; '.join(missing[:3])}" if missing else None

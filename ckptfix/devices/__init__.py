@@ -1,6 +1,8 @@
-"""Models split over several devices: safe transfers, dispatch, the probe of P2P copies, and reloads on a device map.
+"""Models split over several devices: safe transfers, dispatch, the probe of P2P copies, and reloads
+on a device map.
 
-Public names are resolved when they are first used; only those that work with devices import torch then.
+Public names are resolved when they are first used; only those that work with devices import torch
+then.
 
 >>> from ckptfix.devices import dispatch_model, probe_peer_copies
 >>> model = dispatch_model(model, device_map, safe_transfers="auto")

@@ -36,8 +36,8 @@ class Line:
 def calling_line() -> Line:
     """Return the line that called into this package, accelerate or torch.
 
-    The running script is the user's wherever its file is: accelerate's package has scripts, too, such as those of
-    ``accelerate.test_utils``.
+    The running script is the user's wherever its file is: accelerate's package has scripts, too,
+    such as those of ``accelerate.test_utils``.
     """
     frame = sys._getframe(1)
     while (

@@ -1,8 +1,9 @@
-"""Accelerate's ``dispatch_model`` and ``load_checkpoint_and_dispatch`` where P2P copies may be broken.
+"""Accelerate's ``dispatch_model`` and ``load_checkpoint_and_dispatch`` where P2P copies may be
+broken.
 
-A dispatched model holds one reference to the staging of this process, forward and backward passes included, until
-``remove_safe_transfers`` or until it is collected: keep the model until its last backward pass has run. A deep copy of
-it holds none of its own.
+A dispatched model holds one reference to the staging of this process, forward and backward passes
+included, until ``remove_safe_transfers`` or until it is collected: keep the model until its last
+backward pass has run. A deep copy of it holds none of its own.
 """
 
 import functools
@@ -19,17 +20,26 @@ import torch
 from torch import nn
 
 from ckptfix.devices.torch_devices import device_type
-from ckptfix.devices.transfers import Mode, Transfers, acquire, mode_meant, mode_named, release, say
+from ckptfix.devices.transfers import (
+    Mode,
+    Transfers,
+    acquire,
+    mode_meant,
+    mode_named,
+    release,
+    say,
+)
 from ckptfix.errors import UsageError
 
 
 def follow_devices(model: nn.Module) -> Callable[[], None]:
-    """Make the device of each block current inside its forward, and restore the former one afterwards,
-    whatever ends it.
+    """Make the device of each block current inside its forward, and restore the former one
+    afterwards, whatever ends it.
 
-    Accelerate moves tensors and never sets the current device: a kernel that does not look where its tensors
-    are launches on device 0 from a block on device 1 (unsloth #6831). The blocks are those to which
-    accelerate gave a device other than that of what holds them. Returns what ends it.
+    Accelerate moves tensors and never sets the current device: a kernel that does not look where
+    its tensors are launches on device 0 from a block on device 1 (unsloth #6831). The blocks are
+    those to which accelerate gave a device other than that of what holds them. Returns what ends
+    it.
     """
     name = device_type()
     # Weakly: the function that ends the guards must not keep the model alive.
@@ -51,8 +61,9 @@ def follow_devices(model: nn.Module) -> Callable[[], None]:
 class _Guard:
     """A block's own forward, which accelerate's hooks call, on its device.
 
-    torch's hooks behind a forward are left out when it is interrupted from the keyboard: this one ends in any case. It
-    lies below accelerate's hooks, so that those may be replaced, and copies of the model have copies of it.
+    torch's hooks behind a forward are left out when it is interrupted from the keyboard: this one
+    ends in any case. It lies below accelerate's hooks, so that those may be replaced, and copies of
+    the model have copies of it.
     """
 
     def __init__(self, block: nn.Module, name: str, index: int) -> None:
@@ -81,7 +92,9 @@ class _Guard:
                 setattr(self._block, at, self._forward)
 
 
-def _blocks(module: nn.Module, name: str | None, outer: int | None) -> Iterator[tuple[nn.Module, int]]:
+def _blocks(
+    module: nn.Module, name: str | None, outer: int | None
+) -> Iterator[tuple[nn.Module, int]]:
     index = _index(getattr(module, "_hf_hook", None), name)
     if index is not None and index != outer:
         yield module, index
@@ -100,16 +113,21 @@ def _index(hook: Any, name: str | None) -> int | None:
 
 
 def forget_freed_weights(model: nn.Module) -> None:
-    """Drop the addresses of tied weights that are not held in memory; call it right after a dispatch.
+    """Drop the addresses of tied weights that are not held in memory; call it right after a
+    dispatch.
 
-    ``dispatch_model`` notes the address of each tied weight, moves the weight, and keeps the note. Once the
-    old memory is freed, a weight that is read from disk may get the same address, and is then replaced by the
-    tied weight: 6 of 20 trials with accelerate 1.15.0, without an error where the shapes agree.
+    ``dispatch_model`` notes the address of each tied weight, moves the weight, and keeps the note.
+    Once the old memory is freed, a weight that is read from disk may get the same address, and is
+    then replaced by the tied weight: 6 of 20 trials with accelerate 1.15.0, without an error where
+    the shapes agree.
 
-    Tied weights offloaded to the disk are then read once for each use, where accelerate shares them if two of
-    them are on the device at a time. Those offloaded to the host keep their entries: their memory lives.
+    Tied weights offloaded to the disk are then read once for each use, where accelerate shares them
+    if two of them are on the device at a time. Those offloaded to the host keep their entries:
+    their memory lives.
     """
-    hooks = [hook for module in model.modules() for hook in _flat(getattr(module, "_hf_hook", None))]
+    hooks = [
+        hook for module in model.modules() for hook in _flat(getattr(module, "_hf_hook", None))
+    ]
     live = {
         tensor.data_ptr()
         for state in {id(state): state for hook in hooks for state in _states(hook)}.values()
@@ -154,7 +172,8 @@ _ends: "weakref.WeakKeyDictionary[nn.Module, _Ends]" = weakref.WeakKeyDictionary
 """Dispatched model -> effect of its dispatch -> function that ends it."""
 
 _under_way: list[nn.Module] = []
-"""Models that are being dispatched by this module, which the patch of accelerate must leave alone."""
+"""Models that are being dispatched by this module, which the patch of accelerate must leave alone.
+"""
 
 
 def dispatch_model(
@@ -168,18 +187,20 @@ def dispatch_model(
 ) -> nn.Module:
     """Do ``accelerate.dispatch_model`` with safe copies between devices.
 
-    ``safe_transfers``: "auto" stages the pairs of devices that are not proven healthy, and measures for up to
-    3 s when nothing is known of this hardware; only a model on two or more accelerators asks for that.
-    "always" stages every pair, "never" none. ``force_cuda_to_cuda_via_cpu=True`` is another name of "always".
-    ``device_guard``: make the device of each block the current one inside its forward, for kernels that
-    launch on the current device whatever their tensors are on. Other arguments are accelerate's, by name or,
-    as there, by place.
+    ``safe_transfers``: "auto" stages the pairs of devices that are not proven healthy, and measures
+    for up to 3 s when nothing is known of this hardware; only a model on two or more accelerators
+    asks for that. "always" stages every pair, "never" none. ``force_cuda_to_cuda_via_cpu=True`` is
+    another name of "always". ``device_guard``: make the device of each block the current one inside
+    its forward, for kernels that launch on the current device whatever their tensors are on. Other
+    arguments are accelerate's, by name or, as there, by place.
 
-    Dispatched again, the model holds what the last call says. Raises UsageError when the arguments contradict
-    each other, and what accelerate raises; the model then holds what it held before.
+    Dispatched again, the model holds what the last call says. Raises UsageError when the arguments
+    contradict each other, and what accelerate raises; the model then holds what it held before.
     """
     mode = _mode(safe_transfers, force_cuda_to_cuda_via_cpu)
-    given = _by_name(accelerate.dispatch_model, model, dict(device_map), *more, **accelerate_arguments)
+    given = _by_name(
+        accelerate.dispatch_model, model, dict(device_map), *more, **accelerate_arguments
+    )
     places = (
         *device_map.values(),
         given.arguments.get("main_device"),
@@ -200,10 +221,11 @@ def load_checkpoint_and_dispatch(
     device_guard: bool = False,
     **accelerate_arguments: Any,
 ) -> nn.Module:
-    """Do ``accelerate.load_checkpoint_and_dispatch`` with safe copies between devices, also while loading.
+    """Do ``accelerate.load_checkpoint_and_dispatch`` with safe copies between devices, also while
+    loading.
 
-    The arguments are those of ``dispatch_model`` above; others are accelerate's. With a map in one word
-    ("auto", "balanced", ...) a machine with two or more devices counts as used.
+    The arguments are those of ``dispatch_model`` above; others are accelerate's. With a map in one
+    word ("auto", "balanced", ...) a machine with two or more devices counts as used.
     """
     mode = _mode(safe_transfers, force_cuda_to_cuda_via_cpu)
     if isinstance(device_map, str) or device_map is None:
@@ -213,7 +235,12 @@ def load_checkpoint_and_dispatch(
         several = _are_several((*device_map.values(), *_places(model)))
         wanted = dict(device_map)
     given = _by_name(
-        accelerate.load_checkpoint_and_dispatch, model, checkpoint, wanted, *more, **accelerate_arguments
+        accelerate.load_checkpoint_and_dispatch,
+        model,
+        checkpoint,
+        wanted,
+        *more,
+        **accelerate_arguments,
     )
     with _dispatching(model, mode, several=several, device_guard=device_guard):
         dispatched: nn.Module = accelerate.load_checkpoint_and_dispatch(*given.args, **given.kwargs)
@@ -221,10 +248,11 @@ def load_checkpoint_and_dispatch(
 
 
 def remove_safe_transfers(model: nn.Module) -> None:
-    """End what ``dispatch_model`` began with a model, or with a model inside of it; where nothing was, do nothing.
+    """End what ``dispatch_model`` began with a model, or with a model inside of it; where nothing
+    was, do nothing.
 
-    Its reference is given back and its device guards are taken off. Accelerate's hooks stay: they are accelerate's
-    to remove. Other references of this process keep staging on.
+    Its reference is given back and its device guards are taken off. Accelerate's hooks stay: they
+    are accelerate's to remove. Other references of this process keep staging on.
     """
     for module in model.modules():
         for end in _ends.pop(module, {}).values():
@@ -232,22 +260,29 @@ def remove_safe_transfers(model: nn.Module) -> None:
 
 
 def hold(model: nn.Module, places: Iterable[Any], mode: Mode) -> None:
-    """Let a model hold a reference that accelerate is about to dispatch by itself; for the patch of accelerate.
+    """Let a model hold a reference that accelerate is about to dispatch by itself; for the patch of
+    accelerate.
 
-    ``places``: where accelerate will run its blocks. A model that ``dispatch_model`` above dispatches is left alone,
-    and so is one on fewer than two accelerators, unless the mode is ALWAYS. A reference that the model holds from
-    ``dispatch_model`` stays, as somebody asked for it; device guards end, as their blocks may go elsewhere now.
+    ``places``: where accelerate will run its blocks. A model that ``dispatch_model`` above
+    dispatches is left alone, and so is one on fewer than two accelerators, unless the mode is
+    ALWAYS. A reference that the model holds from ``dispatch_model`` stays, as somebody asked for
+    it; device guards end, as their blocks may go elsewhere now.
     """
     if any(model is other for other in _under_way):
         return
     meant = mode_meant(mode)
     _replace(
-        model, meant, _Effect.PATCHED, _reference(model, meant, _are_several((*places, *_places(model))))
+        model,
+        meant,
+        _Effect.PATCHED,
+        _reference(model, meant, _are_several((*places, *_places(model)))),
     )
 
 
 @contextmanager
-def _dispatching(model: nn.Module, mode: Mode, *, several: bool, device_guard: bool) -> Iterator[None]:
+def _dispatching(
+    model: nn.Module, mode: Mode, *, several: bool, device_guard: bool
+) -> Iterator[None]:
     reference = _reference(model, mode, several)
     _under_way.append(model)
     try:
@@ -265,7 +300,9 @@ def _dispatching(model: nn.Module, mode: Mode, *, several: bool, device_guard: b
 
 
 def _replace(model: nn.Module, mode: Mode, what: _Effect, reference: Transfers | None) -> None:
-    """Let the model hold this reference in place of what earlier dispatches of less standing began, and of its own."""
+    """Let the model hold this reference in place of what earlier dispatches of less standing began,
+    and of its own.
+    """
     ends = _ends.setdefault(model, {})
     former = [
         ends.pop(other)
@@ -286,8 +323,9 @@ def _reference(model: nn.Module, mode: Mode, several: bool) -> Transfers | None:
     reference = acquire(mode, holder=f"a dispatched {type(model).__name__}")
     if reference.pairs and any(isinstance(module, nn.DataParallel) for module in model.modules()):
         say(
-            f"{type(model).__name__} holds a torch.nn.DataParallel: it copies weights and sums gradients with NCCL, "
-            "which safe transfers do not stage. Take it out, or train with accelerate launch"
+            f"{type(model).__name__} holds a torch.nn.DataParallel: it copies weights and sums "
+            "gradients with NCCL, which safe transfers do not stage. Take it out, or train with "
+            "accelerate launch"
         )
     return reference
 
@@ -296,13 +334,16 @@ def _mode(safe_transfers: Mode | str, force_cuda_to_cuda_via_cpu: bool) -> Mode:
     mode = mode_named(safe_transfers)
     if force_cuda_to_cuda_via_cpu and mode is Mode.NEVER:
         raise UsageError(
-            "force_cuda_to_cuda_via_cpu=True asks for staging and safe_transfers='never' for none: leave one out"
+            "force_cuda_to_cuda_via_cpu=True asks for staging and safe_transfers='never' for none: "
+            "leave one out"
         )
     return mode_meant(Mode.ALWAYS if force_cuda_to_cuda_via_cpu else mode)
 
 
 def _by_name(function: Callable[..., Any], *given: Any, **named: Any) -> inspect.BoundArguments:
-    """Return the arguments of a function of accelerate with their names. Raises TypeError for what it does not take."""
+    """Return the arguments of a function of accelerate with their names. Raises TypeError for what
+    it does not take.
+    """
     bound = inspect.signature(function).bind(*given, **named)
     bound.arguments.update(_with_lists(bound.arguments))
     return bound
@@ -311,17 +352,22 @@ def _by_name(function: Callable[..., Any], *given: Any, **named: Any) -> inspect
 def _with_lists(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with lists for sets and tuples of names.
 
-    transformers keeps its classes that must not be split in a set, which accelerate 1.6.0 takes for the name of one.
+    transformers keeps its classes that must not be split in a set, which accelerate 1.6.0 takes for
+    the name of one.
     """
     names = ("skip_keys", "no_split_module_classes", "preload_module_classes")
     return {
-        key: sorted(value) if key in names and isinstance(value, (set, frozenset, tuple)) else value
+        key: (
+            sorted(value) if key in names and isinstance(value, (set, frozenset, tuple)) else value
+        )
         for key, value in arguments.items()
     }
 
 
 def _places(model: nn.Module, others: Any = None) -> Iterator[torch.device]:
-    """Yield where the tensors of a model are, and those of ``others``, a dict of tensors or nothing."""
+    """Yield where the tensors of a model are, and those of ``others``, a dict of tensors or
+    nothing.
+    """
     for tensor in (
         *model.parameters(),
         *model.buffers(),
@@ -335,7 +381,9 @@ def _are_several(places: Iterable[Any]) -> bool:
 
 
 def _accelerators(places: Iterable[Any]) -> set[int]:
-    """Return the devices of the accelerator among these places, which may be "cpu", "disk" and "meta" too."""
+    """Return the devices of the accelerator among these places, which may be "cpu", "disk" and
+    "meta" too.
+    """
     name = device_type()
     found = set()
     for place in places:
@@ -359,13 +407,13 @@ _originals: dict[str, Callable[..., Any]] = {}
 def patch_dispatch(mode: Mode) -> None:
     """Let every model that accelerate dispatches from now on hold a reference to safe transfers.
 
-    This is for code that calls accelerate by itself: transformers' ``from_pretrained``, PEFT. Under whatever
-    name they imported the function, ``accelerate.big_modeling`` looks up two functions at each call: the one
-    that checks the map, and the one that attaches the hooks. Both are replaced. A model that goes to one
-    device as a whole gets no hooks, and is moved behind the first.
+    This is for code that calls accelerate by itself: transformers' ``from_pretrained``, PEFT. Under
+    whatever name they imported the function, ``accelerate.big_modeling`` looks up two functions at
+    each call: the one that checks the map, and the one that attaches the hooks. Both are replaced.
+    A model that goes to one device as a whole gets no hooks, and is moved behind the first.
 
-    A second call changes the mode. It is the dispatch of a model on two or more accelerators that makes
-    "auto" measure.
+    A second call changes the mode. It is the dispatch of a model on two or more accelerators that
+    makes "auto" measure.
     """
     global _patched_mode
     _patched_mode = mode
@@ -378,8 +426,8 @@ def patch_dispatch(mode: Mode) -> None:
 def unpatch_dispatch() -> None:
     """Undo the patch, and leave later patches of others in place.
 
-    Models that were dispatched keep their references: taking those away would let their next forward copy
-    directly. ``remove_safe_transfers(model)`` does that.
+    Models that were dispatched keep their references: taking those away would let their next
+    forward copy directly. ``remove_safe_transfers(model)`` does that.
     """
     global _patched_mode
     _patched_mode = None
@@ -406,7 +454,11 @@ def _in_front_of_attach(original: Callable[..., Any]) -> Callable[..., Any]:
     def attach(module: nn.Module, execution_device: Any = None, *args: Any, **kwargs: Any) -> Any:
         if _patched_mode is None:
             return original(module, execution_device, *args, **kwargs)
-        places = execution_device.values() if isinstance(execution_device, Mapping) else (execution_device,)
+        places = (
+            execution_device.values()
+            if isinstance(execution_device, Mapping)
+            else (execution_device,)
+        )
         hold(module, places, _patched_mode)
         done = original(module, execution_device, *args, **kwargs)
         forget_freed_weights(module)

@@ -1,7 +1,8 @@
 """Facts of torch and its devices, from a separate process: a broken driver can crash or hang it.
 
-Nothing here imports torch in the process that asks, unless ``in_process`` says so. The answer is plain
-values, as it comes out of the other process: as far as that process came, and why it came no further.
+Nothing here imports torch in the process that asks, unless ``in_process`` says so. The answer is
+plain values, as it comes out of the other process: as far as that process came, and why it came no
+further.
 """
 
 import json
@@ -14,7 +15,9 @@ from typing import Any
 from ckptfix.hardware import run_limited
 
 PATIENCE = 120.0
-"""Seconds for importing torch and initialising every device: slow file systems, and drivers that load firmware."""
+"""Seconds for importing torch and initialising every device: slow file systems, and drivers that
+load firmware.
+"""
 
 _MAX_WARNINGS = 20
 _DOING = {
@@ -25,21 +28,23 @@ _DOING = {
 }
 """Step -> what a process that came no further was doing."""
 
-# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a torch.py.
+# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a
+# torch.py.
 _BEGIN = (
-    "import sys; sys.path[:] = sys.argv[1:]; from ckptfix.devices.environment_of_torch import main; main()"
+    "import sys; sys.path[:] = sys.argv[1:]; from ckptfix.devices.environment_of_torch import "
+    "main; main()"
 )
 
 
 def look(*, patience: float = PATIENCE, in_process: bool = False) -> dict[str, Any]:
     """Return the facts of torch, as plain values.
 
-    ``version``; ``builds`` (what it was built for); ``kind`` of accelerator; ``devices`` (index, name, pci);
-    ``warnings``; ``verdicts`` of the probe for this very hardware, or None. ``stage``: what it was doing
-    last, "done" at the end; ``problem``: why it came no further, "" when it did.
+    ``version``; ``builds`` (what it was built for); ``kind`` of accelerator; ``devices`` (index,
+    name, pci); ``warnings``; ``verdicts`` of the probe for this very hardware, or None. ``stage``:
+    what it was doing last, "done" at the end; ``problem``: why it came no further, "" when it did.
 
-    ``patience``: seconds for importing torch and initialising the devices. ``in_process``: ask in this
-    process, without any protection.
+    ``patience``: seconds for importing torch and initialising the devices. ``in_process``: ask in
+    this process, without any protection.
     """
     said: dict[str, Any] = {"stage": "start", "problem": ""}
     if in_process:
@@ -55,7 +60,9 @@ def look(*, patience: float = PATIENCE, in_process: bool = False) -> dict[str, A
 
 
 def main() -> None:
-    """Answer in the process that ``look`` started: one JSON object a line, so that a crash loses only the rest."""
+    """Answer in the process that ``look`` started: one JSON object a line, so that a crash loses
+    only the rest.
+    """
     for part in _answers():
         sys.stdout.write(json.dumps(part) + "\n")
         sys.stdout.flush()
@@ -70,7 +77,10 @@ def _answers() -> Iterator[dict[str, Any]]:
             for stage, answer in _steps():
                 yield {"stage": stage, **answer}
         except Exception as error:  # torch's own errors for a broken driver share no class
-            yield {"stage": stage, "problem": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            yield {
+                "stage": stage,
+                "problem": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            }
         texts = list(dict.fromkeys(" ".join(str(item.message).split())[:300] for item in caught))
     yield {"warnings": texts[:_MAX_WARNINGS]}
 

@@ -1,12 +1,15 @@
-"""Interception of copies between two devices: ``aten::copy_`` below autograd, or accelerate's hooks for an older torch.
+"""Interception of copies between two devices: ``aten::copy_`` below autograd, or accelerate's hooks
+for an older torch.
 
-``Tensor.to``, ``Module.to``, slices, storages, ``load_state_dict``, ``_foreach_copy_``, compiled code, backward passes
-and all threads end in ``aten::copy_`` (measured with torch 2.13). What does not is in ``NOT_COVERED``: NCCL, CUDA IPC,
-kernels that read another device's memory, and quantized tensors, which have a dispatch key of their own.
+``Tensor.to``, ``Module.to``, slices, storages, ``load_state_dict``, ``_foreach_copy_``, compiled
+code, backward passes and all threads end in ``aten::copy_`` (measured with torch 2.13). What does
+not is in ``NOT_COVERED``: NCCL, CUDA IPC, kernels that read another device's memory, and quantized
+tensors, which have a dispatch key of their own.
 
-Where torch does not let it be overridden, accelerate's own moves are staged: the inputs of each block, the output of
-the model and the weights of a dispatch pass two functions, which its hooks look up by name at each call.
-``NOT_COVERED_BY_FALLBACK`` lists what stays as it is, and every reference to staging carries that list.
+Where torch does not let it be overridden, accelerate's own moves are staged: the inputs of each
+block, the output of the model and the weights of a dispatch pass two functions, which its hooks
+look up by name at each call. ``NOT_COVERED_BY_FALLBACK`` lists what stays as it is, and every
+reference to staging carries that list.
 """
 
 import sys
@@ -37,8 +40,8 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 _removed: deque[Any] = deque(maxlen=64)
 """Kernels of overrides that were removed.
 
-A model may be collected, and its reference given back, inside of the very copy that the kernel answers: it
-must not be freed before that copy has left it.
+A model may be collected, and its reference given back, inside of the very copy that the kernel
+answers: it must not be freed before that copy has left it.
 """
 
 
@@ -48,14 +51,19 @@ def can_override() -> bool:
 
 
 class Override:
-    """``carry`` put in front of every copy between two devices of the current accelerator, until ``remove``."""
+    """``carry`` put in front of every copy between two devices of the current accelerator, until
+    ``remove``.
+    """
 
     def __init__(self, carry: Carry) -> None:
-        """Install it. Raises RuntimeError without an accelerator, or where ``can_override`` says no."""
+        """Install it. Raises RuntimeError without an accelerator, or where ``can_override`` says
+        no.
+        """
         name = device_type()
         if name is None or not can_override():
             raise RuntimeError(
-                f"torch {torch.__version__} with accelerator {name}: aten::copy_ cannot be overridden"
+                f"torch {torch.__version__} with accelerator {name}: aten::copy_ cannot be "
+                "overridden"
             )
         key = torch._C._dispatch_key_for_device(name)
         original = torch.library.get_kernel("aten::copy_", key)
@@ -64,11 +72,13 @@ class Override:
         self._kernel = torch.library.get_kernel("aten::copy_", key)
 
     def remove(self) -> bool:
-        """Let torch's own kernel answer again, without a trace of this one; return whether that was done.
+        """Let torch's own kernel answer again, without a trace of this one; return whether that was
+        done.
 
-        It is not while other threads run: torch changes its table of kernels without a lock, and a copy that looks its
-        kernel up meanwhile ends the process (a segmentation fault, measured with torch 2.13). A backward pass counts:
-        the thread that asked for it waits in Python. Installing has no such moment, as the old kernel stays valid.
+        It is not while other threads run: torch changes its table of kernels without a lock, and a
+        copy that looks its kernel up meanwhile ends the process (a segmentation fault, measured
+        with torch 2.13). A backward pass counts: the thread that asked for it waits in Python.
+        Installing has no such moment, as the old kernel stays valid.
         """
         if len(sys._current_frames()) > 1:
             return False
@@ -87,11 +97,13 @@ def _in_front_of(original: Any, carry: Carry) -> Callable[..., Any]:
     thread = _Thread()
 
     def copy_(keyset: Any, destination: Any, source: Any, non_blocking: bool = False) -> Any:
-        # Every copy to, from and on an accelerator comes here; those on one device leave by the shortest way.
+        # Every copy to, from and on an accelerator comes here; those on one device leave by the
+        # shortest way.
         try:
             start, end = source.get_device(), destination.get_device()  # -1 for the host
         except AttributeError:
-            # The 0 of `tensor.ne(0)` comes as a number, not as the tensor of C++; the original takes tensors.
+            # The 0 of `tensor.ne(0)` comes as a number, not as the tensor of C++; the original
+            # takes tensors.
             number = torch.scalar_tensor(source, dtype=_DTYPES[type(source)], device="cpu")
             return copied(keyset, destination, number, non_blocking)
         if start == end or start < 0 or end < 0 or source.device.type != destination.device.type:
@@ -101,7 +113,8 @@ def _in_front_of(original: Any, carry: Carry) -> Callable[..., Any]:
             thread.direct == pair
         ):  # torch gathers a strided copy without P2P, and copies once more from inside
             return copied(keyset, destination, source, non_blocking)
-        # Subclasses and modes must not see what carries their bytes; autograd has recorded the copy already.
+        # Subclasses and modes must not see what carries their bytes; autograd has recorded the copy
+        # already.
         with torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
             if carry(pair, destination, source):
                 return destination
@@ -122,7 +135,10 @@ class Decide(Protocol):
 
 
 NOT_COVERED_BY_FALLBACK = (
-    "everything but the moves of accelerate's hooks: this torch does not let aten::copy_ be overridden",
+    (
+        "everything but the moves of accelerate's hooks: this torch does not let aten::copy_ be "
+        "overridden"
+    ),
     ".to(device) in the code of a model, and backward passes of it",
     "Module.to, load_state_dict, Tensor.copy_ and storages",
     "slices (a[1:3] = b) and _foreach_copy_",
@@ -141,17 +157,22 @@ class HookPatch:
 
         self._module = accelerate.hooks
         self._originals = {
-            name: getattr(self._module, name) for name in ("send_to_device", "set_module_tensor_to_device")
+            name: getattr(self._module, name)
+            for name in ("send_to_device", "set_module_tensor_to_device")
         }
         self._stand_ins = {
             "send_to_device": _sending(self._originals["send_to_device"], decide),
-            "set_module_tensor_to_device": _setting(self._originals["set_module_tensor_to_device"], decide),
+            "set_module_tensor_to_device": _setting(
+                self._originals["set_module_tensor_to_device"], decide
+            ),
         }
         for name, stand_in in self._stand_ins.items():
             setattr(self._module, name, stand_in)
 
     def remove(self) -> bool:
-        """Put the originals back, and leave in place what others put there since; always done at once: True."""
+        """Put the originals back, and leave in place what others put there since; always done at
+        once: True.
+        """
         for name, original in self._originals.items():
             if getattr(self._module, name) is self._stand_ins[name]:
                 setattr(self._module, name, original)
@@ -160,7 +181,10 @@ class HookPatch:
 
 def _sending(original: Callable[..., Any], decide: Decide) -> Callable[..., Any]:
     def send_to_device(
-        tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Collection[str] | None = None
+        tensor: Any,
+        device: Any,
+        non_blocking: bool = False,
+        skip_keys: str | Collection[str] | None = None,
     ) -> Any:
         skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
         staged = _to_host(tensor, device, skipped, decide)
@@ -170,12 +194,16 @@ def _sending(original: Callable[..., Any], decide: Decide) -> Callable[..., Any]
 
 
 def _to_host(things: Any, end: Any, skipped: tuple[str, ...], decide: Decide) -> Any:
-    """Return the same structure, with the tensors on the host that must not go to ``end`` directly."""
+    """Return the same structure, with the tensors on the host that must not go to ``end``
+    directly.
+    """
     if isinstance(things, torch.Tensor):
         return things.to("cpu") if _must_stage(things, end, decide) else things
     if hasattr(things, "to"):  # its own to() moves what it holds, as accelerate does it
         held = vars(things).values() if hasattr(things, "__dict__") else ()
-        return things.to("cpu") if any(_holds_staged(thing, end, decide) for thing in held) else things
+        return (
+            things.to("cpu") if any(_holds_staged(thing, end, decide) for thing in held) else things
+        )
     if isinstance(things, Mapping):
         return type(things)(  # type: ignore[call-arg]
             {
@@ -195,30 +223,45 @@ def _holds_staged(thing: Any, end: Any, decide: Decide) -> bool:
         return _must_stage(thing, end, decide)
     if isinstance(thing, Mapping):
         return any(_holds_staged(inner, end, decide) for inner in thing.values())
-    return isinstance(thing, (tuple, list)) and any(_holds_staged(inner, end, decide) for inner in thing)
+    return isinstance(thing, (tuple, list)) and any(
+        _holds_staged(inner, end, decide) for inner in thing
+    )
 
 
 def _must_stage(tensor: torch.Tensor, end: Any, decide: Decide) -> bool:
     pair = _pair(tensor, end)
-    return pair is not None and decide(pair, tensor, back=torch.is_grad_enabled() and tensor.requires_grad)
+    return pair is not None and decide(
+        pair, tensor, back=torch.is_grad_enabled() and tensor.requires_grad
+    )
 
 
 def _pair(tensor: torch.Tensor, end: Any) -> Pair | None:
     where = torch.device(end) if end is not None else tensor.device
     if tensor.device.type in ("cpu", "meta") or where.type != tensor.device.type:
         return None
-    index = where.index if where.index is not None else torch.get_device_module(where).current_device()
+    index = (
+        where.index if where.index is not None else torch.get_device_module(where).current_device()
+    )
     return None if index == tensor.device.index else (tensor.device.index, index)
 
 
 def _setting(original: Callable[..., Any], decide: Decide) -> Callable[..., Any]:
     def set_module_tensor_to_device(
-        module: torch.nn.Module, tensor_name: str, device: Any, value: Any = None, *args: Any, **kwargs: Any
+        module: torch.nn.Module,
+        tensor_name: str,
+        device: Any,
+        value: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         moving = value if value is not None else _named(module, tensor_name)
         tied = kwargs.get("tied_params_map") or {}
         placed = isinstance(moving, torch.Tensor) and device in tied.get(moving.data_ptr(), ())
-        if isinstance(moving, torch.Tensor) and not placed and _must_stage(moving.detach(), device, decide):
+        if (
+            isinstance(moving, torch.Tensor)
+            and not placed
+            and _must_stage(moving.detach(), device, decide)
+        ):
             value = moving.detach().to("cpu")
         return original(module, tensor_name, device, value, *args, **kwargs)
 

@@ -1,7 +1,8 @@
-"""Weights that are not where the model says: tensors on the meta device, kept elsewhere by accelerate's hooks.
+"""Weights that are not where the model says: tensors on the meta device, kept elsewhere by
+accelerate's hooks.
 
-``load_state_dict`` copies into a meta tensor without effect and without an error. Here each such tensor gets a slot:
-the place that its value is read from before every forward pass.
+``load_state_dict`` copies into a meta tensor without effect and without an error. Here each such
+tensor gets a slot: the place that its value is read from before every forward pass.
 """
 
 import os
@@ -45,14 +46,18 @@ class MemorySlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSlot:
-    """A file of an offload folder. A value that comes from a checkpoint of the user's is never written there."""
+    """A file of an offload folder. A value that comes from a checkpoint of the user's is never
+    written there.
+    """
 
     loader: Any
     key: str
 
     @property
     def folder(self) -> Path | None:
-        """The offload folder, None when the value lies in a safetensors file that is not ours to write."""
+        """The offload folder, None when the value lies in a safetensors file that is not ours to
+        write.
+        """
         entry = self.loader.index[self.key]
         if entry.get("safetensors_file") is not None or self.loader.save_folder is None:
             return None
@@ -65,7 +70,9 @@ class DiskSlot:
         return value
 
     def write(self, value: torch.Tensor) -> None:
-        """Write the offload file again; without one of our own, keep the value in memory, which has precedence."""
+        """Write the offload file again; without one of our own, keep the value in memory, which has
+        precedence.
+        """
         value = value.detach().to("cpu", self.read().dtype).contiguous()
         if self.folder is None:
             self.loader.state_dict[self.key] = value.clone()
@@ -75,7 +82,9 @@ class DiskSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmptySlot:
-    """A tensor that was never there, as ``init_empty_weights`` leaves it: it is made on ``device``."""
+    """A tensor that was never there, as ``init_empty_weights`` leaves it: it is made on
+    ``device``.
+    """
 
     model: Any
     name: str
@@ -94,7 +103,9 @@ class EmptySlot:
         set_module_tensor_to_device(self.model, self.name, self.device, value=value)
 
 
-def find_slots(model: Any, names: Iterable[str], device: torch.device) -> tuple[dict[str, Slot], list[str]]:
+def find_slots(
+    model: Any, names: Iterable[str], device: torch.device
+) -> tuple[dict[str, Slot], list[str]]:
     """Return the slot of each meta tensor, and in words why others have none. Changes nothing.
 
     ``device``: where tensors go that no hook looks after.
@@ -104,9 +115,15 @@ def find_slots(model: Any, names: Iterable[str], device: torch.device) -> tuple[
     for name in names:
         slot = _slot(model, name, device)
         if slot is None:
-            wrong.append(f"{name!r} is on the meta device, and its hook keeps no weights that can be written")
+            wrong.append(
+                f"{name!r} is on the meta device, and its hook keeps no weights that can be written"
+            )
             continue
-        if isinstance(slot, DiskSlot) and slot.folder is not None and not os.access(slot.folder, os.W_OK):
+        if (
+            isinstance(slot, DiskSlot)
+            and slot.folder is not None
+            and not os.access(slot.folder, os.W_OK)
+        ):
             wrong.append(f"{name!r} is offloaded to {slot.folder}, which cannot be written")
             continue
         slots[name] = slot
@@ -114,7 +131,9 @@ def find_slots(model: Any, names: Iterable[str], device: torch.device) -> tuple[
 
 
 def offloaded_ties(model: Any, names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return name -> other names whose offloaded values are the same memory: what is left of tied parameters."""
+    """Return name -> other names whose offloaded values are the same memory: what is left of tied
+    parameters.
+    """
     groups: dict[object, list[str]] = {}
     for name in names:
         slot = _slot(model, name, torch.device("cpu"))
@@ -131,7 +150,12 @@ def offloaded_ties(model: Any, names: Iterable[str]) -> dict[str, frozenset[str]
         else:
             continue
         groups.setdefault(key, []).append(name)
-    return {name: frozenset(group) - {name} for group in groups.values() if len(group) > 1 for name in group}
+    return {
+        name: frozenset(group) - {name}
+        for group in groups.values()
+        if len(group) > 1
+        for name in group
+    }
 
 
 def _slot(model: Any, name: str, device: torch.device) -> Slot | None:

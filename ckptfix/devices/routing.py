@@ -1,4 +1,6 @@
-"""The router of copies between two devices: directly, by way of the host, or refused; and their counts."""
+"""The router of copies between two devices: directly, by way of the host, or refused; and their
+counts.
+"""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,8 +23,8 @@ class TransferError(CkptfixError, RuntimeError):
 class Ways:
     """Ways of the copies of each ordered pair; those of a pair that is not ``staged`` go directly.
 
-    ``refused``: staged pairs whose copies raise instead. ``trusted``: staged pairs that are proven healthy, so that
-    events may cross from device to device.
+    ``refused``: staged pairs whose copies raise instead. ``trusted``: staged pairs that are proven
+    healthy, so that events may cross from device to device.
     """
 
     staged: frozenset[Pair] = frozenset()
@@ -32,7 +34,9 @@ class Ways:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Copies of one ordered pair, and their bytes at the source: those by way of the host, and direct ones."""
+    """Copies of one ordered pair, and their bytes at the source: those by way of the host, and
+    direct ones.
+    """
 
     staged: int = 0
     staged_bytes: int = 0
@@ -49,10 +53,12 @@ class Count:
 
 
 class Counts:
-    """A count for each pair that made a copy. Threads may add at the same time, and so may finalizers in any of them.
+    """A count for each pair that made a copy. Threads may add at the same time, and so may
+    finalizers in any of them.
 
-    The collector may run a finalizer, which may copy, wherever something is made. So nothing is made while the lock is
-    held, and where the interpreter itself lets one run there, it finds no count half changed.
+    The collector may run a finalizer, which may copy, wherever something is made. So nothing is
+    made while the lock is held, and where the interpreter itself lets one run there, it finds no
+    count half changed.
     """
 
     def __init__(self) -> None:
@@ -74,7 +80,9 @@ class Counts:
     def _now(self, count: list[int]) -> Count:
         with self._lock:
             staged, staged_bytes, direct, direct_bytes = count
-        return Count(staged=staged, staged_bytes=staged_bytes, direct=direct, direct_bytes=direct_bytes)
+        return Count(
+            staged=staged, staged_bytes=staged_bytes, direct=direct, direct_bytes=direct_bytes
+        )
 
 
 class _Thread(threading.local):
@@ -102,9 +110,11 @@ class Router:
             self._thread.uncounted -= not counted
 
     def carry(self, pair: Pair, destination: torch.Tensor, source: torch.Tensor) -> bool:
-        """Make a copy by way of the host and return True; False, and nothing done, for one that goes directly.
+        """Make a copy by way of the host and return True; False, and nothing done, for one that
+        goes directly.
 
-        Raises TransferError for a refused one, and while a CUDA graph is captured: a graph cannot wait for the host.
+        Raises TransferError for a refused one, and while a CUDA graph is captured: a graph cannot
+        wait for the host.
         """
         ways = self.ways
         if not self._is_staged(ways, {pair}, pair, source):
@@ -113,21 +123,28 @@ class Router:
         if any(_is_capturing(index) for index in {*pair, *_devices_in_use()}):
             raise _in_a_capture(pair, source)
         try:
-            staged_copy(destination, source, waiting=Waiting.DEVICE if pair in ways.trusted else Waiting.HOST)
+            staged_copy(
+                destination,
+                source,
+                waiting=Waiting.DEVICE if pair in ways.trusted else Waiting.HOST,
+            )
         except RuntimeError as error:
-            # A capture on a stream that is current nowhere cannot be asked for: CUDA itself objects to the waiting.
+            # A capture on a stream that is current nowhere cannot be asked for: CUDA itself objects
+            # to the waiting.
             if "captur" in str(error):
                 raise _in_a_capture(pair, source) from error
             raise
         self._count(ways, pair, source, staged=True)
-        if not self.ways.staged:  # staging ended during this copy, which may have taken its memory since
+        # Staging ended during this copy, which may have taken its memory since.
+        if not self.ways.staged:
             release_slots()
         return True
 
     def takes_host(self, pair: Pair, source: torch.Tensor, *, back: bool = False) -> bool:
         """Return whether a copy takes the way through the host, and count it.
 
-        ``back``: a gradient will take the same way in the other direction. Raises TransferError for a refused one.
+        ``back``: a gradient will take the same way in the other direction. Raises TransferError for
+        a refused one.
         """
         ways = self.ways
         staged = self._is_staged(ways, {pair, pair[::-1]} if back else {pair}, pair, source)
@@ -139,8 +156,8 @@ class Router:
             return False
         if not ways.refused.isdisjoint(asked):
             raise TransferError(
-                f"{_described(pair, source)}: copies of this pair are refused (raise_instead). To make it by way of "
-                "the host: safe_transfers('always')"
+                f"{_described(pair, source)}: copies of this pair are refused (raise_instead). To "
+                "make it by way of the host: safe_transfers('always')"
             )
         return True
 
@@ -157,16 +174,17 @@ def _described(pair: Pair, source: torch.Tensor) -> str:
 
 def _in_a_capture(pair: Pair, source: torch.Tensor) -> TransferError:
     return TransferError(
-        f"{_described(pair, source)} inside a CUDA graph capture: it has to be staged, and a graph cannot wait for the "
-        "host. Keep copies between devices out of the graph"
+        f"{_described(pair, source)} inside a CUDA graph capture: it has to be staged, and a graph "
+        "cannot wait for the host. Keep copies between devices out of the graph"
     )
 
 
 def _devices_in_use() -> Iterator[int]:
     """Yield the devices whose current stream may be asked whether a graph is captured.
 
-    A capture on any device of the process forbids what staging does on every other. A device that this process does not
-    use is left alone: making it the current one would begin to use it, for some 300 MB of its memory.
+    A capture on any device of the process forbids what staging does on every other. A device that
+    this process does not use is left alone: making it the current one would begin to use it, for
+    some 300 MB of its memory.
     """
     in_use = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     if in_use is not None and device_type() == "cuda":
@@ -189,10 +207,11 @@ ROUTER = Router()
 
 @contextmanager
 def bypassed(*, counted: bool = True) -> Iterator[None]:
-    """Let copies that this thread makes go directly, for code that has to see what the direct way does.
+    """Let copies that this thread makes go directly, for code that has to see what the direct way
+    does.
 
-    A backward pass runs in threads of torch's own: its copies stay staged. ``counted=False``: these copies are nobody's
-    but the caller's own, and no counter shows them.
+    A backward pass runs in threads of torch's own: its copies stay staged. ``counted=False``: these
+    copies are nobody's but the caller's own, and no counter shows them.
     """
     with ROUTER.bypassed(counted=counted):
         yield

@@ -1,16 +1,18 @@
 """Copies between two devices by way of host memory: no byte goes from device to device.
 
-The blocking copy (``tensor.to("cpu")``, then on) is the reference, and the way of small tensors. From 1 MiB on, a copy
-travels in pieces through two pinned slots of 8 MiB for each ordered pair: while one is filled from the source device,
-the other is emptied to the destination, on the *current* streams of both devices, by which allocator and user code
-order everything already. Where another thread uses these slots, or no memory can be pinned, the same pieces go one by
-one: a copy never needs host memory for a whole tensor.
+The blocking copy (``tensor.to("cpu")``, then on) is the reference, and the way of small tensors.
+From 1 MiB on, a copy travels in pieces through two pinned slots of 8 MiB for each ordered pair:
+while one is filled from the source device, the other is emptied to the destination, on the
+*current* streams of both devices, by which allocator and user code order everything already. Where
+another thread uses these slots, or no memory can be pinned, the same pieces go one by one: a copy
+never needs host memory for a whole tensor.
 
-Values are converted on the source device, whatever the size, as torch's own copy between devices does it: CPU and
-device convert NaN and values out of range differently.
+Values are converted on the source device, whatever the size, as torch's own copy between devices
+does it: CPU and device convert NaN and values out of range differently.
 
-The order of the pieces (``pump``) knows nothing of torch: an ``Engine`` queues them, so that the tests can run this
-very code on an engine that carries them out in any order that two queues and their marks allow.
+The order of the pieces (``pump``) knows nothing of torch: an ``Engine`` queues them, so that the
+tests can run this very code on an engine that carries them out in any order that two queues and
+their marks allow.
 """
 
 import threading
@@ -36,8 +38,8 @@ class Queue(Enum):
 class Waiting(Enum):
     """The side that waits for a mark of one queue before the other goes on.
 
-    HOST: the thread that queues; no event crosses from one device to another. DEVICE: the other queue itself, which
-    needs such an event to work.
+    HOST: the thread that queues; no event crosses from one device to another. DEVICE: the other
+    queue itself, which needs such an event to work.
     """
 
     HOST = "host"
@@ -46,14 +48,18 @@ class Waiting(Enum):
 
 @dataclass(slots=True)
 class Slot(Generic[Mark]):
-    """A piece of host memory, by its number, and when its last content had left it (None: it was never used)."""
+    """A piece of host memory, by its number, and when its last content had left it (None: it was
+    never used).
+    """
 
     number: int
     drained: Mark | None = None
 
 
 class Engine(Protocol[Mark]):
-    """Carries out the pieces of one copy. Pieces of one queue keep their order; two queues are in no order at all."""
+    """Carries out the pieces of one copy. Pieces of one queue keep their order; two queues are in
+    no order at all.
+    """
 
     def to_host(self, slot: int, start: int, stop: int) -> None:
         """Queue on SOURCE: bytes ``start`` to ``stop`` of the source go to a slot."""
@@ -62,7 +68,9 @@ class Engine(Protocol[Mark]):
         """Queue on DESTINATION: a slot goes to bytes ``start`` to ``stop`` of the destination."""
 
     def settle(self) -> None:
-        """Queue on DESTINATION: what is left to do there once all pieces have arrived, if anything is."""
+        """Queue on DESTINATION: what is left to do there once all pieces have arrived, if anything
+        is.
+        """
 
     def mark(self, queue: Queue) -> Mark:
         """Return a mark that is reached when all that is in the queue so far has been done."""
@@ -74,12 +82,15 @@ class Engine(Protocol[Mark]):
         """Let this thread go on only once the mark is reached."""
 
 
-def pump(engine: Engine[Mark], slots: Sequence[Slot[Mark]], size: int, piece: int, waiting: Waiting) -> None:
+def pump(
+    engine: Engine[Mark], slots: Sequence[Slot[Mark]], size: int, piece: int, waiting: Waiting
+) -> None:
     """Queue a copy of ``size`` bytes in pieces of at most ``piece`` bytes.
 
-    On return all is queued, not done: what comes later on *either* queue finds the copy complete and may overwrite the
-    source. torch's own copy orders both current streams in the same way, and programs that wait for the source's stream
-    alone rely on it. The slots may be given to the next ``pump`` at once, with any streams.
+    On return all is queued, not done: what comes later on *either* queue finds the copy complete
+    and may overwrite the source. torch's own copy orders both current streams in the same way, and
+    programs that wait for the source's stream alone rely on it. The slots may be given to the next
+    ``pump`` at once, with any streams.
     """
     for number, start in enumerate(range(0, size, piece)):
         slot = slots[number % len(slots)]
@@ -111,19 +122,25 @@ PIPELINED_FROM = 1 << 20
 
 
 Settle = Callable[[], object] | None
-"""Queues what is left to do on the destination's device once all bytes have arrived; None: nothing is."""
+"""Queues what is left to do on the destination's device once all bytes have arrived; None: nothing
+is.
+"""
 
 
-def staged_copy(destination: torch.Tensor, source: torch.Tensor, *, waiting: Waiting = Waiting.HOST) -> None:
+def staged_copy(
+    destination: torch.Tensor, source: torch.Tensor, *, waiting: Waiting = Waiting.HOST
+) -> None:
     """Do ``destination.copy_(source)`` between two devices by way of the host.
 
-    Shapes broadcast, dtypes are converted and strides are kept as ``copy_`` does. Both are dense tensors of the current
-    accelerator, on two devices of it, and nothing is recorded for autograd: call it below autograd. What comes later on
-    the current stream of either device finds the copy complete.
+    Shapes broadcast, dtypes are converted and strides are kept as ``copy_`` does. Both are dense
+    tensors of the current accelerator, on two devices of it, and nothing is recorded for autograd:
+    call it below autograd. What comes later on the current stream of either device finds the copy
+    complete.
     """
     span = _span(source)
     repeats = span < source.numel()
-    # An expanded tensor's memory goes once, and the destination's device repeats it: a mask of 1 MiB may show 4 GiB.
+    # An expanded tensor's memory goes once, and the destination's device repeats it: a mask of 1
+    # MiB may show 4 GiB.
     sent = _sendable(source.as_strided((span,), (1,)) if repeats else source, destination.dtype)
     fits = (
         not repeats
@@ -144,8 +161,8 @@ def staged_copy(destination: torch.Tensor, source: torch.Tensor, *, waiting: Wai
 def release_slots() -> None:
     """Give the pinned memory back. Copies that are under way keep theirs until they are done.
 
-    The last reference to staging may be given back by a finalizer, in the middle of anything below: no lock is needed
-    here, and none is held where something is made.
+    The last reference to staging may be given back by a finalizer, in the middle of anything below:
+    no lock is needed here, and none is held where something is made.
     """
     _rings.clear()
 
@@ -176,7 +193,8 @@ class _Streams:
         self._settle = settle
         self._bytes = {Queue.SOURCE: source, Queue.DESTINATION: destination}
         self._stream = {
-            queue: torch.accelerator.current_stream(flat.device) for queue, flat in self._bytes.items()
+            queue: torch.accelerator.current_stream(flat.device)
+            for queue, flat in self._bytes.items()
         }
 
     def to_host(self, slot: int, start: int, stop: int) -> None:
@@ -204,7 +222,9 @@ class _Streams:
 
 
 def _carry(target: torch.Tensor, sent: torch.Tensor, settle: Settle, waiting: Waiting) -> None:
-    """Copy between two dense tensors of the same dtype, sizes and strides; ``settle`` is queued behind the copy."""
+    """Copy between two dense tensors of the same dtype, sizes and strides; ``settle`` is queued
+    behind the copy.
+    """
     if sent.nbytes < PIPELINED_FROM:
         target.copy_(sent.to("cpu"))
     elif _has_streams() and _pipelined(_bytes_of(target), _bytes_of(sent), settle, waiting):
@@ -217,10 +237,11 @@ def _carry(target: torch.Tensor, sent: torch.Tensor, settle: Settle, waiting: Wa
 
 
 def _pipelined(target: torch.Tensor, sent: torch.Tensor, settle: Settle, waiting: Waiting) -> bool:
-    """Copy bytes through the slots of their pair; False, and nothing done, when there are none to be had now.
+    """Copy bytes through the slots of their pair; False, and nothing done, when there are none to
+    be had now.
 
-    Another thread may be using them: waiting for it would hang where that thread waits for this one, for instance in
-    a finalizer that copies.
+    Another thread may be using them: waiting for it would hang where that thread waits for this
+    one, for instance in a finalizer that copies.
     """
     pair = (sent.device.index, target.device.index)
     ring = _ring(pair)
@@ -229,7 +250,8 @@ def _pipelined(target: torch.Tensor, sent: torch.Tensor, settle: Settle, waiting
     try:
         pump(_Streams(ring.memory, target, sent, settle), ring.slots, sent.numel(), PIECE, waiting)
     except BaseException:
-        # Pieces may be on their way with no mark behind them: these slots must never be filled again.
+        # Pieces may be on their way with no mark behind them: these slots must never be filled
+        # again.
         _rings.pop(pair, None)
         raise
     finally:
@@ -244,7 +266,9 @@ def _piece_by_piece(target: torch.Tensor, sent: torch.Tensor) -> None:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Let this thread go on once the current stream of a device is done: blocking copies promise it."""
+    """Let this thread go on once the current stream of a device is done: blocking copies promise
+    it.
+    """
     if _has_streams():
         torch.accelerator.current_stream(device).synchronize()
     else:
@@ -257,7 +281,8 @@ def _ring(pair: Pair) -> _Ring | None:
         return ring
     try:
         made = _Ring()
-    except RuntimeError:  # no memory that may be pinned; torch's own message is of no use to the caller
+    # No memory that may be pinned; torch's own message is of no use to the caller.
+    except RuntimeError:
         return None
     return _rings.setdefault(pair, made)  # that of another thread, where it was faster
 
@@ -274,7 +299,9 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _sendable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a dense tensor of this dtype with the same values, made on its own device where it has to be made."""
+    """Return a dense tensor of this dtype with the same values, made on its own device where it has
+    to be made.
+    """
     plain = tensor.resolve_conj().resolve_neg().to(dtype)
     return plain if _is_dense(plain) else plain.contiguous()
 
@@ -284,5 +311,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a dense tensor, in its order there: a contiguous vector of uint8 on the same device."""
+    """Return the memory of a dense tensor, in its order there: a contiguous vector of uint8 on the
+    same device.
+    """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,7 +1,8 @@
-"""Devices of the current accelerator as torch has them: their number, ordered pairs, and the identity of all of them.
+"""Devices of the current accelerator as torch has them: their number, ordered pairs, and the
+identity of all of them.
 
-A copy from device 0 to device 1 takes another way than one from 1 to 0, and can be broken on its own: this package
-always means *ordered* pairs.
+A copy from device 0 to device 1 takes another way than one from 1 to 0, and can be broken on its
+own: this package always means *ordered* pairs.
 """
 
 import os
@@ -39,7 +40,9 @@ _MODULES = Path("/sys/module")
 
 
 def device_type() -> str | None:
-    """Return the type of the current accelerator ("cuda", "xpu", ...), or None when no device of it is there."""
+    """Return the type of the current accelerator ("cuda", "xpu", ...), or None when no device of it
+    is there.
+    """
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None:
         return next((name for name in _OLDER if getattr(torch, name).is_available()), None)
@@ -54,7 +57,9 @@ def device_count() -> int:
 
 
 def ordered_pairs(count: int | None = None) -> tuple[Pair, ...]:
-    """Return every ordered pair of ``count`` devices (None: of those that are there), by source, then destination."""
+    """Return every ordered pair of ``count`` devices (None: of those that are there), by source,
+    then destination.
+    """
     return tuple(permutations(range(device_count() if count is None else count), 2))
 
 
@@ -65,16 +70,19 @@ def device(index: int) -> torch.device:
     """
     name = device_type()
     if name is None:
-        raise RuntimeError(f"device {index} was asked for, but torch finds no accelerator on this machine")
+        raise RuntimeError(
+            f"device {index} was asked for, but torch finds no accelerator on this machine"
+        )
     return torch.device(name, index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The devices that torch sees here. ``pci``: their addresses as sysfs has them, "" where torch does not say.
+    """The devices that torch sees here. ``pci``: their addresses as sysfs has them, "" where torch
+    does not say.
 
-    ``identity``: what a remembered report is compared by; empty when it would not tell this machine from another.
-    ``peer_access``: what the driver offers, by pair; None where torch cannot tell.
+    ``identity``: what a remembered report is compared by; empty when it would not tell this machine
+    from another. ``peer_access``: what the driver offers, by pair; None where torch cannot tell.
     """
 
     names: tuple[str, ...] = ()
@@ -127,7 +135,9 @@ def this_machine() -> Machine:
 
 
 def machine_in_use() -> Machine | None:
-    """Return ``this_machine()`` where this process uses its devices already, which then stay the same; else None."""
+    """Return ``this_machine()`` where this process uses its devices already, which then stay the
+    same; else None.
+    """
     name = device_type()
     if name is None:
         return None
@@ -150,7 +160,9 @@ def _identity(name: str, module: Any, devices: list[dict[str, Any]]) -> dict[str
         "host": platform.node(),
         "torch": str(torch.__version__),
         "runtime": [
-            str(version) for version in (torch.version.cuda, getattr(torch.version, "hip", None)) if version
+            str(version)
+            for version in (torch.version.cuda, getattr(torch.version, "hip", None))
+            if version
         ],
         "allocator": {key: os.environ[key] for key in _ALLOCATOR if os.environ.get(key)},
         "backend": _quietly(backend),
@@ -180,7 +192,8 @@ def _peer_access(module: Any, pair: Pair) -> bool | None:
 
 
 def _driver(name: str) -> str:
-    # Distributions rebuild in-tree drivers without a version of their own: srcversion is of the code itself.
+    # Distributions rebuild in-tree drivers without a version of their own: srcversion is of the
+    # code itself.
     return read_text(_MODULES / name / "version") + " " + read_text(_MODULES / name / "srcversion")
 
 

@@ -1,12 +1,12 @@
 """Tensors and pickles read onto the CPU. No code of a file runs, unless the policy trusts it.
 
-A pickle is read with ``torch.load(weights_only=True)``, which is told to allow the globals that can only hold data.
-Nothing is imported because a file names it, numpy and omegaconf excepted; an enum counts only when its module is loaded
-already.
+A pickle is read with ``torch.load(weights_only=True)``, which is told to allow the globals that can
+only hold data. Nothing is imported because a file names it, numpy and omegaconf excepted; an enum
+counts only when its module is loaded already.
 
-What holds only plain containers, plain values and dense tensors is built from the opcodes, which were parsed already to
-see that it is harmless: torch would parse them once more, in Python. With both, a load of 600 MB with AdamW takes 1.2x
-of the time of stock's, with this 0.85x.
+What holds only plain containers, plain values and dense tensors is built from the opcodes, which
+were parsed already to see that it is harmless: torch would parse them once more, in Python. With
+both, a load of 600 MB with AdamW takes 1.2x of the time of stock's, with this 0.85x.
 """
 
 import importlib
@@ -38,11 +38,19 @@ from ckptfix.formats.pickle_globals import (
 )
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, is_dict_like, pairs
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_tensors import TORCH_DTYPES, PickledStorage, is_tensor, read_tensor, storages
+from ckptfix.formats.torch_tensors import (
+    TORCH_DTYPES,
+    PickledStorage,
+    is_tensor,
+    read_tensor,
+    storages,
+)
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.paths import command
 
-_DTYPES = {noun: getattr(torch, name) for name, noun in TORCH_DTYPES.items() if hasattr(torch, name)}
+_DTYPES = {
+    noun: getattr(torch, name) for name, noun in TORCH_DTYPES.items() if hasattr(torch, name)
+}
 _PLAIN_TYPES = (bool, int, float, bytes, type(None))
 _MOST_LEVELS = 32
 _NAMELESS = Text("", 0, 0)
@@ -53,9 +61,11 @@ class NotPlain(Exception):
 
 
 def build(path: Path, file: TorchFile) -> Any:
-    """Return what ``torch.load(path, map_location="cpu")`` would return, every storage read into memory of its own.
+    """Return what ``torch.load(path, map_location="cpu")`` would return, every storage read into
+    memory of its own.
 
-    Raises NotPlain for a file that torch has to read, OSError, FormatError for a file that has become shorter.
+    Raises NotPlain for a file that torch has to read, OSError, FormatError for a file that has
+    become shorter.
     """
     if not isinstance(file.container, TorchZip):
         raise NotPlain
@@ -125,7 +135,9 @@ class _Builder:
         return key
 
     def _tensor(self, node: Node) -> torch.Tensor:
-        """Return a dense tensor without gradient and hooks, as ``torch._utils._rebuild_tensor_v2`` makes it."""
+        """Return a dense tensor without gradient and hooks, as ``torch._utils._rebuild_tensor_v2``
+        makes it.
+        """
         args = node.args
         if (
             not node.head.is_global("torch._utils", "_rebuild_tensor_v2")
@@ -150,7 +162,9 @@ class _Builder:
             while view:
                 got = os.preadv(self._fd, [view], offset)
                 if not got:
-                    raise FormatError(f"the file ends at byte {offset}, {len(view)} more are needed")
+                    raise FormatError(
+                        f"the file ends at byte {offset}, {len(view)} more are needed"
+                    )
                 view, offset = view[got:], offset + got
             self._storages[key] = memory.untyped_storage()
         return self._storages[key]
@@ -182,26 +196,33 @@ class Unreadable(Exception):
 
 
 def read_weights(root: Path, entry: Entry, *, trust: bool) -> "OrderedDict[str, Any]":
-    """Return the tensors of a model's files by name, on the CPU, with ``_metadata`` where torch saved it.
+    """Return the tensors of a model's files by name, on the CPU, with ``_metadata`` where torch
+    saved it.
 
     Tensors are mapped where the file allows it, not copied. Raises Unreadable.
     """
     weights: OrderedDict[str, Any] = OrderedDict()
     if entry.members and entry.members[0].name.is_of_parts:
         migrate = command("migrate", root, "", "--to", "safetensors")
-        raise Unreadable(f"{root}: each file has one rank's parts of tensors; next: {migrate} NEW_FOLDER")
+        raise Unreadable(
+            f"{root}: each file has one rank's parts of tensors; next: {migrate} NEW_FOLDER"
+        )
     for member in entry.members:
         if member.name.suffix == ".safetensors" or not isinstance(member.content, TorchFile):
             try:
                 part: Any = load_file(str(root / member.path), device="cpu")
             except (SafetensorError, OSError, ValueError) as error:
-                raise Unreadable(f"{root / member.path}: {error}; next: {command('check', root)}") from error
+                raise Unreadable(
+                    f"{root / member.path}: {error}; next: {command('check', root)}"
+                ) from error
         else:
             part = read_pickle(root, member, trust=trust, mapped=True)
             for step in entry.path:
                 part = part[int(step)] if isinstance(part, list | tuple) else part[step]
         if not isinstance(part, Mapping):
-            raise Unreadable(f"{root / member.path} holds a {type(part).__name__}, not a state dict")
+            raise Unreadable(
+                f"{root / member.path} holds a {type(part).__name__}, not a state dict"
+            )
         weights.update(part)
         if (metadata := getattr(part, "_metadata", None)) is not None:
             vars(weights).setdefault("_metadata", OrderedDict()).update(metadata)
@@ -214,13 +235,16 @@ def read_weights(root: Path, entry: Entry, *, trust: bool) -> "OrderedDict[str, 
 def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool = False) -> Any:
     """Return what a file of torch.save holds, its tensors on the CPU.
 
-    ``weights_only=True``, with the globals allowed that its opcodes name and that can only hold data. Others raise
-    Unreadable with the line that allows them; with ``trust`` they are executed, after a UserWarning. ``mapped``:
-    tensors of a zip file are mapped, not copied, for values that will be copied anyway.
+    ``weights_only=True``, with the globals allowed that its opcodes name and that can only hold
+    data. Others raise Unreadable with the line that allows them; with ``trust`` they are executed,
+    after a UserWarning. ``mapped``: tensors of a zip file are mapped, not copied, for values that
+    will be copied anyway.
     """
     path = root / component.path
     if component.problem is not None or not isinstance(component.content, TorchFile):
-        reason = component.problem.message if component.problem else "it is not a file of torch.save"
+        reason = (
+            component.problem.message if component.problem else "it is not a file of torch.save"
+        )
         raise Unreadable(f"{path}: {reason}; next: {command('check', root)}")
     tree = component.content.tree
     allowed, refused = resolve(tree.globals)
@@ -230,7 +254,9 @@ def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool =
         if not trust:
             raise Unreadable(reason)
         warnings.warn(
-            f"code in a pickle is executed, because trust=True: {reason}", UserWarning, stacklevel=2
+            f"code in a pickle is executed, because trust=True: {reason}",
+            UserWarning,
+            stacklevel=2,
         )
         in_full = True
     try:
@@ -247,23 +273,30 @@ def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool =
 def _refusal(path: Path, refused: list[tuple[str, str]], tree: PickleTree) -> str:
     named = ", ".join(f"{module}.{name}" for module, name in sorted(refused))
     opcodes = tree.refused_opcodes
-    # As ``check`` judges: a ``getattr`` whose result is only stored, as of a nested class, runs no code.
+    # As ``check`` judges: a ``getattr`` whose result is only stored, as of a nested class, runs no
+    # code.
     unsafe = unsafe_globals(tree)
     if unsafe:
         runs = ", ".join(f"{module}.{name}" for module, name in sorted(unsafe))
-        return f"{path} calls {runs}, which can run any code; do not load it unless you know who wrote it"
+        return (
+            f"{path} calls {runs}, which can run any code; do not load it unless you know who "
+            "wrote it"
+        )
     if opcodes and not refused:
         return (
-            f"{path} is pickled with {', '.join(opcodes)}, which weights_only refuses; next, when you trust the file: "
-            f"LoadPolicy(trust=True)"
+            f"{path} is pickled with {', '.join(opcodes)}, which weights_only refuses; next, when "
+            "you trust the file: LoadPolicy(trust=True)"
         )
     line = safe_globals_line(refused) if all(can_be_allowed(*pair) for pair in refused) else ""
-    next_step = f"next, when you trust these classes: {line}" if line else "next: LoadPolicy(trust=True)"
+    next_step = (
+        f"next, when you trust these classes: {line}" if line else "next: LoadPolicy(trust=True)"
+    )
     return f"{path} needs {named}, which weights_only refuses; {next_step}"
 
 
 def resolve(names: Iterable[Global]) -> tuple[list[Any], list[Global]]:
-    """Return what to hand to ``torch.serialization.add_safe_globals``, and the globals that may not be allowed.
+    """Return what to hand to ``torch.serialization.add_safe_globals``, and the globals that may not
+    be allowed.
 
     Globals that torch reads anyway, and those that the user allowed before, need nothing.
     """

@@ -1,9 +1,11 @@
-"""Safe transfers: copies between devices whose direct way is not proven go through the host instead.
+"""Safe transfers: copies between devices whose direct way is not proven go through the host
+instead.
 
-Staging is one thing for the whole process: it lasts while anybody holds a reference to it, and what is staged is all
-that any of them asked for. While nothing was ever to be staged nothing is installed, and copies cost what they always
-cost. What is installed is taken out with the last reference, or, where other threads ran then, with the next last one:
-until that it hands every copy on.
+Staging is one thing for the whole process: it lasts while anybody holds a reference to it, and what
+is staged is all that any of them asked for. While nothing was ever to be staged nothing is
+installed, and copies cost what they always cost. What is installed is taken out with the last
+reference, or, where other threads ran then, with the next last one: until that it hands every copy
+on.
 
 >>> with safe_transfers("always") as transfers:
 ...     output = model(**batch)
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from ckptfix.devices.probe.probe_report import ProbeReport
 
 VARIABLE = "CKPTFIX_SAFE_TRANSFERS"
-"""Environment variable that says what "auto" means: auto, always or never. Code that asks for another mode gets it."""
+"""Environment variable that says what "auto" means: auto, always or never. Code that asks for
+another mode gets it.
+"""
 
 QUICK_PROBE = 3.0
 """Seconds that "auto" may measure for, on hardware that no verdict is known of."""
@@ -48,8 +52,8 @@ QUICK_PROBE = 3.0
 class Mode(Enum):
     """Choice of the copies that are staged.
 
-    AUTO: those of every ordered pair of devices that is not proven healthy. ALWAYS: those of every pair. NEVER: none
-    for the one who asks; what others hold stays on.
+    AUTO: those of every ordered pair of devices that is not proven healthy. ALWAYS: those of every
+    pair. NEVER: none for the one who asks; what others hold stays on.
     """
 
     AUTO = "auto"
@@ -61,8 +65,8 @@ class Mode(Enum):
 class Transfers:
     """One reference to the staging of this process.
 
-    ``pairs``: what this reference has staged, or refused where it ``raises``. ``holder``: who holds it, in words.
-    ``not_covered``: what may still go from device to device, unseen.
+    ``pairs``: what this reference has staged, or refused where it ``raises``. ``holder``: who holds
+    it, in words. ``not_covered``: what may still go from device to device, unseen.
     """
 
     mode: Mode
@@ -73,9 +77,11 @@ class Transfers:
     _before: Mapping[Pair, Count] = field(default_factory=dict, repr=False)
 
     def counters(self) -> Mapping[Pair, Count]:
-        """Return the copies of every ordered pair since this reference was taken, by whomever they were made.
+        """Return the copies of every ordered pair since this reference was taken, by whomever they
+        were made.
 
-        They are counted only while something is staged; all zero on a machine with fewer than two devices.
+        They are counted only while something is staged; all zero on a machine with fewer than two
+        devices.
         """
         return _since(self._before)
 
@@ -96,13 +102,17 @@ _told_what_is_not_covered: set[bool] = set()
 
 
 @contextmanager
-def safe_transfers(mode: Mode | str = Mode.AUTO, *, raise_instead: bool = False) -> Iterator[Transfers]:
-    """Stage copies between devices while the block runs, in all threads, backward passes and compiled code too.
+def safe_transfers(
+    mode: Mode | str = Mode.AUTO, *, raise_instead: bool = False
+) -> Iterator[Transfers]:
+    """Stage copies between devices while the block runs, in all threads, backward passes and
+    compiled code too.
 
-    ``mode`` is a Mode or its value; "raise" is "always" with ``raise_instead``: a copy that would be staged raises
-    TransferError where it is asked for, to find out where a program makes them. "auto" measures for up to 3 s when
-    nothing is known of this hardware, and reads the environment variable CKPTFIX_SAFE_TRANSFERS first. A machine with
-    fewer than two devices gets a reference that stages nothing, in every mode. Raises UsageError for any other word.
+    ``mode`` is a Mode or its value; "raise" is "always" with ``raise_instead``: a copy that would
+    be staged raises TransferError where it is asked for, to find out where a program makes them.
+    "auto" measures for up to 3 s when nothing is known of this hardware, and reads the environment
+    variable CKPTFIX_SAFE_TRANSFERS first. A machine with fewer than two devices gets a reference
+    that stages nothing, in every mode. Raises UsageError for any other word.
     """
     reference = acquire(mode, raise_instead=raise_instead, holder="a safe_transfers block")
     try:
@@ -117,7 +127,9 @@ def staged_pairs() -> frozenset[Pair]:
 
 
 def counters() -> Mapping[Pair, Count]:
-    """Return the copies of every ordered pair, staged and direct, since staging last began; kept when it ends."""
+    """Return the copies of every ordered pair, staged and direct, since staging last began; kept
+    when it ends.
+    """
     return _since(_at_beginning)
 
 
@@ -128,7 +140,9 @@ def _since(before: Mapping[Pair, Count]) -> Mapping[Pair, Count]:
 
 
 def acquire(mode: Mode | str, *, raise_instead: bool = False, holder: str) -> Transfers:
-    """Take a reference for ``release`` to give back; ``holder`` is named when someone asks for "never" meanwhile."""
+    """Take a reference for ``release`` to give back; ``holder`` is named when someone asks for
+    "never" meanwhile.
+    """
     if mode == "raise":
         mode, raise_instead = Mode.ALWAYS, True
     chosen = mode_meant(mode)
@@ -157,13 +171,16 @@ def acquire(mode: Mode | str, *, raise_instead: bool = False, holder: str) -> Tr
 
 
 def release(reference: Transfers) -> None:
-    """Give a reference back; once more does nothing. With the last one that stages anything, staging ends."""
+    """Give a reference back; once more does nothing. With the last one that stages anything,
+    staging ends.
+    """
     _given_back.append(reference)
     _take_back()
 
 
 def _take_back() -> None:
-    # A finalizer may come here in any thread, even inside of what holds the lock: the holder does it when it leaves.
+    # A finalizer may come here in any thread, even inside of what holds the lock: the holder does
+    # it when it leaves.
     while _given_back and _lock.acquire(blocking=False):
         try:
             while _given_back:
@@ -179,11 +196,15 @@ def _settle() -> None:
     """Install or remove what the references ask for; the caller holds the lock."""
     global _installed, _at_beginning
     staged = frozenset[Pair]().union(*(reference.pairs for reference in _references))
-    refused = frozenset[Pair]().union(*(reference.pairs for reference in _references if reference.raises))
+    refused = frozenset[Pair]().union(
+        *(reference.pairs for reference in _references if reference.raises)
+    )
     asked = any(reference.mode is Mode.ALWAYS and reference.pairs for reference in _references)
     if staged and not ROUTER.ways.staged:
         _at_beginning = ROUTER.counts.all()
-    ROUTER.ways = Ways(staged=staged, refused=refused, trusted=_proven() & staged if asked else frozenset())
+    ROUTER.ways = Ways(
+        staged=staged, refused=refused, trusted=_proven() & staged if asked else frozenset()
+    )
     if staged and _installed is None:
         _installed = Override(ROUTER.carry) if can_override() else HookPatch(ROUTER.takes_host)
     elif not staged and _installed is not None:
@@ -201,7 +222,8 @@ def mode_named(word: Mode | str) -> Mode:
 
 
 def mode_meant(mode: Mode | str) -> Mode:
-    """Return the mode with this value, and for "auto" the one that the environment names, if it does.
+    """Return the mode with this value, and for "auto" the one that the environment names, if it
+    does.
 
     Raises UsageError for words that mean nothing.
     """
@@ -240,11 +262,15 @@ def _what_is_unproven(pairs: frozenset[Pair], report: "ProbeReport | None") -> s
     ]
     more = f" and {len(named) - 6} more" if len(named) > 6 else ""
     text = (
-        f"{len(named)} of {len(ordered_pairs())} ordered pairs of {device_type()} devices are not proven to copy "
-        f"correctly ({', '.join(named[:6])}{more}): their copies go through the host. "
+        f"{len(named)} of {len(ordered_pairs())} ordered pairs of {device_type()} devices are not "
+        f"proven to copy correctly ({', '.join(named[:6])}{more}): their copies go through the "
+        "host. "
     )
     if any(pair in known and known[pair].verdict.value == "unusable" for pair in pairs):
-        text += "A device that is unusable fails in its exchange with the host too: nothing makes that safe. "
+        text += (
+            "A device that is unusable fails in its exchange with the host too: nothing makes that "
+            "safe. "
+        )
     return text + "To see what is wrong with them: ckptfix doctor --peer-copies"
 
 
@@ -270,9 +296,10 @@ def _say_that_it_stays_on() -> None:
     if holders:
         more = f" and {len(holders) - 1} more" if len(holders) > 1 else ""
         say(
-            f"safe transfers stay on for {count_of(len(staged_pairs()), 'ordered pair')} of devices, because "
-            f"{holders[0]}{more} still needs them: 'never' does not switch off what others hold. To end what "
-            "dispatch_model began: ckptfix.devices.remove_safe_transfers(model)"
+            f"safe transfers stay on for {count_of(len(staged_pairs()), 'ordered pair')} of "
+            f"devices, because {holders[0]}{more} still needs them: 'never' does not switch off "
+            "what others hold. To end what dispatch_model began: "
+            "ckptfix.devices.remove_safe_transfers(model)"
         )
 
 

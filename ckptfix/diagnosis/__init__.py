@@ -1,1 +1,3 @@
-"""Diagnosis of a checkpoint folder: the catalogue of damage, and the checks of ``check``. Free of torch."""
+"""Diagnosis of a checkpoint folder: the catalogue of damage, and the checks of ``check``. Free of
+torch.
+"""

@@ -1,10 +1,12 @@
-"""Optimizers inside a file with more, as ``torch.save({"model": ..., "optimizer": ...})`` and Lightning write it.
+"""Optimizers inside a file with more, as ``torch.save({"model": ..., "optimizer": ...})`` and
+Lightning write it.
 
-Each is judged as the file of an optimizer is, and compared with the tensors of its own file: a folder often has the
-files of many epochs. Where a file has several models, all of them count, because nothing says which of them an
-optimizer trains. Its weights may as well be in another file, as those of HiFi-GAN's generator, or nowhere: scripts
-save an average alone, fold ``weight_norm`` into the weights, or leave out what is frozen. So matrices decide whether
-weights belong to an optimizer at all: vectors of one length are in every model.
+Each is judged as the file of an optimizer is, and compared with the tensors of its own file: a
+folder often has the files of many epochs. Where a file has several models, all of them count,
+because nothing says which of them an optimizer trains. Its weights may as well be in another file,
+as those of HiFi-GAN's generator, or nowhere: scripts save an average alone, fold ``weight_norm``
+into the weights, or leave out what is frozen. So matrices decide whether weights belong to an
+optimizer at all: vectors of one length are in every model.
 """
 
 from bisect import bisect_left
@@ -31,17 +33,25 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_arrays import is_array, shape_of_array
 from ckptfix.formats.pickle_tree import Node, Text, every_node
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_pickle import MAX_LIST, NameList, PickledStateDict, name_lists, optimizers
+from ckptfix.formats.torch_pickle import (
+    MAX_LIST,
+    NameList,
+    PickledStateDict,
+    name_lists,
+    optimizers,
+)
 from ckptfix.formats.torch_tensors import is_tensor, read_tensor, storages
 from ckptfix.tensors.parameter_names import SHAPED
 from ckptfix.wording import list_names
 
 _ROLES = (Role.MODEL, Role.UNKNOWN, Role.CUSTOM)
-"""Roles of files whose content a script chooses. Every other role is judged by what its name promises."""
+"""Roles of files whose content a script chooses. Every other role is judged by what its name
+promises.
+"""
 
 _WITHOUT_WEIGHTS = (
-    ".csv", ".jpg", ".json", ".jsonl", ".log", ".md", ".png", ".py", ".toml", ".txt", ".yaml", ".yml",
-    "last_checkpoint",
+    ".csv", ".jpg", ".json", ".jsonl", ".log", ".md", ".png", ".py", ".toml", ".txt", ".yaml",
+    ".yml", "last_checkpoint",
 )  # fmt: skip
 """Endings of files that hold no weights. Any other may: HiFi-GAN's ``g_00010000`` has no ending.
 
@@ -53,8 +63,12 @@ _ALONE = "the file has no weight matrices"
 _WITHOUT_MOMENTS = "they have no moments, whose shapes would show the weights"
 _OF_OTHER_SHAPES = "their class may keep moments of other shapes"
 _FLAT = "their moments are vectors, as flattened ones are"
-_FOREIGN = "few of their moments have the shape of a tensor in the file, so their weights may be elsewhere"
-_INCOMPLETE = "the file lacks tensors of the shape of some moments, and those weights may be elsewhere"
+_FOREIGN = (
+    "few of their moments have the shape of a tensor in the file, so their weights may be elsewhere"
+)
+_INCOMPLETE = (
+    "the file lacks tensors of the shape of some moments, and those weights may be elsewhere"
+)
 _UNTRAINED = "weights in the file have no moments, because they are frozen or of another model"
 _NOT_COMPARED = (_UNREAD, _ALONE, _WITHOUT_MOMENTS, _OF_OTHER_SHAPES, _FLAT, _FOREIGN, _INCOMPLETE)
 
@@ -63,9 +77,9 @@ _NOT_COMPARED = (_UNREAD, _ALONE, _WITHOUT_MOMENTS, _OF_OTHER_SHAPES, _FLAT, _FO
 class Bundle:
     """A file that is not an optimizer's by its name, and its optimizers.
 
-    ``findings``: what is wrong with them. ``unread``: the number of those that are not judged. ``uncompared``: why an
-    optimizer is not compared with the tensors of the file -> the keys that lead to it. ``models``: the number of models
-    in the file.
+    ``findings``: what is wrong with them. ``unread``: the number of those that are not judged.
+    ``uncompared``: why an optimizer is not compared with the tensors of the file -> the keys that
+    lead to it. ``models``: the number of models in the file.
     """
 
     path: PurePosixPath
@@ -76,8 +90,11 @@ class Bundle:
     models: int
 
 
-def bundles_of(folder: CheckpointFolder, unreliable: Iterable[PurePosixPath] = ()) -> Iterator[Bundle]:
-    """Yield the files of a scanned folder that have optimizers, and are not an optimizer's by their name.
+def bundles_of(
+    folder: CheckpointFolder, unreliable: Iterable[PurePosixPath] = ()
+) -> Iterator[Bundle]:
+    """Yield the files of a scanned folder that have optimizers, and are not an optimizer's by their
+    name.
 
     ``unreliable``: files whose headers do not show what they were saved with.
     """
@@ -135,10 +152,13 @@ def _bundle(files: "_Files", component: Component, contents: "_Contents") -> Bun
         comparison = _compare(files, optimizer, contents)
         shapes = {} if comparison.why in _NOT_COMPARED else contents.shapes_by_key
         names = {name: name for name in optimizer.states} if optimizer.is_named else optimizer.names
-        weights = Weights(shapes=shapes, counts=Counter(), every=frozenset(), tensors=0, is_complete=False)
+        weights = Weights(
+            shapes=shapes, counts=Counter(), every=frozenset(), tensors=0, is_complete=False
+        )
         own = list(judge(optimizer, weights, names))
         findings += own
-        # Moments that are known to be wrong would be reported again, as those of parameters without weights.
+        # Moments that are known to be wrong would be reported again, as those of parameters without
+        # weights.
         if any(isinstance(finding, MismatchedMoments) for finding in own):
             continue
         if comparison.finding is not None:
@@ -158,7 +178,8 @@ def _bundle(files: "_Files", component: Component, contents: "_Contents") -> Bun
 class _Contents:
     """A file of torch, and its tensors outside of its optimizers.
 
-    ``optimizers``: their dicts, with the keys that lead to them. Raises FormatError where they cannot be read.
+    ``optimizers``: their dicts, with the keys that lead to them. Raises FormatError where they
+    cannot be read.
     """
 
     def __init__(self, file: TorchFile) -> None:
@@ -168,7 +189,9 @@ class _Contents:
     @cached_property
     def models(self) -> list[PickledStateDict]:
         """The state dicts that look like a module's."""
-        paths = {place.path for place in self._places if place.kind == "state dict" and place.is_model}
+        paths = {
+            place.path for place in self._places if place.kind == "state dict" and place.is_model
+        }
         return [model for model in self.file.state_dicts if model.path in paths and model.tensors]
 
     @cached_property
@@ -188,9 +211,12 @@ class _Contents:
 
     @cached_property
     def forms(self) -> list[frozenset[tuple[str, Shape]]]:
-        """The keys and shapes of each model, which its average and the file of another epoch have, too."""
+        """The keys and shapes of each model, which its average and the file of another epoch have,
+        too.
+        """
         return [
-            frozenset((bare(tensor.fqn), tensor.shape) for tensor in model.tensors) for model in self.models
+            frozenset((bare(tensor.fqn), tensor.shape) for tensor in model.tensors)
+            for model in self.models
         ]
 
     @cached_property
@@ -221,16 +247,19 @@ class _Contents:
     def is_whole(self) -> bool:
         """Return whether the models surely have all keys of their modules.
 
-        A dict comprehension that leaves some out leaves ``_metadata`` out, too. ``del`` keeps it, with the modules. An
-        average may have the trained parameters alone.
+        A dict comprehension that leaves some out leaves ``_metadata`` out, too. ``del`` keeps it,
+        with the modules. An average may have the trained parameters alone.
         """
         metadata = {place.path: place.names for place in self._places if place.kind == "metadata"}
         complete = [
             form
             for model, form in zip(self.models, self.forms, strict=True)
-            if model.path in metadata and _has_modules(model, [name for name, _ in metadata[model.path]])
+            if model.path in metadata
+            and _has_modules(model, [name for name, _ in metadata[model.path]])
         ]
-        return bool(complete) and all(any(form <= larger for larger in complete) for form in self.forms)
+        return bool(complete) and all(
+            any(form <= larger for larger in complete) for form in self.forms
+        )
 
 
 def _has_modules(model: PickledStateDict, names: Iterable[str]) -> bool:
@@ -244,14 +273,18 @@ def _has_modules(model: PickledStateDict, names: Iterable[str]) -> bool:
 
 
 class _Files:
-    """The files of a folder, of which each is read once: the optimizer of each epoch may ask for all of them."""
+    """The files of a folder, of which each is read once: the optimizer of each epoch may ask for
+    all of them.
+    """
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self._folder = folder
         self._contents: dict[PurePosixPath, _Contents | None] = {}
 
     def contents(self, component: Component) -> _Contents | None:
-        """Return what a file of torch has, None where it cannot be read: then another finding is about it."""
+        """Return what a file of torch has, None where it cannot be read: then another finding is
+        about it.
+        """
         if component.path not in self._contents:
             self._contents[component.path] = None
             if isinstance(component.content, TorchFile):
@@ -295,14 +328,17 @@ class _Comparison(NamedTuple):
 def _compare(files: _Files, saved: SavedOptimizer, contents: _Contents) -> _Comparison:
     """Compare the shapes of an optimizer's moments with the tensors of its file.
 
-    A script may save a single number, such as SAC's log_alpha, as a plain number: parameters of one are left out.
+    A script may save a single number, such as SAC's log_alpha, as a plain number: parameters of one
+    are left out.
     """
     counts = contents.counts
     shapes_of = {
         name: {shape for state, shape in states.items() if state in SHAPED and shape is not None}
         for name, states in without_reduced(saved).states.items()
     }
-    moments = Counter(shape for shapes in shapes_of.values() for shape in shapes if prod(shape) != 1)
+    moments = Counter(
+        shape for shapes in shapes_of.values() for shape in shapes if prod(shape) != 1
+    )
     if counts is None:
         return _Comparison(_UNREAD)
     if not any(map(_is_matrix, counts)):
@@ -341,7 +377,9 @@ def _compare(files: _Files, saved: SavedOptimizer, contents: _Contents) -> _Comp
         finding=UnsavedParameters(
             path=saved.path,
             key=saved.key,
-            parameters=sum(1 for shapes in shapes_of.values() if any(prod(shape) != 1 for shape in shapes)),
+            parameters=sum(
+                1 for shapes in shapes_of.values() if any(prod(shape) != 1 for shape in shapes)
+            ),
             tensors=counts.total(),
             shapes=() if is_surplus else tuple(sorted(moments.keys() - counts.keys())),
             moments=tuple(sorted(moments)),
@@ -353,12 +391,18 @@ def _compare(files: _Files, saved: SavedOptimizer, contents: _Contents) -> _Comp
 
 
 def _fits_but_for_a_layer(moments: Sequence[set[Shape]], model: PickledStateDict) -> bool:
-    """Return whether parameters and tensors have equal shapes one by one, but for the weight and bias of one layer."""
+    """Return whether parameters and tensors have equal shapes one by one, but for the weight and
+    bias of one layer.
+    """
     if len(moments) != len(model.tensors):
         return False
     pairs = zip(moments, model.tensors, strict=True)
-    differing = [place for place, (shapes, tensor) in enumerate(pairs) if not shapes <= {tensor.shape}]
-    return bool(differing) and differing[-1] - differing[0] <= 1 and 2 * len(differing) < len(moments)
+    differing = [
+        place for place, (shapes, tensor) in enumerate(pairs) if not shapes <= {tensor.shape}
+    ]
+    return (
+        bool(differing) and differing[-1] - differing[0] <= 1 and 2 * len(differing) < len(moments)
+    )
 
 
 def _is_matrix(shape: Shape) -> bool:
@@ -374,7 +418,9 @@ def _may_hold_weights(name: str) -> bool:
 
 
 def _shapes(file: TorchFile, without: Sequence[Node]) -> Counter[Shape] | None:
-    """Return how often each shape occurs among the tensors and arrays outside of these nodes, None for unknown ones."""
+    """Return how often each shape occurs among the tensors and arrays outside of these nodes, None
+    for unknown ones.
+    """
     known = storages(file.tree)
     shapes: Counter[Shape] = Counter()
     inside: set[int] = set()

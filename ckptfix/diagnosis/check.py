@@ -54,7 +54,16 @@ from ckptfix.storage.reading import origin_of, sparing, unheld_below
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of, target_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
-from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line, unchecked_lines
+from ckptfix.wording import (
+    Line,
+    Printable,
+    count_of,
+    few,
+    human_size,
+    line,
+    unchecked_line,
+    unchecked_lines,
+)
 
 if TYPE_CHECKING:
     # A check without load=True must start quickly.
@@ -63,17 +72,23 @@ if TYPE_CHECKING:
 GENERIC = ("values of tensors", "checksums of ", "local headers of ", OF_ONE_SAVE)
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
 
-_SPARED = "local headers of records in torch zip files and .distcp files of a store; ckptfix check --data reads them"
+_SPARED = (
+    "local headers of records in torch zip files and .distcp files of a store; ckptfix check "
+    "--data reads them"
+)
 
 _OF_FOLDER = ("other files next to it", "digests in ")
-"""Beginnings of the sentences about other files of a folder, which do not matter for a model in a sub-folder."""
+"""Beginnings of the sentences about other files of a folder, which do not matter for a model in a
+sub-folder.
+"""
 
 
 _BY_A_LOAD = "ckptfix check --load"
 """The command in a sentence about what a load by the library shows."""
 
 _DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, _NOT_RESUMABLE, CLEAN = VERDICTS = (
-    "damaged", "with warnings", "not finished", "without weights", "staging", "not resumable", "clean",
+    "damaged", "with warnings", "not finished", "without weights", "staging", "not resumable",
+    "clean",
 )  # fmt: skip
 """The verdicts on one of several checkpoints, the worst first."""
 
@@ -82,15 +97,16 @@ _DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, _NOT_RESUMABLE, CLEAN = VERDICTS
 class CheckReport(Printable, Serialized):
     """Report of ``check``.
 
-    ``not_checked``: the omitted checks, in words. ``unfinished``: files that may not be read, which may be
-    healthy or damaged, with the command that allows it. ``below``: the reports of the sub-folders that hold
-    models of the checkpoint, such as ``unet``. ``not_resumable``: why ``latest_checkpoint`` passes over a numbered
-    checkpoint, where no finding says it. ``load``: the answers of the libraries that load it, where they were asked.
+    ``not_checked``: the omitted checks, in words. ``unfinished``: files that may not be read, which
+    may be healthy or damaged, with the command that allows it. ``below``: the reports of the
+    sub-folders that hold models of the checkpoint, such as ``unet``. ``not_resumable``: why
+    ``latest_checkpoint`` passes over a numbered checkpoint, where no finding says it. ``load``: the
+    answers of the libraries that load it, where they were asked.
     """
 
     json_keys: ClassVar = (
-        "path status verdict counts understood components=_components sharded=_sharded deepspeed=_deepspeed "
-        "findings not_checked below? unfinished not_resumable? load?=_load"
+        "path status verdict counts understood components=_components sharded=_sharded "
+        "deepspeed=_deepspeed findings not_checked below? unfinished not_resumable? load?=_load"
     )
 
     path: Path
@@ -107,14 +123,17 @@ class CheckReport(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """Exit status: 3 where a file may not be read, or no library says what it loads, else 1 for any error or
-        warning, or a load that is not the model that was saved. Notes do not change it.
+        """Exit status: 3 where a file may not be read, or no library says what it loads, else 1 for
+        any error or warning, or a load that is not the model that was saved. Notes do not change
+        it.
         """
         return max((self.known, *(outcome.status for outcome in self.all_load)))
 
     @property
     def known(self) -> int:
-        """The status without the loads that no library answers for: they speak for no checkpoint and against none."""
+        """The status without the loads that no library answers for: they speak for no checkpoint
+        and against none.
+        """
         is_lost = any(outcome.status == 1 for outcome in self.all_load)
         return 3 if self.all_unfinished else max(status_of(self.all_findings), int(is_lost))
 
@@ -171,15 +190,23 @@ class CheckReport(Printable, Serialized):
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers of files, tensors and bytes that were read, of findings, and of what was not checked."""
+        """The numbers of files, tensors and bytes that were read, of findings, and of what was not
+        checked.
+        """
         components = self.folder.components
-        tensors = sum(len(component.tensors) for component in components if component.role not in OF_ONE_RANK)
-        tensors += sum(len(state.metadata.tensors) for state in self.sharded if state.metadata is not None)
+        tensors = sum(
+            len(component.tensors) for component in components if component.role not in OF_ONE_RANK
+        )
+        tensors += sum(
+            len(state.metadata.tensors) for state in self.sharded if state.metadata is not None
+        )
         tensors += sum(state.tensors for state in self.deepspeed if state.files)
         files = len(components) + sum(len(state.files) for state in self.sharded)
         files += sum(state.files for state in self.deepspeed)
         nbytes = sum(component.size for component in components)
-        nbytes += sum(state.size for state in self.sharded) + sum(state.size for state in self.deepspeed)
+        nbytes += sum(state.size for state in self.sharded) + sum(
+            state.size for state in self.deepspeed
+        )
         found = Counter(f"{finding.severity.value}s" for finding in self.findings)
         own = {
             "files": files, "tensors": tensors, "bytes": nbytes,
@@ -190,7 +217,8 @@ class CheckReport(Printable, Serialized):
         return {**sums, "not_checked": len(self.not_checked)}
 
     def headline(self, *, with_codes: bool = False, is_below: bool = False) -> Line:
-        """Return the verdict in a line. ``with_codes``: of the findings, where nothing else names them.
+        """Return the verdict in a line. ``with_codes``: of the findings, where nothing else names
+        them.
 
         ``is_below``: the numbers of findings alone, as the folder above has the verdict.
         """
@@ -226,7 +254,9 @@ class CheckReport(Printable, Serialized):
         return any(isinstance(one, StagingFolder) and not one.path.parts for one in self.findings)
 
     def alone(self) -> "CheckReport":
-        """Return the report without the folders below, where each checkpoint in them gets a report of its own."""
+        """Return the report without the folders below, where each checkpoint in them gets a report
+        of its own.
+        """
         below = tuple(
             f"{name}/ ({PLAIN_FOLDER}): not looked into"
             for name in self.folder.subfolders
@@ -236,7 +266,8 @@ class CheckReport(Printable, Serialized):
         return replace(self, not_checked=told, below=())
 
     def lines(self, *, is_verbose: bool = False) -> Iterator[Line]:
-        """Yield the verdict, the problems and what to do, what was understood, and what was not checked.
+        """Yield the verdict, the problems and what to do, what was understood, and what was not
+        checked.
 
         ``is_verbose``: every model, and every sentence about what was not checked.
         """
@@ -246,7 +277,9 @@ class CheckReport(Printable, Serialized):
         yield from unchecked_lines(self.not_checked, details=details)
 
     def unchecked(self) -> Iterator[Line]:
-        """Yield every sentence about what was not checked, for a list of those about several checkpoints."""
+        """Yield every sentence about what was not checked, for a list of those about several
+        checkpoints.
+        """
         yield from map(unchecked_line, (*self.not_checked, *self.all_understood.problems))
 
     def verdict_lines(self, *, is_below: bool = False) -> Iterator[Line]:
@@ -255,7 +288,8 @@ class CheckReport(Printable, Serialized):
         yield from finding_lines(self.findings, str(self.path))
         if self.not_resumable:
             yield line(
-                f"  not resumable: latest_checkpoint passes over it: {self.not_resumable}", colour="yellow"
+                f"  not resumable: latest_checkpoint passes over it: {self.not_resumable}",
+                colour="yellow",
             )
         for outcome in self.load:
             yield from outcome.lines()
@@ -264,8 +298,11 @@ class CheckReport(Printable, Serialized):
                 yield from report.verdict_lines(is_below=True)
         salvages = list(salvage_lines(self.findings, str(self.path)))
         if any(finding.is_fixable for finding in self.findings) and not self.unfinished:
-            # A repair brings no data back, and can delete a duplicate: first what is intact gets out.
-            salvages.append(line(f"{'then' if salvages else 'next'}: {command('repair', self.path)}"))
+            # A repair brings no data back, and can delete a duplicate: first what is intact gets
+            # out.
+            salvages.append(
+                line(f"{'then' if salvages else 'next'}: {command('repair', self.path)}")
+            )
         yield from unfinished_lines(self.unfinished)
         yield from salvages
 
@@ -280,7 +317,10 @@ class CheckReport(Printable, Serialized):
     def _sharded(self) -> list[dict[str, object]]:
         keys = "path bytes=size files=files.__len__"
         return [
-            {**dict(items(state, keys)), "tensors": len(state.metadata.tensors) if state.metadata else 0}
+            {
+                **dict(items(state, keys)),
+                "tensors": len(state.metadata.tensors) if state.metadata else 0,
+            }
             for state in self.sharded
         ]
 
@@ -289,7 +329,9 @@ class CheckReport(Printable, Serialized):
 
 
 def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:
-    """Yield a line for each file or folder that may not be read, so that nothing is known about it."""
+    """Yield a line for each file or folder that may not be read, so that nothing is known
+    about it.
+    """
     yield from few([f"could not finish: {words}" for words in unfinished], "files", colour="yellow")
 
 
@@ -305,13 +347,13 @@ def check(
 ) -> CheckReport:
     """Find the problems of a checkpoint folder or file.
 
-    Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all bytes of
-    those, and checks every checksum. The names in the checkpoints of the same run, next to this one, show what is
-    missing here. ``siblings``: other checkpoints that may be of the run, for names that no library gives, such as
-    ``x_3``; with them, tensors are compared with those of the checkpoint before. ``resumes``: also report why
-    ``latest_checkpoint`` passes over it. ``load``: also ask transformers, PEFT or diffusers what they load, in a
-    process of their own that reads no tensor; or the ``Loaders`` that ask them. ``progress`` is called with byte
-    counts.
+    Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all
+    bytes of those, and checks every checksum. The names in the checkpoints of the same run, next to
+    this one, show what is missing here. ``siblings``: other checkpoints that may be of the run, for
+    names that no library gives, such as ``x_3``; with them, tensors are compared with those of the
+    checkpoint before. ``resumes``: also report why ``latest_checkpoint`` passes over it. ``load``:
+    also ask transformers, PEFT or diffusers what they load, in a process of their own that reads no
+    tensor; or the ``Loaders`` that ask them. ``progress`` is called with byte counts.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
@@ -319,7 +361,13 @@ def check(
     grouped = others if isinstance(others, Siblings) else Siblings(others)
     target = find_target(path)
     checked = partial(
-        _checked, target, grouped, data=data, resumes=resumes, of_run=bool(others), progress=progress
+        _checked,
+        target,
+        grouped,
+        data=data,
+        resumes=resumes,
+        of_run=bool(others),
+        progress=progress,
     )
     if load is True:
         from ckptfix.diagnosis.loads.outcome import Loaders
@@ -342,19 +390,28 @@ def _checked(
 ) -> CheckReport:
     """Return the report of ``check``.
 
-    ``scan``: returns the folder, whose headers the caller needs, too. ``of_run``: compare tensors with those of the
-    checkpoint before.
+    ``scan``: returns the folder, whose headers the caller needs, too. ``of_run``: compare tensors
+    with those of the checkpoint before.
     """
     if target.only is None and (found := _staging(target.root, PurePosixPath(), rest=False)):
-        nothing = CheckpointFolder(root=target.root, only=None, components=(), strays=(), subfolders={})
+        nothing = CheckpointFolder(
+            root=target.root, only=None, components=(), strays=(), subfolders={}
+        )
         return CheckReport(
-            path=target.path, folder=nothing, sharded=(), deepspeed=(), findings=(found,), not_checked=()
+            path=target.path,
+            folder=nothing,
+            sharded=(),
+            deepspeed=(),
+            findings=(found,),
+            not_checked=(),
         )
     with paused_gc(), nullcontext(None) if data else sparing() as spared:
         folder = scan() if scan is not None else scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
         halves = tuple(half_downloads(target.root)) if target.only is None else ()
-        bare = judge_bare(folder, partial(resume_problem, siblings=siblings)) if not pending else None
+        bare = (
+            judge_bare(folder, partial(resume_problem, siblings=siblings)) if not pending else None
+        )
         near = siblings.of(target.root)
         if (
             bare is None
@@ -373,12 +430,20 @@ def _checked(
                     progress=progress,
                 )
                 misplaced = _nested(target.root, inner)
-                return replace(report, findings=(*misplaced, *report.findings)) if misplaced else report
+                return (
+                    replace(report, findings=(*misplaced, *report.findings))
+                    if misplaced
+                    else report
+                )
             ensure_checkpoint(folder)
         diagnosis = diagnose(
             folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND, neighbours=near
         )
-    lacking = bare.beyond(diagnosis.findings) if bare is not None else missing_here(target, diagnosis, near)
+    lacking = (
+        bare.beyond(diagnosis.findings)
+        if bare is not None
+        else missing_here(target, diagnosis, near)
+    )
     below = tuple(models_below(diagnosis, data=data, loaders=loaders, progress=progress))
     of_hooks = diagnose_hook_models(
         folder,
@@ -390,8 +455,12 @@ def _checked(
         has_deepspeed=bool(diagnosis.deepspeed),
     )
     unheld, markers = _unheld(target, below)
-    # What every check leaves out of weights is no news of a folder that has none, and should have some.
-    beside_the_point = (*(GENERIC if bare is not None else ()), *((STATES_ALONE,) if lacking else ()))
+    # What every check leaves out of weights is no news of a folder that has none, and should have
+    # some.
+    beside_the_point = (
+        *(GENERIC if bare is not None else ()),
+        *((STATES_ALONE,) if lacking else ()),
+    )
     # With the models below, the same is said of the optimizer in other words, or it was compared.
     beside_the_point += ("whether optimizer",) if below and folder.is_save_state else ()
     omitted = [words for words in diagnosis.not_checked if not words.startswith(beside_the_point)]
@@ -401,7 +470,9 @@ def _checked(
     of_headers = diagnosis.findings
     if loaders is not None:
         is_asked_below = any(report.all_load for report in below) and not diagnosis.groups
-        load, of_headers = loaders.judged(folder, diagnosis.groups, of_headers, is_asked_below=is_asked_below)
+        load, of_headers = loaders.judged(
+            folder, diagnosis.groups, of_headers, is_asked_below=is_asked_below
+        )
         if not load and not is_asked_below:
             omitted.append("load by a library: none loads this folder")
         if load and not any(outcome.unchecked for outcome in load):
@@ -432,7 +503,11 @@ def _checked(
             *((_SPARED,) if spared is not None and spared.headers else ()),
             *markers,
         ),
-        unfinished=(*diagnosis.unfinished, *unheld, *(bare.unfinished if bare is not None else ())),
+        unfinished=(
+            *diagnosis.unfinished,
+            *unheld,
+            *(bare.unfinished if bare is not None else ()),
+        ),
         below=below,
         understood=understand(diagnosis),
         not_resumable=_not_resumable(target, findings) if resumes else "",
@@ -443,20 +518,30 @@ def _checked(
 def _hook_models(root: Path, below: Iterable[CheckReport]) -> Iterator[HookModel]:
     """Yield the models in sub-folders at any depth, by their paths from a folder."""
     for report in below:
-        yield HookModel(PurePosixPath(report.path.relative_to(root)), report.folder, report.findings)
+        yield HookModel(
+            PurePosixPath(report.path.relative_to(root)), report.folder, report.findings
+        )
         yield from _hook_models(root, report.below)
 
 
 def _nested(outer: Path, inner: Path) -> tuple[NestedCheckpoint, ...]:
-    """Return the finding about a checkpoint in a folder of its own name, none in a folder of another name."""
+    """Return the finding about a checkpoint in a folder of its own name, none in a folder of
+    another name.
+    """
     if Path(os.path.abspath(outer)).name != inner.name:
         return ()
     return (NestedCheckpoint(path=PurePosixPath(), missing=(), known_by="", outer=str(outer)),)
 
 
-def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -> tuple[Finding, ...]:
-    """Return the findings that the checkpoints next to one show: files that it lacks, and files of other entries."""
-    is_without_model = any(isinstance(one, MissingModel) and not one.model for one in diagnosis.findings)
+def missing_here(
+    target: Target, diagnosis: Diagnosis, neighbours: Neighbours
+) -> tuple[Finding, ...]:
+    """Return the findings that the checkpoints next to one show: files that it lacks, and files of
+    other entries.
+    """
+    is_without_model = any(
+        isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
+    )
     if target.only is not None:
         return ()
     marks = tuple(unmarked(neighbours))
@@ -484,19 +569,25 @@ def missing_here(target: Target, diagnosis: Diagnosis, neighbours: Neighbours) -
             folder,
             neighbours,
             damaged,
-            is_contradicted=any(isinstance(finding, MismatchedRates) for finding in diagnosis.findings),
+            is_contradicted=any(
+                isinstance(finding, MismatchedRates) for finding in diagnosis.findings
+            ),
         ),
         *surplus_objects(folder, neighbours),
         *(
             finding
-            for finding in (*other_objects(folder, neighbours), *exchanged_loaders(folder, neighbours))
+            for finding in (
+                *other_objects(folder, neighbours),
+                *exchanged_loaders(folder, neighbours),
+            )
             if finding.path not in damaged
         ),
     )
 
 
 def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:
-    """Return why ``latest_checkpoint`` passes over a numbered checkpoint, "" where a finding says it, or it does not.
+    """Return why ``latest_checkpoint`` passes over a numbered checkpoint, "" where a finding says
+    it, or it does not.
 
     Of a damaged file there is a finding.
     """
@@ -509,8 +600,8 @@ def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:
 class _Judgement(NamedTuple):
     """The answer whether a run resumes from a checkpoint.
 
-    ``problem``: why not, None where it does. ``doubts``: findings that stop it, unless the script saves so each time.
-    ``codes``: of all findings, with their paths.
+    ``problem``: why not, None where it does. ``doubts``: findings that stop it, unless the script
+    saves so each time. ``codes``: of all findings, with their paths.
     """
 
     problem: str | None
@@ -521,8 +612,8 @@ class _Judgement(NamedTuple):
 def resume_problem(checkpoint: Path, *, siblings: Siblings | None = None) -> str | None:
     """Return why no run resumes from a checkpoint, None for one that ``latest_checkpoint`` takes.
 
-    It is incomplete, or ``check`` finds in it what makes the load or the next step fail. Reads headers, not the data.
-    ``siblings``: what is known of other checkpoints.
+    It is incomplete, or ``check`` finds in it what makes the load or the next step fail. Reads
+    headers, not the data. ``siblings``: what is known of other checkpoints.
     """
     siblings = siblings or Siblings()
     own = _judgement(checkpoint, siblings)
@@ -533,7 +624,11 @@ def resume_problem(checkpoint: Path, *, siblings: Siblings | None = None) -> str
             with suppress(CkptfixError, OSError), neighbour.opened() as folder:
                 before = _judgement(folder, siblings)
                 if before.problem is None:
-                    new = (doubt for doubt in own.doubts if (doubt.code, doubt.path) not in before.codes)
+                    new = (
+                        doubt
+                        for doubt in own.doubts
+                        if (doubt.code, doubt.path) not in before.codes
+                    )
                     return next(map(str, new), None)
     return None
 
@@ -562,28 +657,38 @@ def _judgement(checkpoint: Path, siblings: Siblings) -> _Judgement:
 def _stopping(report: CheckReport, where: str = "", *, is_of_hook: bool = False) -> Iterator[str]:
     """Yield in words the findings of a folder and of the models below it that stop a resume.
 
-    ``where``: the beginning of the sentence, for a folder below.
-    ``is_of_hook``: it is a model below a folder of ``save_state``. Only a hook of the script reads it, and
-    ``from_pretrained`` fails where its config cannot be read, and where the model is one level too deep.
-    Next to weights that a library reads, nothing loads a file under a name of the script's own, such as ``tokens.bin``.
-    Alone it may be the model, which a hook of the script loads.
+    ``where``: the beginning of the sentence, for a folder below. ``is_of_hook``: it is a model
+    below a folder of ``save_state``. Only a hook of the script reads it, and ``from_pretrained``
+    fails where its config cannot be read, and where the model is one level too deep. Next to
+    weights that a library reads, nothing loads a file under a name of the script's own, such as
+    ``tokens.bin``. Alone it may be the model, which a hook of the script loads.
     """
     folder = report.folder
     has_weights = any(
-        one.name.is_of_library or one.role in (Role.MODEL, Role.WEIGHTS_INDEX) for one in folder.components
+        one.name.is_of_library or one.role in (Role.MODEL, Role.WEIGHTS_INDEX)
+        for one in folder.components
     ) or any(kind != PLAIN_FOLDER for kind in folder.subfolders.values())
     unread = {
-        one.path for one in folder.components if one.role is Role.UNKNOWN and not one.name.is_of_library
+        one.path
+        for one in folder.components
+        if one.role is Role.UNKNOWN and not one.name.is_of_library
     }
     for finding in report.findings:
-        is_config = isinstance(finding, IncompleteCheckpoint) and str(finding.path) in (CONFIG, ADAPTER)
+        is_config = isinstance(finding, IncompleteCheckpoint) and str(finding.path) in (
+            CONFIG,
+            ADAPTER,
+        )
         is_read = not (has_weights and finding.path in unread)
         is_deeper = isinstance(finding, NestedCheckpoint)
-        if (finding.resume is Resume.FAILS and is_read) or (is_of_hook and (is_config or is_deeper)):
+        if (finding.resume is Resume.FAILS and is_read) or (
+            is_of_hook and (is_config or is_deeper)
+        ):
             yield f"{where}{finding}"
     for below in report.below:
         inside = f"{below.path.relative_to(report.path)}/: "
-        yield from _stopping(below, f"{where}{inside}", is_of_hook=is_of_hook or folder.is_save_state)
+        yield from _stopping(
+            below, f"{where}{inside}", is_of_hook=is_of_hook or folder.is_save_state
+        )
 
 
 def _says_why(finding: Finding) -> bool:
@@ -599,7 +704,9 @@ _OF_A_FOLDER = (
 
 
 def _unheld(target: Target, below: tuple[CheckReport, ...]) -> tuple[list[str], list[str]]:
-    """Return in words the objects of a store that no folder can hold: those with bytes, and those without any."""
+    """Return in words the objects of a store that no folder can hold: those with bytes, and those
+    without any.
+    """
     solid: list[str] = []
     empty: list[str] = []
     for one in unheld_below(target.root) if target.only is None else ():
@@ -626,12 +733,15 @@ def models_below(
     folder = diagnosis.folder
     if folder.only is not None or PLAIN_FOLDER not in folder.subfolders.values():
         return
-    models = [state for state in diagnosis.sharded if state.name is None or state.name.role is Role.MODEL]
+    models = [
+        state for state in diagnosis.sharded if state.name is None or state.name.role is Role.MODEL
+    ]
     has_weights = bool(
         models or diagnosis.deepspeed or model_entries(folder, None) or all_state_dicts(folder)
     )
     for where in model_folders(folder, has_weights=has_weights):
-        # What a folder without weights lacks is told by the one above: its config may be that of a tokenizer.
+        # What a folder without weights lacks is told by the one above: its config may be that of a
+        # tokenizer.
         if not may_hold_weights(folder.root / where):
             continue
         with suppress(UsageError):  # it holds no file of a checkpoint
@@ -639,7 +749,9 @@ def models_below(
 
 
 def with_below(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...]) -> Iterator[str]:
-    """Yield in words what was not checked, each once; sentences about a file in a sub-folder name the folder."""
+    """Yield in words what was not checked, each once; sentences about a file in a sub-folder name
+    the folder.
+    """
     inside = {report.path.relative_to(path): report.not_checked for report in below}
     folders = {folder for where in inside for folder in (where, *where.parents)}
     looked_into = tuple(f"{folder}/ ({PLAIN_FOLDER}): " for folder in folders)
@@ -648,15 +760,21 @@ def with_below(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...])
     generic = {words for said in inside.values() for words in said if words.startswith(GENERIC)}
     yield from sorted(generic.difference(told))
     for where, said in inside.items():
-        yield from (f"{where}/{words}" for words in said if not words.startswith((*GENERIC, *_OF_FOLDER)))
+        yield from (
+            f"{where}/{words}" for words in said if not words.startswith((*GENERIC, *_OF_FOLDER))
+        )
 
 
 def _staging_inside(target: Target) -> tuple[Finding, ...]:
-    """Return a finding for each staging folder in the journal of a checkpoint, for saves that go file by file."""
+    """Return a finding for each staging folder in the journal of a checkpoint, for saves that go
+    file by file.
+    """
     journal = target.root / JOURNAL
     names = sorted(os.listdir(journal)) if target.only is None and journal.is_dir() else []
     is_mixed = (journal / UNFINISHED_SAVE).exists() or cut_upload(target.root) is not None
-    found = (_staging(journal / name, PurePosixPath(JOURNAL, name), rest=is_mixed) for name in names)
+    found = (
+        _staging(journal / name, PurePosixPath(JOURNAL, name), rest=is_mixed) for name in names
+    )
     return tuple(finding for finding in found if finding is not None)
 
 
@@ -684,7 +802,9 @@ def interrupted(target: Target) -> tuple[Finding, ...]:
 
 
 def interrupted_inside(target: Target) -> tuple[Finding, ...]:
-    """Return a finding for each transaction that was left behind in a DCP folder of a checkpoint."""
+    """Return a finding for each transaction that was left behind in a DCP folder of a
+    checkpoint.
+    """
     if target.only is not None:
         return ()
     with os.scandir(target.root) as listing:
@@ -699,7 +819,9 @@ def interrupted_inside(target: Target) -> tuple[Finding, ...]:
 
 def _pending(folder: Path, path: PurePosixPath) -> tuple[Finding, ...]:
     return tuple(
-        InterruptedRepair(path=path / JOURNAL, transaction=transaction.number, in_store=transaction.in_store)
+        InterruptedRepair(
+            path=path / JOURNAL, transaction=transaction.number, in_store=transaction.in_store
+        )
         for transaction in transactions(folder)
         if transaction.state is State.PENDING or transaction.problem
     )

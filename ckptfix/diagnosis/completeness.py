@@ -1,4 +1,6 @@
-"""Completeness of a save: files that are missing, ranks that are missing, and leftovers of an interrupted copy."""
+"""Completeness of a save: files that are missing, ranks that are missing, and leftovers of an
+interrupted copy.
+"""
 
 import os
 import time
@@ -22,7 +24,13 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.hidden_files import HiddenFile, Loader, has_weights_of, hidden_configs, hidden_files
+from ckptfix.checkpoint.hidden_files import (
+    HiddenFile,
+    Loader,
+    has_weights_of,
+    hidden_configs,
+    hidden_files,
+)
 from ckptfix.checkpoint.latest import (
     gone_since_upload,
     holds_weights,
@@ -90,10 +98,14 @@ from ckptfix.storage.reading import names_in, origin_of, store_of
 from ckptfix.tensors.opening import is_checkpoint
 
 _RESUMED = (Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE)
-"""Roles that the Trainer starts anew in silence when their file is missing (``_load_rng_state`` and the like)."""
+"""Roles that the Trainer starts anew in silence when their file is missing (``_load_rng_state`` and
+the like).
+"""
 
 _FOREIGN = (CONFIG, ADAPTER, PIPELINE, TRAINER_STATE)
-"""Files next to weights that a library exported on purpose, so that the folder is not a ``save_state`` one."""
+"""Files next to weights that a library exported on purpose, so that the folder is not a
+``save_state`` one.
+"""
 
 
 def incomplete(
@@ -105,10 +117,11 @@ def incomplete(
 ) -> Iterator[Finding]:
     """Yield the missing parts that the other files of a folder imply.
 
-    ``hidden``: files with another name than their loader looks for, which get findings of their own. The sentences say
-    if another node may have them.
+    ``hidden``: files with another name than their loader looks for, which get findings of their
+    own. The sentences say if another node may have them.
 
-    A manifest may list a scheduler without its optimizer: ``migrate`` leaves DeepSpeed's optimizer out.
+    A manifest may list a scheduler without its optimizer: ``migrate`` leaves DeepSpeed's optimizer
+    out.
     """
     parts = parts_of(_paths(folder))
     states = (component.name for component in folder.components if component.name.is_of_save_state)
@@ -121,15 +134,21 @@ def incomplete(
             names = tuple(random_states_name(rank) for rank in missing)
             there = random_states_name(max(ranks))
             yield IncompleteCheckpoint(
-                path=PurePosixPath(names[0]), missing=names, known_by=f"{there} is there", by_rank=True
+                path=PurePosixPath(names[0]),
+                missing=names,
+                known_by=f"{there} is there",
+                by_rank=True,
             )
-    # A script that prepares the scheduler alone may save its optimizer itself: the checkpoints next to it decide.
+    # A script that prepares the scheduler alone may save its optimizer itself: the checkpoints next
+    # to it decide.
     is_of_script = bool(under_name_of_trainer("optimizer.bin", _paths(folder)))
     if Role.SCHEDULER in roles and not (Role.OPTIMIZER in roles or is_of_script or has_deepspeed):
         name = next(name for (role, _), name in parts.items() if role is Role.SCHEDULER)
         lost = name.replace("scheduler", "optimizer")
         if manifest is None or name not in manifest.digests:
-            of_trainer = any(one.path.name == name and one.name.is_of_trainer for one in folder.components)
+            of_trainer = any(
+                one.path.name == name and one.name.is_of_trainer for one in folder.components
+            )
             yield IncompleteCheckpoint(
                 path=PurePosixPath(lost),
                 missing=(lost,),
@@ -149,26 +168,36 @@ _READ_BY = {
     ADAPTER: ("PeftModel.from_pretrained fails", "PeftModel.from_pretrained fails"),
     GENERATION: (_DEFAULTS, _DEFAULTS),
 }
-"""The loads that fail without a config, and with one that is not JSON (transformers 5.23, peft 0.21)."""
+"""The loads that fail without a config, and with one that is not JSON (transformers 5.23, peft
+0.21).
+"""
 
 
 def _lacks_type(config: Path) -> bool:
-    """Return whether an object in a config does not say of which type an adapter is. PEFT raises KeyError."""
+    """Return whether an object in a config does not say of which type an adapter is. PEFT raises
+    KeyError.
+    """
     values = read_config(config.parent, config.name)
-    return is_empty_config(config) or (bool(values) and not isinstance(values.get("peft_type"), str))
+    return is_empty_config(config) or (
+        bool(values) and not isinstance(values.get("peft_type"), str)
+    )
 
 
 def _incomplete_of_trainer(
     folder: CheckpointFolder, hidden: Sequence[HiddenFile], *, has_deepspeed: bool
 ) -> Iterator[Finding]:
-    """Yield the states that transformers' Trainer writes together with those that exist (``Trainer._save_checkpoint``).
+    """Yield the states that transformers' Trainer writes together with those that exist
+    (``Trainer._save_checkpoint``).
 
-    Weights and ``training_args.bin`` alone are an export, or a checkpoint of ``save_only_model``: nothing is missing.
-    Nor is it from the states of ranks alone that a node other than the first has on a disk of its own.
+    Weights and ``training_args.bin`` alone are an export, or a checkpoint of ``save_only_model``:
+    nothing is missing. Nor is it from the states of ranks alone that a node other than the first
+    has on a disk of its own.
     """
     # Also the names of sub-folders.
     names = [path.name for path in (*_paths(folder), *folder.strays)]
-    is_of_library = any(one.name.is_of_library or one.name.is_of_trainer for one in folder.components)
+    is_of_library = any(
+        one.name.is_of_library or one.name.is_of_trainer for one in folder.components
+    )
     of_diffusers = STEMS_OF_LIBRARIES["diffusers"][".bin"]
     models = (one.name.model for one in folder.components)
     stems = {model.stem for model in models if model is not None}
@@ -178,13 +207,27 @@ def _incomplete_of_trainer(
         nowhere = leads_nowhere(folder.root / name) if name in names else ""
         broken = nowhere or (broken_config(folder.root / name) if name in names else "")
         effect = without if nowhere else with_wrong
-        # diffusers always writes the class. PyTorchModelHubMixin writes {} for a model without arguments.
-        if not broken and name == CONFIG in names and is_of_diffusers and is_empty_config(folder.root / name):
-            broken, effect = "an empty object", "from_pretrained makes a model of the default sizes"
+        # diffusers always writes the class. PyTorchModelHubMixin writes {} for a model without
+        # arguments.
+        if (
+            not broken
+            and name == CONFIG in names
+            and is_of_diffusers
+            and is_empty_config(folder.root / name)
+        ):
+            broken, effect = (
+                "an empty object",
+                "from_pretrained makes a model of the default sizes",
+            )
         if name == GENERATION and broken == NO_OBJECT:
             effect = "from_pretrained fails"
         # Other libraries write a config of that name, too, next to weights of another name.
-        if not broken and name == ADAPTER in names and is_of_peft and _lacks_type(folder.root / name):
+        if (
+            not broken
+            and name == ADAPTER in names
+            and is_of_peft
+            and _lacks_type(folder.root / name)
+        ):
             broken = "without 'peft_type'"
         if broken:
             yield IncompleteCheckpoint(
@@ -197,7 +240,9 @@ def _incomplete_of_trainer(
             )
     for name, why in broken_lists(folder.root):
         path = PurePosixPath(name)
-        yield IncompleteCheckpoint(path=path, missing=(name,), known_by=why, problem=why, is_wrong=True)
+        yield IncompleteCheckpoint(
+            path=path, missing=(name,), known_by=why, problem=why, is_wrong=True
+        )
     is_hidden = any(file.wanted in (CONFIG, ADAPTER) for file in hidden)
     own = {one.name.role: one.path.name for one in folder.components if one.name.is_of_trainer}
     parts = parts_of(_paths(folder))
@@ -212,7 +257,12 @@ def _incomplete_of_trainer(
             of_trainer=bool(own),
         )
     # ``save_pretrained`` writes both configs.
-    if GENERATION in names and CONFIG not in names and has_weights_of(CONFIG, names) and not is_hidden:
+    if (
+        GENERATION in names
+        and CONFIG not in names
+        and has_weights_of(CONFIG, names)
+        and not is_hidden
+    ):
         yield IncompleteCheckpoint(
             path=PurePosixPath(CONFIG), missing=(CONFIG,), known_by=f"{GENERATION} is there"
         )
@@ -222,9 +272,16 @@ def _incomplete_of_trainer(
     there = own.get(Role.RNG_STATE) or next(iter(states.values()))
     ranks = {one.name.rank for one in folder.components if one.name.role is Role.RNG_STATE}
     numbered = {rank for rank in ranks if rank is not None}
-    if ranks and not ranks & {None, 0} and states.keys() == {Role.RNG_STATE} and (Role.MODEL, 0) not in parts:
+    if (
+        ranks
+        and not ranks & {None, 0}
+        and states.keys() == {Role.RNG_STATE}
+        and (Role.MODEL, 0) not in parts
+    ):
         return
-    gap = tuple(random_states(rank) for rank in range(max(numbered, default=0)) if rank not in ranks)
+    gap = tuple(
+        random_states(rank) for rank in range(max(numbered, default=0)) if rank not in ranks
+    )
     if gap:
         yield _lost_by_trainer(gap, there, by_rank=True)
     if renamed := _renamed_random_states(folder):
@@ -247,12 +304,16 @@ def _incomplete_of_trainer(
 
 
 def _renamed_random_states(folder: CheckpointFolder) -> str:
-    """Return the only random states of the Trainer where they are those of a single process with a rank, else "".
+    """Return the only random states of the Trainer where they are those of a single process with a
+    rank, else "".
 
-    ``torch.save`` writes the name of the file into it. With one process the Trainer reads ``rng_state.pth`` alone, and
-    without it goes on with new random states (``Trainer._load_rng_state``, transformers 5.23).
+    ``torch.save`` writes the name of the file into it. With one process the Trainer reads
+    ``rng_state.pth`` alone, and without it goes on with new random states
+    (``Trainer._load_rng_state``, transformers 5.23).
     """
-    states = [one for one in folder.components if one.role is Role.RNG_STATE and one.name.is_of_trainer]
+    states = [
+        one for one in folder.components if one.role is Role.RNG_STATE and one.name.is_of_trainer
+    ]
     if len(states) != 1 or states[0].name.rank is None:
         return ""
     content = states[0].content
@@ -264,10 +325,12 @@ def _renamed_random_states(folder: CheckpointFolder) -> str:
 def _weights_lost_by_trainer(
     folder: CheckpointFolder, own: Mapping[Role, str], names: Collection[str]
 ) -> IncompleteCheckpoint | None:
-    """Return the finding about a checkpoint or an export of the Trainer without weights, None for any other folder.
+    """Return the finding about a checkpoint or an export of the Trainer without weights, None for
+    any other folder.
 
-    ``own``: the states that the Trainer alone writes. It saves its arguments together with the weights, even in an
-    export; a script may keep arguments of its own under that name, and an optimizer away from its model.
+    ``own``: the states that the Trainer alone writes. It saves its arguments together with the
+    weights, even in an export; a script may keep arguments of its own under that name, and an
+    optimizer away from its model.
     """
     ranks = {one.name.rank for one in folder.components if one.name.role is Role.RNG_STATE}
     if own.keys() == {Role.RNG_STATE} and not ranks & {None, 0}:
@@ -286,10 +349,11 @@ def _weights_lost_by_trainer(
 
 
 def broken_trainer_state(folder: CheckpointFolder, trainer: TrainerProgress) -> Iterator[Finding]:
-    """Yield a ``trainer_state.json`` from which the Trainer cannot resume, though all weights may be intact.
+    """Yield a ``trainer_state.json`` from which the Trainer cannot resume, though all weights may
+    be intact.
 
-    Next to random states of Accelerate it is a file of a script, whatever it holds. Its values are only judged where
-    the name of the folder or another file is the Trainer's.
+    Next to random states of Accelerate it is a file of a script, whatever it holds. Its values are
+    only judged where the name of the folder or another file is the Trainer's.
     """
     name = Path(os.path.abspath(origin_of(folder.root))).name
     is_of_trainer = checkpoint_number(name, TRAINER) is not None or any(
@@ -310,7 +374,9 @@ def _as_said(state: MissingState) -> int:
     return (Role.RNG_STATE, Role.OPTIMIZER, Role.SCHEDULER).index(state.role)
 
 
-def _lost_by_trainer(missing: tuple[str, ...], there: str, *, by_rank: bool = False) -> IncompleteCheckpoint:
+def _lost_by_trainer(
+    missing: tuple[str, ...], there: str, *, by_rank: bool = False
+) -> IncompleteCheckpoint:
     return IncompleteCheckpoint(
         path=PurePosixPath(missing[0]),
         missing=missing,
@@ -321,28 +387,38 @@ def _lost_by_trainer(missing: tuple[str, ...], there: str, *, by_rank: bool = Fa
 
 
 def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:
-    """Yield in words what a folder without an error lacks to resume a run, if it may not be meant to."""
+    """Yield in words what a folder without an error lacks to resume a run, if it may not be meant
+    to.
+    """
     roles = {role for role, _ in parts_of(_paths(folder))}
     has_other_name = False
     for role, wanted in ((Role.OPTIMIZER, "optimizer.bin"), (Role.SCHEDULER, "scheduler.bin")):
         under = under_name_of_trainer(wanted, _paths(folder))
         if Role.MODEL in roles and role not in roles and under:
             has_other_name = True
-            yield f"{role.value}: load_state does not look for {under!r}, and fails for a script that prepares one"
+            yield (
+                f"{role.value}: load_state does not look for {under!r}, and fails for a script "
+                "that prepares one"
+            )
     if has_deepspeed or Role.OPTIMIZER in roles or has_other_name:
         return
     if Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
         yield "optimizers: none is saved here; load_state fails for a script that prepares one"
     elif Role.MODEL in roles and not _is_foreign(folder):
-        yield "resuming a run: weights alone, not a save_state checkpoint; load_state needs the states of the run, too"
+        yield (
+            "resuming a run: weights alone, not a save_state checkpoint; load_state needs the "
+            "states of the run, too"
+        )
     elif Role.RNG_STATE in roles:
         yield STATES_ALONE
 
 
 def _only_for_fsdp(folder: CheckpointFolder) -> Iterator[IncompleteCheckpoint]:
-    """Yield a finding for each model that ``load_state`` finds with FSDP alone, next to optimizers of a run without it.
+    """Yield a finding for each model that ``load_state`` finds with FSDP alone, next to optimizers
+    of a run without it.
 
-    With FSDP, accelerate saves every optimizer by the keys of its parameters (1.0 to 1.15, ``save_fsdp_optimizer``).
+    With FSDP, accelerate saves every optimizer by the keys of its parameters (1.0 to 1.15,
+    ``save_fsdp_optimizer``).
     """
     names = [one.name for one in folder.components if one.name.load_order is not None]
     others = {name.index for name in names if name.stem != _FSDP_STEM}
@@ -365,25 +441,32 @@ _FSDP_STEM = "pytorch_model_fsdp"
 def _only_empty_tensors(folder: CheckpointFolder) -> Iterator[str]:
     """Yield in words that a model with one tensor without elements may have had more of them.
 
-    accelerate takes them for tensors that share their memory, which begins at address 0, and saves the first of them
-    in safetensors alone (1.0 to 1.15, ``clean_state_dict_for_safetensors``). ``load_state`` misses the others.
+    accelerate takes them for tensors that share their memory, which begins at address 0, and saves
+    the first of them in safetensors alone (1.0 to 1.15, ``clean_state_dict_for_safetensors``).
+    ``load_state`` misses the others.
     """
     for component in folder.components if folder.is_save_state else ():
         if component.name.suffix == ".safetensors" and component.name.load_order is not None:
             empty = [tensor.fqn for tensor in component.tensors if 0 in tensor.shape]
             if len(empty) == 1:
                 yield (
-                    f"tensors without elements: {component.path} has {empty[0]!r}; of several, save_state keeps "
-                    "only the first one in safetensors, and load_state fails (safe_serialization=False keeps all)"
+                    f"tensors without elements: {component.path} has {empty[0]!r}; of several, "
+                    "save_state keeps only the first one in safetensors, and load_state fails "
+                    "(safe_serialization=False keeps all)"
                 )
 
 
 def lost_step(folder: CheckpointFolder) -> str | None:
-    """Return in words that a ``save_state`` folder has no random states, which it always writes, None for others."""
+    """Return in words that a ``save_state`` folder has no random states, which it always writes,
+    None for others.
+    """
     roles = {role for role, _ in parts_of(_paths(folder))}
     if not {Role.MODEL, Role.OPTIMIZER} <= roles or Role.RNG_STATE in roles or _is_foreign(folder):
         return None
-    return "random states: none saved; load_state loads the rest, without the random generators and the step"
+    return (
+        "random states: none saved; load_state loads the rest, without the random generators and "
+        "the step"
+    )
 
 
 STATES_ALONE = "weights: only states of ranks are here, as on a node whose disk is its own"
@@ -395,9 +478,11 @@ def _is_foreign(folder: CheckpointFolder) -> bool:
 
 
 SAVE_TIME = 30 * 60
-"""Seconds in which a save writes its first weights: ``ddp_timeout`` of the Trainer, and accelerate's default.
+"""Seconds in which a save writes its first weights: ``ddp_timeout`` of the Trainer, and
+accelerate's default.
 
-Before that, FSDP and ZeRO-3 gather the weights. torch.distributed ends a run whose ranks wait longer for each other.
+Before that, FSDP and ZeRO-3 gather the weights. torch.distributed ends a run whose ranks wait
+longer for each other.
 """
 
 
@@ -408,18 +493,24 @@ class BareCheckpoint(NamedTuple):
     unfinished: tuple[str, ...] = ()
 
     def beyond(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-        """Return its findings that the diagnosis lacks, none where it names the upload that was cut."""
+        """Return its findings that the diagnosis lacks, none where it names the upload that was
+        cut.
+        """
         known = tuple(findings)
         is_cut = any(isinstance(finding, InterruptedSave) and finding.upload for finding in known)
         return () if is_cut else tuple(finding for finding in self.findings if finding not in known)
 
 
-def judge_bare(folder: CheckpointFolder, problem_of: Callable[[Path], str | None]) -> BareCheckpoint | None:
-    """Return the verdict on a folder without files of a checkpoint that should have some, None for every other folder.
+def judge_bare(
+    folder: CheckpointFolder, problem_of: Callable[[Path], str | None]
+) -> BareCheckpoint | None:
+    """Return the verdict on a folder without files of a checkpoint that should have some, None for
+    every other folder.
 
-    Of a numbered one it goes by the age and the checkpoints next to it; those next to a folder that a URL names are not
-    known. Any other needs the config of a model, or the list of a pipeline without weights. ``problem_of``: returns why
-    no run resumes from a checkpoint next to it. Raises OSError.
+    Of a numbered one it goes by the age and the checkpoints next to it; those next to a folder that
+    a URL names are not known. Any other needs the config of a model, or the list of a pipeline
+    without weights. ``problem_of``: returns why no run resumes from a checkpoint next to it. Raises
+    OSError.
     """
     root = folder.root
     if folder.only is not None or holds_checkpoint(folder):
@@ -437,18 +528,27 @@ def judge_bare(folder: CheckpointFolder, problem_of: Callable[[Path], str | None
     if store_of(root) is None or origin_of(root) != root:
         family = numbered(origin.parent, (pattern,)).get(pattern, ())
     complete = (
-        one for one in family if one[1] != origin and judge(one[1], one[0], problem_of).problem is None
+        one
+        for one in family
+        if one[1] != origin and judge(one[1], one[0], problem_of).problem is None
     )
     newest, at = next(((path.name, other) for other, path in complete), ("", -1))
     if at > number:
-        return BareCheckpoint((LeftoverSave(path=PurePosixPath(), bare=True, newest=newest, below=below),))
+        return BareCheckpoint(
+            (LeftoverSave(path=PurePosixPath(), bare=True, newest=newest, below=below),)
+        )
     changed = _last_change(root)
     # A clock that is ahead, as of an NFS server, makes a file of the future: it is new, too.
     if abs(time.time() - changed) < SAVE_TIME:
         until = time.strftime("%H:%M", time.localtime(changed + SAVE_TIME))
-        words = f"{origin.name} changed in the last 30 minutes and is not complete: a save may be running"
+        words = (
+            f"{origin.name} changed in the last 30 minutes and is not complete: a save may be "
+            "running"
+        )
         return BareCheckpoint(unfinished=(f"{words}; next: check it again after {until}",))
-    return BareCheckpoint((InterruptedSave(path=PurePosixPath(), bare=True, newest=newest, below=below),))
+    return BareCheckpoint(
+        (InterruptedSave(path=PurePosixPath(), bare=True, newest=newest, below=below),)
+    )
 
 
 def _last_change(root: Path) -> float:
@@ -458,7 +558,9 @@ def _last_change(root: Path) -> float:
     """
     times = [0.0]
     for where, _, names in os.walk(root):
-        paths = [Path(where, name) for name in names] + ([Path(where)] if store_of(root) is None else [])
+        paths = [Path(where, name) for name in names] + (
+            [Path(where)] if store_of(root) is None else []
+        )
         for path in paths:
             with suppress(OSError):
                 times.append(path.lstat().st_mtime)
@@ -466,11 +568,15 @@ def _last_change(root: Path) -> float:
 
 
 def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Finding]:
-    """Yield the missing checkpoint files that the manifest lists. For a save, its recorded sizes show more."""
+    """Yield the missing checkpoint files that the manifest lists. For a save, its recorded sizes
+    show more.
+    """
     if manifest is None:
         return
     sealed = [
-        name for name in manifest.digests if name not in manifest.files and parts_of([PurePosixPath(name)])
+        name
+        for name in manifest.digests
+        if name not in manifest.files and parts_of([PurePosixPath(name)])
     ]
     missing = tuple(name for name in sealed if not os.path.lexists(folder.root / name))
     if missing:
@@ -485,7 +591,9 @@ def _paths(folder: CheckpointFolder) -> list[PurePosixPath]:
 
 
 class SaveDiagnosis(NamedTuple):
-    """The findings about a folder as a save, and in words the omitted checks and the impossible ones."""
+    """The findings about a folder as a save, and in words the omitted checks and the impossible
+    ones.
+    """
 
     findings: list[Finding]
     unchecked: list[str]
@@ -502,7 +610,8 @@ def diagnose_save(
 ) -> SaveDiagnosis:
     """Compare a folder with the files that its save wrote.
 
-    ``explained``: damaged files with another finding. ``has_deepspeed``: DeepSpeed has the optimizer.
+    ``explained``: damaged files with another finding. ``has_deepspeed``: DeepSpeed has the
+    optimizer.
     """
     findings: list[Finding] = []
     try:
@@ -534,7 +643,9 @@ def diagnose_save(
             findings += incomplete(folder, manifest, hidden, has_deepspeed=has_deepspeed)
             findings += _misnamed(folder, hidden)
             findings += _only_for_fsdp(folder)
-            unchecked += (f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain)
+            unchecked += (
+                f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain
+            )
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
         unchecked += _only_empty_tensors(folder)
@@ -542,7 +653,9 @@ def diagnose_save(
 
 
 def _misnamed(folder: CheckpointFolder, hidden: Iterable[HiddenFile]) -> Iterator[Finding]:
-    """Yield a finding for each folder by the name of a file, and for each file that its loader surely wants."""
+    """Yield a finding for each folder by the name of a file, and for each file that its loader
+    surely wants.
+    """
     for path in folder.subfolders:
         name = parse_file_name(path.name)
         if name is not None and name.is_state_file:
@@ -558,7 +671,9 @@ def _misnamed(folder: CheckpointFolder, hidden: Iterable[HiddenFile]) -> Iterato
 
 
 def _without_tag(folder: CheckpointFolder) -> Iterator[LostTag]:
-    """Yield DeepSpeed's ``latest`` if a load does not find the checkpoint by it; accelerate never reads it."""
+    """Yield DeepSpeed's ``latest`` if a load does not find the checkpoint by it; accelerate never
+    reads it.
+    """
     problem = tag_problem(folder)
     if problem is not None:
         tag, why = problem
@@ -567,7 +682,9 @@ def _without_tag(folder: CheckpointFolder) -> Iterator[LostTag]:
         if folder.is_save_state and not any(name.endswith("optim_states.pt") for name in names):
             return  # zero_to_fp32 has nothing to join, as in a universal checkpoint
         path = PurePosixPath(LATEST)
-        yield kind(path=path, missing=(LATEST,), known_by=f"{tag}/ is there", problem=why, tag=str(tag))
+        yield kind(
+            path=path, missing=(LATEST,), known_by=f"{tag}/ is there", problem=why, tag=str(tag)
+        )
 
 
 def _missing(
@@ -575,7 +692,9 @@ def _missing(
 ) -> Iterator[Finding]:
     if is_repaired(folder.root):
         return
-    lacking = gone_since_upload(folder.root) if manifest is None else not_as_saved(folder.root, manifest)
+    lacking = (
+        gone_since_upload(folder.root) if manifest is None else not_as_saved(folder.root, manifest)
+    )
     for name, saved, have in lacking:
         if folder.only in (None, name) and PurePosixPath(name) not in explained:
             yield MissingFile(path=PurePosixPath(name), saved=saved, have=have)
@@ -591,13 +710,16 @@ def _unchecked(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[
 
 
 def _modelless(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[Finding]:
-    """Yield a finding when the folder has Accelerate's optimizer states, and no file that may be weights.
+    """Yield a finding when the folder has Accelerate's optimizer states, and no file that may be
+    weights.
 
     A DCP folder without a name of Accelerate's, such as the checkpoint itself, may hold a model.
     """
     if any(state.name is None for state in states):
         return
-    roles = {path: name.role for path in folder.subfolders if (name := parse_folder_name(path.name))}
+    roles = {
+        path: name.role for path in folder.subfolders if (name := parse_folder_name(path.name))
+    }
     roles |= {one.path: one.role for one in folder.components if not one.name.is_of_trainer}
     optimizer = next((path for path, role in roles.items() if role is Role.OPTIMIZER), None)
     names = [path.name for path in (*_paths(folder), *folder.strays)]
@@ -606,7 +728,9 @@ def _modelless(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterato
 
 
 def _lost_models(folder: CheckpointFolder) -> Iterator[MissingModel]:
-    """Yield a finding for each model whose config is in a checkpoint, or alone in its folder, without its weights."""
+    """Yield a finding for each model whose config is in a checkpoint, or alone in its folder,
+    without its weights.
+    """
     if is_checkpoint(folder):
         names = [path.name for path in (*(one.path for one in folder.components), *folder.strays)]
         yield from map(_missing_model, lost_models(folder.root, folder.plain_subfolders, names))
@@ -617,11 +741,13 @@ def _lost_models(folder: CheckpointFolder) -> Iterator[MissingModel]:
 
 
 def _lost_configs(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[LostModelFiles]:
-    """Yield a finding for each model of diffusers in a sub-folder of ``save_state`` that lacks its config.
+    """Yield a finding for each model of diffusers in a sub-folder of ``save_state`` that lacks its
+    config.
 
-    Hooks of diffusers' scripts save ``unet/`` so. Its file names are those of ``ModelMixin.save_pretrained``, which
-    always writes both (diffusers 0.42). A hook that calls ``save_file`` under such a name writes no config, in any
-    checkpoint. A config under another name has a finding of its own.
+    Hooks of diffusers' scripts save ``unet/`` so. Its file names are those of
+    ``ModelMixin.save_pretrained``, which always writes both (diffusers 0.42). A hook that calls
+    ``save_file`` under such a name writes no config, in any checkpoint. A config under another name
+    has a finding of its own.
     """
     for path in folder.plain_subfolders if folder.is_save_state else ():
         names: tuple[str, ...] = ()

@@ -50,12 +50,14 @@ class TensorLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """Contents of a checkpoint. ``files``: every regular file by its relative path, except ckptfix's own.
+    """Contents of a checkpoint. ``files``: every regular file by its relative path, except
+    ckptfix's own.
 
-    ``only``: the name of a single requested file. ``unreadable``: label of a model -> why some of its tensors
-    cannot be found; the others are in ``weights``. ``unsupported``: the same for intact files of a kind that
-    is not read. ``special``: links that lead nowhere or in a circle, pipes and the like, with the reason why
-    they are not in ``files``. ``journals``: ckptfix's own folders in sub-folders.
+    ``only``: the name of a single requested file. ``unreadable``: label of a model -> why some of
+    its tensors cannot be found; the others are in ``weights``. ``unsupported``: the same for intact
+    files of a kind that is not read. ``special``: links that lead nowhere or in a circle, pipes and
+    the like, with the reason why they are not in ``files``. ``journals``: ckptfix's own folders in
+    sub-folders.
     """
 
     root: Path
@@ -73,17 +75,22 @@ class Contents:
         return sum(state.size for state in self.files.values())
 
     def beside(self) -> list[str]:
-        """Return the files that ``weights`` does not cover although their names are those of weights, in order.
+        """Return the files that ``weights`` does not cover although their names are those of
+        weights, in order.
 
-        Examples are a model in a second format, and weights in folders below; states of optimizers are not
-        included.
+        Examples are a model in a second format, and weights in folders below; states of optimizers
+        are not included.
         """
         used = {str(path) for one in self.weights for path in one.files}
         used |= self.unsupported.keys()
-        return sorted(name for name in self.files if name not in used and _names_weights(PurePosixPath(name)))
+        return sorted(
+            name for name in self.files if name not in used and _names_weights(PurePosixPath(name))
+        )
 
     def check_unchanged(self) -> None:
-        """Raise ChangedError when a file changed since it was listed: digests would mix two states."""
+        """Raise ChangedError when a file changed since it was listed: digests would mix two
+        states.
+        """
         for name, was in self.files.items():
             try:
                 status = os.stat(self.root / name)
@@ -93,14 +100,18 @@ class Contents:
                 ) from None
             if (status.st_size, status.st_mtime_ns) != was:
                 raise ChangedError(
-                    f"{self.root / name} changed while it was read: {was.size} bytes then, {status.st_size} now; run "
-                    "again when nothing writes to the folder"
+                    f"{self.root / name} changed while it was read: {was.size} bytes then, "
+                    f"{status.st_size} now; run again when nothing writes to the folder"
                 )
 
 
 def read_contents(target: Target) -> Contents:
-    """Return the contents of a path. Reads no tensor; notes models that cannot be read. Raises OSError."""
-    listed, journals = list_folder(target.root) if target.only is None else ({target.only: None}, ())
+    """Return the contents of a path. Reads no tensor; notes models that cannot be read. Raises
+    OSError.
+    """
+    listed, journals = (
+        list_folder(target.root) if target.only is None else ({target.only: None}, ())
+    )
     files: dict[str, FileState] = {}
     special: dict[str, str] = {}
     for path, why in listed.items():
@@ -132,7 +143,8 @@ def read_contents(target: Target) -> Contents:
 
 @paused_gc()
 def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[str, str]]:
-    """Return the models, label -> reason of those that cannot be read completely, and the same of unsupported files.
+    """Return the models, label -> reason of those that cannot be read completely, and the same of
+    unsupported files.
 
     Unsupported files are of a kind that is not read; nothing shows that they are damaged.
     """
@@ -162,7 +174,8 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[
         except OperationError as error:
             label = entry.label if target.only is not None else _whole_label(target.root, entry)
             found += _readable_part(target.root, entry, label)
-            if target.only is None or not found:  # a shard that was named is the only file to look at
+            # A shard that was named is the only file to look at.
+            if target.only is None or not found:
                 unreadable[label] = str(error)
     for path in model_folders(folder, has_weights=bool(found or unreadable)):
         inside, *others = _weights(Target(target.root / path, None))
@@ -182,7 +195,9 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[
 
 
 def lasting_label(weights: Weights, root: Path) -> str:
-    """Return the label of a model: "." for a folder that is the checkpoint itself, as the folder may be renamed."""
+    """Return the label of a model: "." for a folder that is the checkpoint itself, as the folder
+    may be renamed.
+    """
     names = {"", root.name, Path(os.path.abspath(root)).name, root.resolve().name}
     name, bracket, rest = weights.label.partition("[")
     is_folder = weights.format in (Format.DCP, Format.DEEPSPEED)
@@ -192,7 +207,9 @@ def lasting_label(weights: Weights, root: Path) -> str:
 
 
 def _whole_label(root: Path, entry: Entry) -> str:
-    """Return the label of a model as with all of its files: a lone shard would give its own name."""
+    """Return the label of a model as with all of its files: a lone shard would give its own
+    name.
+    """
     name = entry.members[0].name if entry.members else None
     if name is None or name.shard is None or name.is_of_parts:
         return entry.label
@@ -225,18 +242,23 @@ def _names_weights(path: PurePosixPath) -> bool:
 
 
 def readable_manifest(root: Path) -> Manifest | None:
-    """Return the manifest of a folder. Raises OperationError, with the command to go on, for an invalid one."""
+    """Return the manifest of a folder. Raises OperationError, with the command to go on, for an
+    invalid one.
+    """
     try:
         return read_manifest(root)
     except FormatError as error:
-        raise OperationError(f"{error}; to go on without it: rm {shell_path(root / MANIFEST)}") from error
+        raise OperationError(
+            f"{error}; to go on without it: rm {shell_path(root / MANIFEST)}"
+        ) from error
 
 
 class Recorded:
     """Records of a manifest about a folder, or about a single requested file in it.
 
-    ``sha256``: file -> its digest, or those of its ranges as one text. ``repaired``: files that were sealed and changed
-    by a repair since. ``source``, ``tensor_source``: what has the records of files and of tensors, in messages.
+    ``sha256``: file -> its digest, or those of its ranges as one text. ``repaired``: files that
+    were sealed and changed by a repair since. ``source``, ``tensor_source``: what has the records
+    of files and of tensors, in messages.
     """
 
     source = "the manifest"
@@ -244,10 +266,14 @@ class Recorded:
 
     def __init__(self, manifest: Manifest | None, target: Target) -> None:
         self.manifest = manifest
-        self.is_sealed = manifest is not None and bool(manifest.digests) and not manifest.digests_of_save
+        self.is_sealed = (
+            manifest is not None and bool(manifest.digests) and not manifest.digests_of_save
+        )
         models = manifest.models if manifest is not None else ()
         entries = [entry for entry in models if not _is_state(entry.file)]
-        self.tensors: dict[str, Mapping[str, str]] = {entry.file: _by_every_name(entry) for entry in entries}
+        self.tensors: dict[str, Mapping[str, str]] = {
+            entry.file: _by_every_name(entry) for entry in entries
+        }
         by_the_save = manifest is not None and manifest.is_of_a_save  # others read the headers
         self.aliases = {
             entry.file: (entry.aliases.keys() if by_the_save else set()) - entry.digests.keys()
@@ -256,7 +282,9 @@ class Recorded:
         self.sha256 = manifest.digests if manifest is not None else {}
         self._ranged = manifest.ranges.keys() if manifest is not None else set()
         self._by_ranges = (
-            Scheme(shard_size=manifest.range_size) if manifest is not None and self._ranged else WHOLE
+            Scheme(shard_size=manifest.range_size)
+            if manifest is not None and self._ranged
+            else WHOLE
         )
         self.sizes = dict(manifest.files) if manifest is not None else {}
         self.only = target.only
@@ -269,17 +297,22 @@ class Recorded:
     def scheme_of(self, name: str, size: int) -> Scheme:
         """Return how a file is hashed to be compared: as it was when it was recorded.
 
-        One that was not may have been a recorded one before a rename: it is hashed as one of its size is.
+        One that was not may have been a recorded one before a rename: it is hashed as one of its
+        size is.
         """
         size_of_range = self._by_ranges.shard_size or size
         is_ranged = name in self._ranged or (name not in self.sha256 and size > size_of_range)
         return self._by_ranges if is_ranged else WHOLE
 
-    def digests(self, weights: Iterable[Weights], unreadable: Iterable[str]) -> dict[TensorLocation, str]:
+    def digests(
+        self, weights: Iterable[Weights], unreadable: Iterable[str]
+    ) -> dict[TensorLocation, str]:
         """Return the digests of tensors that can be compared: those of readable models."""
         if self.only is None:
             lost = tuple(unreadable)
-            readable = {TensorLocation(one.label, fqn) for one in weights if lost for fqn in one.named()}
+            readable = {
+                TensorLocation(one.label, fqn) for one in weights if lost for fqn in one.named()
+            }
             return {
                 place: digest
                 for label, digests in self.tensors.items()
@@ -291,7 +324,8 @@ class Recorded:
         found: dict[TensorLocation, str] = {}
         for one in weights:
             if one.label in self.tensors:
-                absent = self.aliases[one.label] - one.ties.keys()  # only the manifest of the folder lists it
+                # Only the manifest of the folder lists it.
+                absent = self.aliases[one.label] - one.ties.keys()
                 found |= {
                     TensorLocation(one.label, fqn): digest
                     for fqn, digest in self.tensors[one.label].items()
@@ -311,11 +345,15 @@ class Recorded:
         return self.is_sealed or _changes_a_load(name), f"is not in {self.source}"
 
     def special(self, name: str, why: str) -> tuple[bool, str]:
-        """Return whether what is not a file, and not recorded, is a difference, and the words for it."""
+        """Return whether what is not a file, and not recorded, is a difference, and the words for
+        it.
+        """
         return False, why  # seal wrote the manifest all the same
 
     def lost(self, contents: Contents) -> Iterator[tuple[TensorLocation, str]]:
-        """Yield the tensors with a digest that cannot be found, as their model is unreadable, with the reason."""
+        """Yield the tensors with a digest that cannot be found, as their model is unreadable, with
+        the reason.
+        """
         known = self.digests(contents.weights, contents.unreadable) if contents.unreadable else {}
         for label, why in contents.unreadable.items():
             for entry, digests in self.tensors.items():
@@ -324,9 +362,14 @@ class Recorded:
                     yield from ((place, why) for place in places if place not in known)
 
 
-def sealed_entry(old: ManifestEntry | None, weights: Weights, digests: Mapping[str, str]) -> ManifestEntry:
-    """Return the entry of a model with the digests of its tensors. ``old``: what a save has recorded of it."""
-    # Only safetensors files leave out the other names of a tie; the key fingerprint is over those that are in the file.
+def sealed_entry(
+    old: ManifestEntry | None, weights: Weights, digests: Mapping[str, str]
+) -> ManifestEntry:
+    """Return the entry of a model with the digests of its tensors. ``old``: what a save has
+    recorded of it.
+    """
+    # Only safetensors files leave out the other names of a tie; the key fingerprint is over those
+    # that are in the file.
     is_apart = weights.format is Format.SAFETENSORS
     held = {tensor.fqn: tensor for tensor in weights.tensors} if is_apart else weights.named()
     keys = key_fingerprint((name, tensor.dtype, tensor.shape) for name, tensor in held.items())
@@ -352,7 +395,8 @@ def _changes_a_load(name: str) -> bool:
 
 
 def _is_state(label: str) -> bool:
-    """Return whether an entry for a model is a state by its name, such as ``rng_state.pth`` in seals before 0.5.0.
+    """Return whether an entry for a model is a state by its name, such as ``rng_state.pth`` in
+    seals before 0.5.0.
 
     The manifest has the digest of its file, too.
     """
@@ -363,4 +407,6 @@ def _is_state(label: str) -> bool:
 def _by_every_name(entry: ManifestEntry) -> dict[str, str]:
     """Return the digests of a model, also under tied keys that its file lacks."""
     digests = entry.digests
-    return {name: digests[kept] for name, kept in entry.aliases.items() if kept in digests} | dict(digests)
+    return {name: digests[kept] for name, kept in entry.aliases.items() if kept in digests} | dict(
+        digests
+    )

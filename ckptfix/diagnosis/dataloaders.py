@@ -1,7 +1,9 @@
-"""States of data loaders: those that no library reads, and those of a loader with another number of workers.
+"""States of data loaders: those that no library reads, and those of a loader with another number of
+workers.
 
-torchdata's loader asks for other keys with workers than without, and refuses another number of them at the first batch
-(torchdata 0.11). Nothing in a folder shows how many workers a loader has: the checkpoints next to it do.
+torchdata's loader asks for other keys with workers than without, and refuses another number of them
+at the first batch (torchdata 0.11). Nothing in a folder shows how many workers a loader has: the
+checkpoints next to it do.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +12,12 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
-from ckptfix.checkpoint.state_contents import content_of, is_of_torchdata, state_problem, workers_of_loader
+from ckptfix.checkpoint.state_contents import (
+    content_of,
+    is_of_torchdata,
+    state_problem,
+    workers_of_loader,
+)
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.wording import count_of
@@ -27,13 +34,18 @@ def unjudged_loaders(folder: CheckpointFolder) -> Iterator[str]:
             and not is_of_torchdata(content.tree.root)
             and state_problem(component.name, content) is None
         ):
-            yield f"{component.path}: not a state of torchdata's StatefulDataLoader, whose first batch fails with it"
+            yield (
+                f"{component.path}: not a state of torchdata's StatefulDataLoader, whose first "
+                "batch fails with it"
+            )
 
 
 def exchanged_loaders(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
-    """Yield the states of loaders with another number of workers than in all checkpoints next to this one.
+    """Yield the states of loaders with another number of workers than in all checkpoints next to
+    this one.
 
-    At an end of the run the script may have changed the number: a note, unless two files were exchanged.
+    At an end of the run the script may have changed the number: a note, unless two files were
+    exchanged.
     """
     own = _workers(folder)
     if not own or folder.only is not None:

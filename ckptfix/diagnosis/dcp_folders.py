@@ -1,4 +1,6 @@
-"""Damage in DCP folders: missing files, equal models, damaged items, and keys that do not belong together."""
+"""Damage in DCP folders: missing files, equal models, damaged items, and keys that do not belong
+together.
+"""
 
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +32,12 @@ from ckptfix.diagnosis.findings.damaged import (
     UncheckedFile,
     UnsafePickle,
 )
-from ckptfix.diagnosis.findings.duplicates import NestedPrefix, OwnModules, UndecidedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.duplicates import (
+    NestedPrefix,
+    OwnModules,
+    UndecidedPrefix,
+    WrapperPrefix,
+)
 from ckptfix.diagnosis.findings.incomplete import (
     FlatParameters,
     IncompleteTensor,
@@ -55,22 +62,31 @@ from ckptfix.storage.reading import FileReader, open_reader, origin_of, spared
 from ckptfix.wording import count_of, list_names
 
 
-def diagnose_dcp_folders(root: Path, states: Iterable[DcpFolder], processes: int | None) -> list[Finding]:
+def diagnose_dcp_folders(
+    root: Path, states: Iterable[DcpFolder], processes: int | None
+) -> list[Finding]:
     """Find mismatched keys and damaged files in the DCP folders of a checkpoint.
 
     ``processes``: those of the run, if known.
     """
     states = tuple(states)
     # accelerate prepares no FSDP model a second time, and torch takes the wrappers of FSDP and of
-    # DistributedDataParallel off its keys (accelerate 1.0 to 1.15, torch 2.13): the rest are modules of the script.
+    # DistributedDataParallel off its keys (accelerate 1.0 to 1.15, torch 2.13): the rest are
+    # modules of the script.
     is_of_fsdp = parse_folder_name(Path(os.path.abspath(origin_of(root))).name) is not None
-    of_fsdp = {state.metadata_path for state in states if state.name or (is_of_fsdp and not state.path.parts)}
+    of_fsdp = {
+        state.metadata_path
+        for state in states
+        if state.name or (is_of_fsdp and not state.path.parts)
+    }
     wrapped = _wrapped(states, processes or _processes(states))
     return [
         *(
-            as_kind(OwnModules, one)
-            if isinstance(one, UndecidedPrefix) and one.assumed and one.path in of_fsdp
-            else one
+            (
+                as_kind(OwnModules, one)
+                if isinstance(one, UndecidedPrefix) and one.assumed and one.path in of_fsdp
+                else one
+            )
             for one in wrapped
         ),
         *_files(states),
@@ -99,10 +115,19 @@ def unchecked_dcp(states: Iterable[DcpFolder]) -> Iterator[str]:
             yield f"{state.metadata_path}: {state.problem.message}"
         elif state.metadata is None and state.own_ranks:
             yield f"{state.own_ranks[0]}: per-rank metadata, of a save without collectives"
-        packed = [one for one in state.metadata.stored.values() if one.transforms] if state.metadata else []
+        packed = (
+            [one for one in state.metadata.stored.values() if one.transforms]
+            if state.metadata
+            else []
+        )
         if packed:
-            extensions = list_names(dict.fromkeys(name for one in packed for name in one.transforms))
-            yield f"{state.metadata_path}: {count_of(len(packed), 'item')} that went through {extensions}"
+            extensions = list_names(
+                dict.fromkeys(name for one in packed for name in one.transforms)
+            )
+            yield (
+                f"{state.metadata_path}: {count_of(len(packed), 'item')} that went through "
+                f"{extensions}"
+            )
         alike: dict[str, list[str]] = {}
         for fqn, why in state.unread.items():
             alike.setdefault(why, []).append(fqn)
@@ -134,7 +159,8 @@ def _stored(state: DcpFolder, metadata: DcpMetadata) -> Iterator[Finding]:
             need = max(item.offset + item.length for item in cut)
             names = list_names(dict.fromkeys(item.fqn for item in cut))
             detail = (
-                f"it has {file.size} bytes, .metadata lists {need}; {count_of(len(cut), 'item')} cut: {names}"
+                f"it has {file.size} bytes, .metadata lists {need}; {count_of(len(cut), 'item')} "
+                f"cut: {names}"
             )
             yield TruncatedFile(path=path, have=file.size, need=need, detail=detail)
         unknown = {
@@ -144,7 +170,10 @@ def _stored(state: DcpFolder, metadata: DcpMetadata) -> Iterator[Finding]:
             if name.partition("/")[0] not in _EXTENSIONS
         }
         for name, fqn in unknown.items():
-            detail = f"its item {fqn!r:.200} went through {name!r:.80}, an extension that torch does not have"
+            detail = (
+                f"its item {fqn!r:.200} went through {name!r:.80}, an extension that torch does "
+                "not have"
+            )
             yield UncheckedFile(path=path, detail=detail)
     for problem in dcp_problems(metadata):
         yield IncompleteTensor(path=state.metadata_path, tensor=problem.fqn, detail=problem.message)
@@ -170,12 +199,19 @@ def _missing(state: DcpFolder, items: dict[PurePosixPath, list[StoredItem]]) -> 
             names = tuple(dict.fromkeys(item.fqn for item in held))
             elsewhere = len(tensors) - len({item.fqn for item in held if item.offsets is not None})
             yield MissingRank(
-                path=absent[0], rank=key, files=len(absent), items=len(held), holds=names, elsewhere=elsewhere
+                path=absent[0],
+                rank=key,
+                files=len(absent),
+                items=len(held),
+                holds=names,
+                elsewhere=elsewhere,
             )
             continue
         for path in absent:
             names = tuple(dict.fromkeys(item.fqn for item in items[path]))
-            yield MissingShard(path=path, named_by=str(state.metadata_path), tensors=len(names), holds=names)
+            yield MissingShard(
+                path=path, named_by=str(state.metadata_path), tensors=len(names), holds=names
+            )
 
 
 _EXTENSIONS = ("stream.zstd",)
@@ -197,11 +233,12 @@ def diagnose_items(
 ) -> tuple[list[Finding], dict[PurePosixPath, str]]:
     """Find the files whose items are not tensors, and with ``data`` those with a changed byte.
 
-    A tensor begins as a zip archive of ``torch.save``, or as safetensors. All of an item but the numbers of its tensor
-    is read, with ``data`` all bytes; of an object in a store the first bytes alone.
+    A tensor begins as a zip archive of ``torch.save``, or as safetensors. All of an item but the
+    numbers of its tensor is read, with ``data`` all bytes; of an object in a store the first bytes
+    alone.
 
-    Returns these and the files that may not be read, with the reason. ``progress`` is called with byte
-    counts. ``diagnose_dcp_folders`` reports truncated and missing files.
+    Returns these and the files that may not be read, with the reason. ``progress`` is called with
+    byte counts. ``diagnose_dcp_folders`` reports truncated and missing files.
     """
     files = [
         (state, path, items)
@@ -234,7 +271,9 @@ def diagnose_items(
             for state, path, items in files
         ]
         what = "items" if left is None else "records of items"
-        found = teams.each(what, units, work, progress, is_final=lambda results: not _is_refused(results))
+        found = teams.each(
+            what, units, work, progress, is_final=lambda results: not _is_refused(results)
+        )
     else:  # a few bytes of each item: every process of a team reads them
         found = [work(number, progress) for number in range(len(files))]
     findings: list[Finding] = []
@@ -277,7 +316,9 @@ _Chunks = Mapping[tuple[str, tuple[int, ...] | None], tuple[Chunk, str | None]]
 def _chunks(state: DcpFolder) -> _Chunks:
     tensors = state.metadata.tensors if state.metadata is not None else ()
     return {
-        (tensor.fqn, chunk.offsets): (chunk, tensor.dtype) for tensor in tensors for chunk in tensor.chunks
+        (tensor.fqn, chunk.offsets): (chunk, tensor.dtype)
+        for tensor in tensors
+        for chunk in tensor.chunks
     }
 
 
@@ -296,8 +337,8 @@ def _by_file(state: DcpFolder) -> Mapping[PurePosixPath, list[StoredItem]]:
 
 
 def _of_file(
-    reader: FileReader, path: PurePosixPath, items: list[StoredItem], chunks: _Chunks, check: ItemCheck, data: bool,
-    records: list[list[int]] | None, progress: Progress | None,
+    reader: FileReader, path: PurePosixPath, items: list[StoredItem], chunks: _Chunks,
+    check: ItemCheck, data: bool, records: list[list[int]] | None, progress: Progress | None,
 ) -> Iterator[Finding]:  # fmt: skip
     begins: dict[int, bytes] = {}
     for item in items:
@@ -318,7 +359,8 @@ def _of_file(
         )
         if following.offset < item.offset + item.length and not is_tie:
             detail = (
-                f"the items {item.fqn!r:.200} and {following.fqn!r:.200} overlap at byte {following.offset}"
+                f"the items {item.fqn!r:.200} and {following.fqn!r:.200} overlap at byte "
+                f"{following.offset}"
             )
             yield MalformedFile(path=path, detail=detail)
             return
@@ -327,7 +369,9 @@ def _of_file(
             (item, problem)
             for item in items
             if item.offsets is None or begins[item.offset].startswith(_ZIP)
-            for problem in (check.problem(reader, item, *chunks.get((item.fqn, item.offsets), (None, None))),)
+            for problem in (
+                check.problem(reader, item, *chunks.get((item.fqn, item.offsets), (None, None))),
+            )
             if problem is not None and not (data and problem.record)  # all CRCs follow
         ]
         if wrong:
@@ -357,8 +401,9 @@ def _no_tensors(
         return NotATensorFile(path=path, content=words)
     names = list_names(dict.fromkeys(item.fqn for item in bad))
     detail = (
-        f"{len(bad)} of {count_of(len(items), 'item')} with tensors {'begins' if len(bad) == 1 else 'begin'} as "
-        f"nothing that torch writes, the first at byte {bad[0].offset}: {names}"
+        f"{len(bad)} of {count_of(len(items), 'item')} with tensors "
+        f"{'begins' if len(bad) == 1 else 'begin'} as nothing that torch writes, the first at "
+        f"byte {bad[0].offset}: {names}"
     )
     return MalformedFile(path=path, detail=detail)
 
@@ -389,7 +434,8 @@ def _changed(
             continue
         if records is not None:
             records += (
-                [item.offset + one.data_offset, one.size, one.crc] for one in records_with_crc(archive)
+                [item.offset + one.data_offset, one.size, one.crc]
+                for one in records_with_crc(archive)
             )
             continue
         for record in crc_mismatches(archive, window, every_record=True, progress=progress):
@@ -410,16 +456,18 @@ class _Place(NamedTuple):
 def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding]:
     """Find nested, single and mismatched wrappers.
 
-    ``processes``: those of the run, if known. A model and the optimizer of the same number are judged
-    together: loaded together, they must have the same keys. An optimizer has keys twice, in its state and in
-    the lists of its parameter groups.
+    ``processes``: those of the run, if known. A model and the optimizer of the same number are
+    judged together: loaded together, they must have the same keys. An optimizer has keys twice, in
+    its state and in the lists of its parameter groups.
     """
     units: dict[object, list[_Place]] = {}
     findings: list[Finding] = []
     for state in states:
         flat = tuple(name for scope in state.scopes for name in scope.names if is_flat_name(name))
         if flat:
-            findings.append(FlatParameters(path=state.metadata_path, tensors=tuple(dict.fromkeys(flat))))
+            findings.append(
+                FlatParameters(path=state.metadata_path, tensors=tuple(dict.fromkeys(flat)))
+            )
         units.setdefault(unit_of(state), []).extend(
             _Place(state, scope) for scope in state.scopes if scope.names
         )
@@ -427,7 +475,9 @@ def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding
     evident = _evident([place for unit in units.values() for place in unit], processes)
     for reference, unit in judged:
         owners = _own_models(unit, [place for place in unit if place.scope.kind == STATE_DICT])
-        optimizers = [place for place in unit if place.scope.kind != STATE_DICT and place.scope.chain]
+        optimizers = [
+            place for place in unit if place.scope.kind != STATE_DICT and place.scope.chain
+        ]
         if any(_is_own_doing(place, reference) and place not in owners for place in optimizers):
             own = frozenset(unit)
             evident = {place: words for place, words in evident.items() if place not in own}
@@ -438,7 +488,8 @@ def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding
         findings += _judge(reference, unit, to_bare, evident)
     if any(_is_renamed_in_part(unit) for unit in units.values()):
         return findings
-    # Without it, nothing distinguishes a second wrapper from a module of the model that is called 'module'.
+    # Without it, nothing distinguishes a second wrapper from a module of the model that is called
+    # 'module'.
     kinds: dict[type[Finding], type[Finding]] = {
         NestedPrefix: UndecidedPrefix,
         MismatchedNames: UndecidedNames,
@@ -447,16 +498,19 @@ def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding
 
 
 def _processes(states: Iterable[DcpFolder]) -> int | None:
-    """Return the number of processes by the names of the data files, None for one: rank 0 can write for all."""
+    """Return the number of processes by the names of the data files, None for one: rank 0 can write
+    for all.
+    """
     highest = max((rank_of(path) or 0 for state in states for path in state.data), default=0)
     return highest + 1 if highest else None
 
 
 def _is_renamed_in_part(unit: list[_Place]) -> bool:
-    """Return whether an optimizer has other keys in its state than in its groups, but for their wrappers.
+    """Return whether an optimizer has other keys in its state than in its groups, but for their
+    wrappers.
 
-    Torch writes the same keys into both, and the groups are pickled: an edit of ``.metadata`` reaches the state alone.
-    So no script reads what is there.
+    Torch writes the same keys into both, and the groups are pickled: an edit of ``.metadata``
+    reaches the state alone. So no script reads what is there.
     """
     kept: dict[tuple[PurePosixPath, tuple[str, ...]], list[_Place]] = {}
     listed: dict[tuple[PurePosixPath, tuple[str, ...]], list[_Place]] = {}
@@ -479,9 +533,9 @@ def _is_renamed_in_part(unit: list[_Place]) -> bool:
 def _evident(places: Iterable[_Place], processes: int | None) -> Mapping[_Place, str]:
     """Return the places whose nested wrappers are damage, each with the evidence.
 
-    One process alone wraps nothing: the wrappers are modules of the script's own. The same holds for an
-    average of the prepared model, next to a model with the same names in fewer wrappers. In one folder the
-    average follows its model.
+    One process alone wraps nothing: the wrappers are modules of the script's own. The same holds
+    for an average of the prepared model, next to a model with the same names in fewer wrappers. In
+    one folder the average follows its model.
     """
     evidence = nested_evidence(processes)
     fewest: dict[frozenset[str], int] = {}  # wrappers in other folders
@@ -519,14 +573,18 @@ def is_flat(state: DcpFolder | Component) -> bool:
 
 
 def _reference(unit: list[_Place]) -> _Place:
-    """Return the place that the others are compared with: the model's, else the first of an optimizer."""
+    """Return the place that the others are compared with: the model's, else the first of an
+    optimizer.
+    """
     return next((place for place in unit if place.scope.is_model), unit[0])
 
 
 def _has_bare(reference: _Place, unit: list[_Place]) -> bool:
     known = _unwrapped(reference)
     return any(
-        place.scope.kind != STATE_DICT and not place.scope.chain and known.issuperset(place.scope.names)
+        place.scope.kind != STATE_DICT
+        and not place.scope.chain
+        and known.issuperset(place.scope.names)
         for place in unit
     )
 
@@ -562,7 +620,10 @@ def _own_models(unit: list[_Place], models: Iterable[_Place]) -> Mapping[_Place,
 def _judge(
     first: _Place, unit: list[_Place], to_bare: bool, evident: Mapping[_Place, str]
 ) -> Iterator[Finding]:
-    models = [first, *(place for place in unit if place is not first and place.scope.kind == STATE_DICT)]
+    models = [
+        first,
+        *(place for place in unit if place is not first and place.scope.kind == STATE_DICT),
+    ]
     names = {id(model): _unwrapped(model) for model in models}
     owners = _own_models(unit, models)
     for place in unit:
@@ -574,7 +635,8 @@ def _judge(
             target = () if to_bare and is_alike else collapse(chain)
         path, scope = place.state.metadata_path, place.scope
         belongs = _unwrapped(place) <= known  # the optimizer is that model's
-        is_follower = place is reference or scope.kind != STATE_DICT  # else a model of its own, an average
+        # Else a model of its own, an average.
+        is_follower = place is reference or scope.kind != STATE_DICT
         judge = reference if belongs and is_follower else place
         if (
             belongs
@@ -587,9 +649,11 @@ def _judge(
                 scope=str(scope),
                 chain=scope.chain,
                 target=target,
-                reference=str(reference.state.metadata_path)
-                if reference.state is not place.state
-                else str(reference.scope),
+                reference=(
+                    str(reference.state.metadata_path)
+                    if reference.state is not place.state
+                    else str(reference.scope)
+                ),
                 expected=chain,
                 names=len(scope.names),
             )
@@ -604,20 +668,26 @@ def _judge(
                 assumed=not to_bare,
             )
         elif scope.kind == STATE_DICT and (scope.chain or inner_wrappers(scope.names)):
-            yield WrapperPrefix(path=path, scope=str(scope), chain=scope.chain, names=len(scope.names))
+            yield WrapperPrefix(
+                path=path, scope=str(scope), chain=scope.chain, names=len(scope.names)
+            )
 
 
 def _is_own_doing(place: _Place, reference: _Place) -> bool:
-    """Return whether a custom script may have saved names with this difference, and reads them again.
+    """Return whether a custom script may have saved names with this difference, and reads them
+    again.
 
-    ``get_optimizer_state_dict`` takes the ``module.`` of DistributedDataParallel off, ``state_dict()`` does
-    not. A ``module.`` that it leaves is a module of the model. Accelerate saves the model and the optimizer by
-    functions that agree, and the model under the key ``model``: without it only the folder has Accelerate's name.
+    ``get_optimizer_state_dict`` takes the ``module.`` of DistributedDataParallel off,
+    ``state_dict()`` does not. A ``module.`` that it leaves is a module of the model. Accelerate
+    saves the model and the optimizer by functions that agree, and the model under the key
+    ``model``: without it only the folder has Accelerate's name.
     """
     is_of_accelerate = reference.state.name is not None and reference.scope.path[:1] == ("model",)
     return not is_of_accelerate and reference.scope.chain == (*DDP_CHAIN, *place.scope.chain)
 
 
 def _public(chain: tuple[str, ...]) -> tuple[str, ...]:
-    """Return names without the parts that torch itself removes from an optimizer's names and not from a model's."""
+    """Return names without the parts that torch itself removes from an optimizer's names and not
+    from a model's.
+    """
     return tuple(segment for segment in chain if segment not in PRIVATE_WRAPPERS)

@@ -1,4 +1,6 @@
-"""Diagnosis of a scanned folder. Reads tensor bytes only where two entries agree in keys, dtypes and shapes."""
+"""Diagnosis of a scanned folder. Reads tensor bytes only where two entries agree in keys, dtypes
+and shapes.
+"""
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +28,13 @@ from ckptfix.diagnosis.empty_optimizers import (
     diagnose_empty_optimizers,
     diagnose_uncounted_steps,
 )
-from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
+from ckptfix.diagnosis.equal_entries import (
+    Numbered,
+    Verdict,
+    diagnose_gaps,
+    diagnose_models,
+    diagnose_states,
+)
 from ckptfix.diagnosis.families import diagnose_families
 from ckptfix.diagnosis.file_damage import (
     DeepSpeedState,
@@ -49,7 +57,12 @@ from ckptfix.diagnosis.findings.damaged import (
     UnloadablePickle,
     UnsafePickle,
 )
-from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
+from ckptfix.diagnosis.findings.duplicates import (
+    DoubledModel,
+    EntryGap,
+    IdenticalModels,
+    IdenticalStates,
+)
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
 from ckptfix.diagnosis.findings.misplaced import UnknownState, WrongState
 from ckptfix.diagnosis.findings.sharded import (
@@ -93,7 +106,8 @@ _MAX_HOPS = 40
 
 
 def links_below(root: Path) -> Mapping[PurePosixPath, frozenset[PurePosixPath]]:
-    """Return every symbolic link below a folder, with the places in the folder that it leads to or through.
+    """Return every symbolic link below a folder, with the places in the folder that it leads to or
+    through.
 
     The journal is left out, as are folders behind links and those that cannot be listed.
     """
@@ -131,12 +145,14 @@ def _places(link: str) -> Iterator[str]:
 
 
 _OF_CONTENT = (
-    MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile, UnknownState, WrongState,
+    MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile,
+    UnknownState, WrongState,
 )  # fmt: skip
 """Findings that explain a file that is missing, or has another size than it was saved with."""
 
 _OF_HEADERS = (*_OF_CONTENT, CrcMismatch, IncompleteTensor, IndexMismatch, UncheckedFile)
-"""Findings after which the headers of a file do not show what it was saved with: nothing is compared with them.
+"""Findings after which the headers of a file do not show what it was saved with: nothing is
+compared with them.
 
 A note such as ``identical-states`` must not silence another rule.
 """
@@ -145,7 +161,8 @@ _OF_RANK_FILES = (*_OF_HEADERS, UnloadablePickle, UnsafePickle)
 """Findings that explain why the files of all ranks cannot be read together."""
 
 _OF_ENTRIES = (
-    DoubledModel, IdenticalModels, IdenticalStates, EntryGap, StaleFamily, SecondFamily, LeftoverIndex, UndecidedIndex,
+    DoubledModel, IdenticalModels, IdenticalStates, EntryGap, StaleFamily, SecondFamily,
+    LeftoverIndex, UndecidedIndex,
 )  # fmt: skip
 """Findings whose repair drops or moves a file."""
 
@@ -157,14 +174,16 @@ Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 class Diagnosis:
     """The findings about a folder, most severe first, and in words the omitted checks.
 
-    ``scanned``: the identity of every file when it was scanned; none of them changed until the end of the diagnosis.
+    ``scanned``: the identity of every file when it was scanned; none of them changed until the end
+    of the diagnosis.
 
-    ``unfinished``: files that may not be read, each with its path, the reason, and the command that helps.
+    ``unfinished``: files that may not be read, each with its path, the reason, and the command that
+    helps.
 
-    ``manifest``: that of the save, None without one. ``trainer``: what ``trainer_state.json`` records.
-    ``digests``: of the bytes that were read to prove a duplicate, by kept file, for the journal. ``links``: the
-    symbolic links of a folder with a file that a repair may drop or move, and their targets
-    (``links_below``).
+    ``manifest``: that of the save, None without one. ``trainer``: what ``trainer_state.json``
+    records. ``digests``: of the bytes that were read to prove a duplicate, by kept file, for the
+    journal. ``links``: the symbolic links of a folder with a file that a repair may drop or move,
+    and their targets (``links_below``).
     """
 
     folder: CheckpointFolder
@@ -183,7 +202,9 @@ class Diagnosis:
     links: Mapping[PurePosixPath, frozenset[PurePosixPath]]
 
     def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
-        """Return the lists of numbered entries of a role: one of each family of files, and one of DCP folders."""
+        """Return the lists of numbered entries of a role: one of each family of files, and one of
+        DCP folders.
+        """
         folders = numbered_folders(self.sharded, role) if self.sharded else ()
         return (*self.folder.entries(role), *([folders] if folders else []))
 
@@ -201,13 +222,14 @@ def diagnose(
 ) -> Diagnosis:
     """Find every kind of damage in a scanned folder.
 
-    By default bytes of look-alikes are sampled. ``prove`` reads and hashes every byte of the files to be
-    dropped (``repair``), ``data`` every byte of every look-alike and of every record with a CRC (``check
-    --data``). ``drops``: the roles whose equal entries will be dropped. ``known``: earlier comparisons that
-    still hold. ``looked_at``: names of files that the caller reads. ``neighbours``: those of its source for a copy.
-    ``progress`` is called with byte counts.
+    By default bytes of look-alikes are sampled. ``prove`` reads and hashes every byte of the files
+    to be dropped (``repair``), ``data`` every byte of every look-alike and of every record with a
+    CRC (``check --data``). ``drops``: the roles whose equal entries will be dropped. ``known``:
+    earlier comparisons that still hold. ``looked_at``: names of files that the caller reads.
+    ``neighbours``: those of its source for a copy. ``progress`` is called with byte counts.
 
-    Raises FileChangedError when a file changed since it was scanned, OSError when it can no longer be read.
+    Raises FileChangedError when a file changed since it was scanned, OSError when it can no longer
+    be read.
     """
     neighbours = neighbours or Siblings().of(folder.root)
     verdicts: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
@@ -218,7 +240,9 @@ def diagnose(
         verdict = verdicts.get(pair) or (known or {}).get(pair)
         if verdict is None or (full and not verdict.full and verdict.difference is None):
             hashed = digests if prove and full else None
-            difference = first_unequal(folder.root, pairing, full=full, progress=progress, digests=hashed)
+            difference = first_unequal(
+                folder.root, pairing, full=full, progress=progress, digests=hashed
+            )
             verdict = Verdict(difference, full)
         verdicts[pair] = verdict
         return verdict
@@ -243,15 +267,22 @@ def diagnose(
             if (isinstance(finding, IndexMismatch) and finding.is_fixable)
             or isinstance(finding, LeftoverIndex)
         }
-        findings += diagnose_files(folder, data=data, progress=progress, explained=frozenset(rebuilt))
+        findings += diagnose_files(
+            folder, data=data, progress=progress, explained=frozenset(rebuilt)
+        )
         corrupt = frozenset(
             finding.path
             for finding in findings
-            if isinstance(finding, (*_OF_CONTENT, CrcMismatch)) and not isinstance(finding, TrailingBytes)
+            if isinstance(finding, (*_OF_CONTENT, CrcMismatch))
+            and not isinstance(finding, TrailingBytes)
         )
         evidence = Evidence(named, usable_manifest(folder.root), neighbours)
-        findings += diagnose_models(evidence, sharded, compare, drops=Role.MODEL in drops, damaged=corrupt)
-        doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
+        findings += diagnose_models(
+            evidence, sharded, compare, drops=Role.MODEL in drops, damaged=corrupt
+        )
+        doubled = frozenset(
+            finding.path for finding in findings if isinstance(finding, DoubledModel)
+        )
         findings += diagnose_states(evidence, compare, drops, doubled)
         findings += diagnose_gaps(evidence)
         findings += diagnose_names(evidence, groups, doubled)
@@ -279,20 +310,28 @@ def diagnose(
         bundles = list(bundles_of(folder, unreliable))
         findings += (finding for bundle in bundles for finding in bundle.findings)
         findings += diagnose_empty_bundles(folder, bundles)
-        every_optimizer = (*optimizers, *(saved for bundle in bundles for saved in bundle.optimizers))
+        every_optimizer = (
+            *optimizers,
+            *(saved for bundle in bundles for saved in bundle.optimizers),
+        )
         of_values = diagnose_optimizer_values(folder.root, every_optimizer, unreliable, data=data)
         findings += of_values.findings
         is_of_trainer = folder.only is None and PurePosixPath(TRAINER_STATE) in folder.strays
-        trainer = trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
+        trainer = (
+            trainer_progress(folder.root, complete=data) if is_of_trainer else TrainerProgress()
+        )
         if folder.only is None:
             findings += diagnose_schedules(folder, optimizers, damaged, neighbours)
             step = trainer.step if not folder.is_save_state else None
             findings += diagnose_progress(folder, optimizers, damaged, neighbours, step)
-            findings += diagnose_empty_optimizers(folder, sharded, optimizers, damaged, neighbours, step)
+            findings += diagnose_empty_optimizers(
+                folder, sharded, optimizers, damaged, neighbours, step
+            )
             findings += diagnose_uncounted_steps(folder, optimizers, damaged, step)
             findings += diagnose_empty_schedulers(folder, neighbours)
             findings += diagnose_other_schedules(folder, damaged, neighbours)
-        # After the optimizers: they are compared with intact weights, and both families of a model are.
+        # After the optimizers: they are compared with intact weights, and both families of a model
+        # are.
         if folder.only is None:
             # After a repair, too: by samples alone a difference that it found before would be gone.
             proves = prove or known is not None
@@ -314,10 +353,14 @@ def diagnose(
         # To allow the classes of a file that was exchanged would load the wrong state.
         explained = of_loads.explained | {(UnloadablePickle, finding.path) for finding in renamed}
         # A complete shard with an ending of a download gets the name that the download left out.
-        shards = (shard for one in findings if isinstance(one, MissingShard) for shard in one.renamed)
+        shards = (
+            shard for one in findings if isinstance(one, MissingShard) for shard in one.renamed
+        )
         explained |= {(InterruptedSave, shard.path) for shard in shards}
         findings = [
-            one for one in findings if all((kind, one.path) not in explained for kind in type(one).__mro__)
+            one
+            for one in findings
+            if all((kind, one.path) not in explained for kind in type(one).__mro__)
         ]
     if findings[1:]:
         findings.sort(key=_rank())
@@ -333,7 +376,9 @@ def diagnose(
         findings=tuple(findings),
         not_checked=(
             *(unchecked_parts(groups, folder.processes) if folder.only is None else ()),
-            *_not_checked(folder, sharded, deepspeed, findings, looked_at, of_loads.compared, data=data),
+            *_not_checked(
+                folder, sharded, deepspeed, findings, looked_at, of_loads.compared, data=data
+            ),
             *unchecked_bundles(bundles),
             *unjudged_loaders(folder),
             *(unchecked_weights(folder) if folder.only is None else ()),
@@ -346,23 +391,35 @@ def diagnose(
         unfinished=(*_unfinished(folder, sharded, deepspeed, refused), *of_save.unfinished),
         verdicts=verdicts,
         digests=digests,
-        links=links_below(folder.root) if any(isinstance(one, _OF_ENTRIES) for one in findings) else {},
+        links=(
+            links_below(folder.root)
+            if any(isinstance(one, _OF_ENTRIES) for one in findings)
+            else {}
+        ),
     )
 
 
 def _rank() -> Callable[[Finding], tuple[int, int, str]]:
-    """Return the key that sorts findings: errors first, then in the order of the catalogue, then by path."""
+    """Return the key that sorts findings: errors first, then in the order of the catalogue, then by
+    path.
+    """
     from ckptfix.diagnosis.findings.catalogue import CODES
 
     order = {code: place for place, code in enumerate(CODES)}
     severities = list(Severity)
-    return lambda finding: (severities.index(finding.severity), order[finding.code], str(finding.path))
+    return lambda finding: (
+        severities.index(finding.severity),
+        order[finding.code],
+        str(finding.path),
+    )
 
 
 def _undecided(
     findings: Iterable[Finding], switches: Mapping[PurePosixPath, Mapping[str, PurePosixPath]]
 ) -> Iterator[Finding]:
-    """Yield findings, with a question for each missing index that would change what a loader takes."""
+    """Yield findings, with a question for each missing index that would change what a loader
+    takes.
+    """
     for finding in findings:
         loads = switches.get(finding.path)
         if loads and isinstance(finding, IndexMismatch) and finding.is_fixable and finding.absent:
@@ -376,13 +433,17 @@ OF_ONE_SAVE = "whether all files are of one save"
 """Beginning of the sentence about what few files show: most have no number of their save."""
 
 
-def _paths(findings: Iterable[Finding], kinds: tuple[type[Finding], ...]) -> frozenset[PurePosixPath]:
+def _paths(
+    findings: Iterable[Finding], kinds: tuple[type[Finding], ...]
+) -> frozenset[PurePosixPath]:
     """Return the paths of the findings of these kinds."""
     return frozenset(finding.path for finding in findings if isinstance(finding, kinds))
 
 
 def _why_not(path: Path, kind: str) -> str:
-    """Return why nothing in a folder was checked, and the command that checks it, if there is one."""
+    """Return why nothing in a folder was checked, and the command that checks it, if there is
+    one.
+    """
     if is_empty(path):
         return "empty"
     is_walked = kind == PLAIN_FOLDER and not path.is_symlink()
@@ -443,23 +504,32 @@ def _not_checked(
     sampled = sum(1 for finding in of_pairs if getattr(finding, "sampled", False))
     if sampled:
         pairs = count_of(sampled, "pair")
-        words.append(f"{pairs} in full: compared by samples only; ckptfix check --data reads every byte")
+        words.append(
+            f"{pairs} in full: compared by samples only; ckptfix check --data reads every byte"
+        )
     if folder.only is not None:
         compares = f"{command('check', folder.root)} compares them"
         words.append(
-            f"other files of the folder (duplicates, missing files, moments that fit no weights); {compares}"
+            "other files of the folder (duplicates, missing files, moments that fit no weights); "
+            f"{compares}"
         )
     words.append("values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them")
     if folder.only is None and any(one.role is Role.MODEL for one in folder.components):
         # Names that ``check`` passes: it prints what a config says, and compares none of it.
         configs = [
-            path.name for path in folder.strays if path.name in looked_at and path.name not in compared
+            path.name
+            for path in folder.strays
+            if path.name in looked_at and path.name not in compared
         ]
-        words += [f"{name} against the weights: its sizes are read and not compared" for name in configs]
+        words += [
+            f"{name} against the weights: its sizes are read and not compared" for name in configs
+        ]
     files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
     has_checksums = any(isinstance(file.container, TorchZip) for file in files)
     if not data and (has_checksums or any(state.has_checksums for state in deepspeed)):
-        words.append("checksums of tensor records in torch zip files; ckptfix check --data checks them")
+        words.append(
+            "checksums of tensor records in torch zip files; ckptfix check --data checks them"
+        )
     if not data and any(state.metadata is not None and state.metadata.stored for state in sharded):
         words.append("checksums of the items in .distcp files; ckptfix check --data checks them")
     has_several = len(_OF_ONE_SAVE & {one.role for one in folder.components}) > 1 or any(
@@ -470,13 +540,18 @@ def _not_checked(
         # With checksums, another sentence names the command that compares them.
         if manifest is None or not manifest.digests:
             words.append(
-                f"{OF_ONE_SAVE}: most do not record it; a manifest of checksums shows a later exchange"
+                f"{OF_ONE_SAVE}: most do not record it; a manifest of checksums shows a later "
+                "exchange"
             )
     known = {path for state in sharded for path in state.files} | set(BESIDE if deepspeed else ())
     known |= {PurePosixPath(name) for name in (REPORT, TRAINER_STATE)}
     known |= {one.path for one in findings if isinstance(one, InterruptedSave)}
-    known |= {shard.path for one in findings if isinstance(one, MissingShard) for shard in one.renamed}
-    strays = [str(path) for path in folder.strays if path not in known and path.name not in looked_at]
+    known |= {
+        shard.path for one in findings if isinstance(one, MissingShard) for shard in one.renamed
+    }
+    strays = [
+        str(path) for path in folder.strays if path not in known and path.name not in looked_at
+    ]
     if strays and folder.only is None:
         words.append(f"other files next to it: {list_names(strays)}")
     return tuple(words)

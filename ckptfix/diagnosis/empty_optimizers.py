@@ -1,9 +1,10 @@
 """Optimizers without a single moment in runs that made steps, by the files next to them.
 
-Measured with torch 2.13: all optimizers but SGD without momentum make states in their first step, and never drop them.
-A save before the first step has none, as has one after steps that fp16 skipped. The Trainer moves its scheduler with
-each step that is not skipped. A script may move a scheduler by itself, so that this is a sign and no proof. An earlier
-checkpoint with moments shows that the optimizer made steps, unless the script began another one since then.
+Measured with torch 2.13: all optimizers but SGD without momentum make states in their first step,
+and never drop them. A save before the first step has none, as has one after steps that fp16
+skipped. The Trainer moves its scheduler with each step that is not skipped. A script may move a
+scheduler by itself, so that this is a sign and no proof. An earlier checkpoint with moments shows
+that the optimizer made steps, unless the script began another one since then.
 """
 
 import re
@@ -43,9 +44,9 @@ def diagnose_empty_optimizers(
 ) -> Iterator[EmptyOptimizer]:
     """Yield the optimizers without states that made steps by the files next to them.
 
-    ``damaged``: files with another finding. ``step``: of
-    ``trainer_state.json``, None in a folder of accelerate. The options of a DCP folder have no values there, so that
-    only an earlier checkpoint shows that its optimizer keeps states.
+    ``damaged``: files with another finding. ``step``: of ``trainer_state.json``, None in a folder
+    of accelerate. The options of a DCP folder have no values there, so that only an earlier
+    checkpoint shows that its optimizer keeps states.
     """
     counts = Counter(saved.path for saved in optimizers)
     in_dcp = {state.path for state in sharded}
@@ -77,7 +78,11 @@ def diagnose_empty_optimizers(
             evidence = f"its scheduler made {count_of(moves, 'step')}"
         if evidence:
             yield kind(
-                path=path, names=(), parameters=parameters, evidence=evidence, is_in_dcp=path in in_dcp
+                path=path,
+                names=(),
+                parameters=parameters,
+                evidence=evidence,
+                is_in_dcp=path in in_dcp,
             )
 
 
@@ -87,9 +92,11 @@ def diagnose_uncounted_steps(
     damaged: frozenset[PurePosixPath],
     step: int | None,
 ) -> Iterator[UncountedSteps]:
-    """Yield the optimizers that made no step by their own count, next to the ``step`` of ``trainer_state.json``.
+    """Yield the optimizers that made no step by their own count, next to the ``step`` of
+    ``trainer_state.json``.
 
-    All but Adagrad make states in their first step, and count it. Of an Adagrad fp16 may have skipped every step.
+    All but Adagrad make states in their first step, and count it. Of an Adagrad fp16 may have
+    skipped every step.
     """
     moves = _moves(folder)
     for saved in optimizers if (step or 0) > FEW_STEPS else ():
@@ -99,18 +106,25 @@ def diagnose_uncounted_steps(
             yield kind(path=saved.path, partner=TRAINER_STATE, moves=0, step=step or 0)
 
 
-def diagnose_empty_bundles(folder: CheckpointFolder, bundles: Sequence[Bundle]) -> Iterator[EmptyOptimizer]:
-    """Yield the optimizers without states inside files that made steps by a scheduler there, or by an earlier file.
+def diagnose_empty_bundles(
+    folder: CheckpointFolder, bundles: Sequence[Bundle]
+) -> Iterator[EmptyOptimizer]:
+    """Yield the optimizers without states inside files that made steps by a scheduler there, or by
+    an earlier file.
 
-    A file whose name differs in another number than those of saves, as ``client_1.pt`` and ``fold_1.pt``, may be of
-    another run, which shows nothing for sure.
+    A file whose name differs in another number than those of saves, as ``client_1.pt`` and
+    ``fold_1.pt``, may be of another run, which shows nothing for sure.
     """
     files = {component.path: component.content for component in folder.components}
-    trained: defaultdict[tuple[str, str], list[tuple[list[_Number], SavedOptimizer]]] = defaultdict(list)
+    trained: defaultdict[tuple[str, str], list[tuple[list[_Number], SavedOptimizer]]] = defaultdict(
+        list
+    )
     for bundle in bundles:
         for saved in bundle.optimizers:
             if _has_states(saved):
-                trained[_DIGITS.sub("#", str(saved.path)), saved.key].append((_numbers(saved.path), saved))
+                trained[_DIGITS.sub("#", str(saved.path)), saved.key].append(
+                    (_numbers(saved.path), saved)
+                )
     for of_name in trained.values():
         of_name.sort(key=itemgetter(0), reverse=True)
     for bundle in bundles:
@@ -122,12 +136,18 @@ def diagnose_empty_bundles(folder: CheckpointFolder, bundles: Sequence[Bundle]) 
                 (_are_of_one_run(numbers_there, numbers), str(there.path))
                 for numbers_there, there in trained[_DIGITS.sub("#", str(saved.path)), saved.key]
                 if numbers_there != numbers
-                and all(first <= second for first, second in zip(numbers_there, numbers, strict=True))
+                and all(
+                    first <= second for first, second in zip(numbers_there, numbers, strict=True)
+                )
                 and (saved.options, saved.groups) == (there.options, there.groups)
             ]
             earlier = next((path for is_of_run, path in before if is_of_run), "")
             file = files[saved.path]
-            moves = _moves_inside(file) if isinstance(file, TorchFile) and len(bundle.optimizers) == 1 else 0
+            moves = (
+                _moves_inside(file)
+                if isinstance(file, TorchFile) and len(bundle.optimizers) == 1
+                else 0
+            )
             if earlier:
                 evidence = f"{earlier} before it has them"
             elif moves:
@@ -152,7 +172,8 @@ _Number = tuple[int, bool]
 
 
 def _numbers(path: PurePosixPath) -> list[_Number]:
-    """Return the numbers in a name such as ``epoch=3-step=120.ckpt``: a later file has none that is smaller.
+    """Return the numbers in a name such as ``epoch=3-step=120.ckpt``: a later file has none that is
+    smaller.
 
     A number that is the whole name of a file counts saves, too.
     """
@@ -175,23 +196,31 @@ _MOST_DIGITS = 18
 
 
 def _keeps_states(saved: SavedOptimizer) -> bool:
-    """Return whether all param groups are of one of torch's optimizers that needs states after its first step."""
+    """Return whether all param groups are of one of torch's optimizers that needs states after its
+    first step.
+    """
     kinds = [kind_of(options, ()) for options in saved.values]
     return bool(saved.parameters) and all(
-        kind is not None and kind.has_exact(options) and bool(kind.scalars or kind.moments_with(options))
+        kind is not None
+        and kind.has_exact(options)
+        and bool(kind.scalars or kind.moments_with(options))
         for kind, options in zip(kinds, saved.values, strict=True)
     )
 
 
 def _has_states(saved: SavedOptimizer) -> bool:
-    """Return whether a parameter has a state, or has something else in its place, which is another finding."""
+    """Return whether a parameter has a state, or has something else in its place, which is another
+    finding.
+    """
     return any(saved.states.values()) or bool(saved.strangers or saved.unusable)
 
 
 def _with_states(
     empty: Mapping[PurePosixPath, SavedOptimizer], neighbours: Neighbours
 ) -> dict[PurePosixPath, tuple[str, SavedOptimizer]]:
-    """Return the earlier checkpoints in which the optimizers of these paths have states, by their names."""
+    """Return the earlier checkpoints in which the optimizers of these paths have states, by their
+    names.
+    """
     having: dict[PurePosixPath, tuple[str, SavedOptimizer]] = {}
     for neighbour in neighbours.spread():
         if not neighbour.is_earlier:
@@ -201,7 +230,9 @@ def _with_states(
             there = neighbour.scan(Role.OPTIMIZER, root=root)
             for saved in saved_optimizers(there, scan_dcp_folders(there)):
                 own = empty.get(saved.path)
-                is_same = own is not None and saved.options == own.options and _sets(saved) == _sets(own)
+                is_same = (
+                    own is not None and saved.options == own.options and _sets(saved) == _sets(own)
+                )
                 if is_same and any(saved.states.values()):
                     having.setdefault(saved.path, (neighbour.name, saved))
     return having
@@ -223,8 +254,12 @@ def _moves(folder: CheckpointFolder) -> int:
 def _moves_inside(file: TorchFile) -> int:
     """Return how often the only scheduler in a file was moved, 0 where that is not known."""
     root = file.tree.root
-    values = [value for key, value in pairs(root) if type(key) is Text and "sched" in key.value.lower()]
-    schedulers = [part for value in values for part in (items_of(value) or (value,)) if is_dict_like(part)]
+    values = [
+        value for key, value in pairs(root) if type(key) is Text and "sched" in key.value.lower()
+    ]
+    schedulers = [
+        part for value in values for part in items_of(value) or (value,) if is_dict_like(part)
+    ]
     return _moves_of(schedulers[0]) if len(schedulers) == 1 else 0
 
 

@@ -1,5 +1,5 @@
-"""Equal entries: models saved twice, and the states of optimizers, schedulers and custom objects that go with
-them.
+"""Equal entries: models saved twice, and the states of optimizers, schedulers and custom objects
+that go with them.
 """
 
 from collections import Counter
@@ -37,7 +37,9 @@ from ckptfix.diagnosis.findings.duplicates import (
 )
 
 GAPLESS_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.CUSTOM)
-"""Roles whose entries Accelerate saves without a gap; samplers and dataloaders may rightly skip numbers."""
+"""Roles whose entries Accelerate saves without a gap; samplers and dataloaders may rightly skip
+numbers.
+"""
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -55,7 +57,9 @@ class Verdict(NamedTuple):
 
 
 Compare = Callable[[Pairing, bool], Verdict]
-"""Function that compares two paired entries. The second argument is whether a drop depends on the answer."""
+"""Function that compares two paired entries. The second argument is whether a drop depends on the
+answer.
+"""
 
 
 def diagnose_models(
@@ -68,18 +72,24 @@ def diagnose_models(
 ) -> list[Finding]:
     """Find models that were saved twice, and related models, in files and in DCP folders.
 
-    ``drops``: the user asked to drop equal models, so their equality is proven in full. ``damaged``: files
-    with known damage, which count as different from any other.
+    ``drops``: the user asked to drop equal models, so their equality is proven in full.
+    ``damaged``: files with known damage, which count as different from any other.
     """
     findings: list[Finding] = []
     is_alone = evidence.folder.processes == 1
     for entries in evidence.folder.entries(Role.MODEL):
         of_entries = _decided(_duplicates(evidence, entries, compare, drops, damaged, is_alone))
         of_entries += _cut_short(evidence, entries)
-        doubled = frozenset(finding.path for finding in of_entries if isinstance(finding, DoubledModel))
+        doubled = frozenset(
+            finding.path for finding in of_entries if isinstance(finding, DoubledModel)
+        )
         shifted = _shifted(entries, doubled)
         findings += (
-            replace(finding, shifts=True) if shifted and isinstance(finding, DoubledModel) else finding
+            (
+                replace(finding, shifts=True)
+                if shifted and isinstance(finding, DoubledModel)
+                else finding
+            )
             for finding in of_entries
         )
         findings += shifted
@@ -97,7 +107,9 @@ def diagnose_gaps(evidence: Evidence) -> list[Finding]:
     findings: list[Finding] = []
     for role in GAPLESS_ROLES:
         of_formats = [
-            entries for entries in folder.entries(role) if entries[0].name.family[1:] in FORMATS_OF_MODELS
+            entries
+            for entries in folder.entries(role)
+            if entries[0].name.family[1:] in FORMATS_OF_MODELS
         ]
         known = {entry.name.index for entries in of_formats for entry in entries}
         for entries in folder.entries(role):
@@ -128,8 +140,12 @@ class Numbered(Protocol):
         """The parsed name."""
 
 
-def renumbered(entries: Iterable[Numbered], dropped: frozenset[PurePosixPath]) -> dict[PurePosixPath, int]:
-    """Return the new position of every entry that stays: each drop moves the later ones down by one."""
+def renumbered(
+    entries: Iterable[Numbered], dropped: frozenset[PurePosixPath]
+) -> dict[PurePosixPath, int]:
+    """Return the new position of every entry that stays: each drop moves the later ones down by
+    one.
+    """
     positions = {}
     removed = 0
     for entry in entries:
@@ -168,26 +184,31 @@ def _duplicates(
 
 
 def _decided(findings: list[Finding]) -> list[Finding]:
-    """Turn several duplicates of one original with the same keys into copies, as ``prepare`` registers a wrapper once.
+    """Turn several duplicates of one original with the same keys into copies, as ``prepare``
+    registers a wrapper once.
 
     One of them is another model, such as an average, and nothing shows which one.
     """
     known = Counter(
-        (finding.original, finding.chain) for finding in findings if isinstance(finding, DoubledModel)
+        (finding.original, finding.chain)
+        for finding in findings
+        if isinstance(finding, DoubledModel)
     )
     unclear = {original for (original, _), count in known.items() if count > 1}
     return [
-        IdenticalModels(
-            path=finding.path,
-            original=finding.original,
-            tensors=finding.tensors,
-            bytes=finding.bytes,
-            sampled=finding.sampled,
-            chains=(finding.chain, ()),
-            doubt="several entries equal it, and a second prepare() adds only one",
+        (
+            IdenticalModels(
+                path=finding.path,
+                original=finding.original,
+                tensors=finding.tensors,
+                bytes=finding.bytes,
+                sampled=finding.sampled,
+                chains=(finding.chain, ()),
+                doubt="several entries equal it, and a second prepare() adds only one",
+            )
+            if isinstance(finding, DoubledModel) and finding.original in unclear
+            else finding
         )
-        if isinstance(finding, DoubledModel) and finding.original in unclear
-        else finding
         for finding in findings
     ]
 
@@ -248,11 +269,15 @@ def _related(
     *,
     full: bool,
 ) -> Finding | None:
-    """Return how two models with the same keys and other values are related; a single process adds no wrapper."""
+    """Return how two models with the same keys and other values are related; a single process adds
+    no wrapper.
+    """
     original, entry = pair = pairing.kept, pairing.other
     tensor = None if difference == STRUCTURE else difference
     harmed = tuple(model.path for model in pair if model.path in damaged)
-    proof = next(filter(None, (_foreign(evidence, model) for model in pair)), "") if not harmed else ""
+    proof = (
+        next(filter(None, (_foreign(evidence, model) for model in pair)), "") if not harmed else ""
+    )
     if proof:
         return ConflictingModels(
             path=entry.path, original=original.path, chain=entry.chain, tensor=tensor, proof=proof
@@ -260,7 +285,8 @@ def _related(
     if is_alone and not harmed:
         return None
     total = len(entry.tensors)
-    # An average of a trained model differs in nearly every tensor; bit rot, or an edit by hand, in a few.
+    # An average of a trained model differs in nearly every tensor; bit rot, or an edit by hand, in
+    # a few.
     few = max(1, total // 10)
     if not harmed and tensor is not None and 2 * few <= total:
         differing = differing_tensors(evidence.folder.root, pairing, full=full, most=few)
@@ -280,11 +306,17 @@ def _related(
 
 
 def _foreign(evidence: Evidence, entry: Saved) -> str:
-    return evidence.foreign(entry) if isinstance(entry, Component) else evidence.unlisted(entry.metadata_path)
+    return (
+        evidence.foreign(entry)
+        if isinstance(entry, Component)
+        else evidence.unlisted(entry.metadata_path)
+    )
 
 
 def _cut_short(evidence: Evidence, entries: Sequence[Component]) -> list[Finding]:
-    """Return the relation of a damaged model with a readable header to another entry with the same keys."""
+    """Return the relation of a damaged model with a readable header to another entry with the same
+    keys.
+    """
     findings: list[Finding] = []
     intact = [entry for entry in entries if entry.whole is not None and entry.tensors]
     for damaged in (entry for entry in entries if entry.problem is not None and intact):
@@ -292,13 +324,25 @@ def _cut_short(evidence: Evidence, entries: Sequence[Component]) -> list[Finding
         chain = common_wrappers(names)
         for entry in intact:
             shapes = {tensor.fqn: tensor.shape for tensor in entry.tensors}
-            if not names or _bare(shapes, entry.chain) != _bare(names, chain) or chain == entry.chain:
+            if (
+                not names
+                or _bare(shapes, entry.chain) != _bare(names, chain)
+                or chain == entry.chain
+            ):
                 continue
-            pair = (damaged.path, entry.path) if len(chain) > len(entry.chain) else (entry.path, damaged.path)
+            pair = (
+                (damaged.path, entry.path)
+                if len(chain) > len(entry.chain)
+                else (entry.path, damaged.path)
+            )
             longer = max(chain, entry.chain, key=len)
             findings.append(
                 RelatedModels(
-                    path=pair[0], original=pair[1], chain=longer, tensor=None, damaged=(damaged.path,)
+                    path=pair[0],
+                    original=pair[1],
+                    chain=longer,
+                    tensor=None,
+                    damaged=(damaged.path,),
                 )
             )
             break
@@ -342,14 +386,17 @@ _INDEPENDENT = (Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
 
 
 def diagnose_states(
-    evidence: Evidence, compare: Compare, drops: Collection[Role], doubled: Collection[PurePosixPath]
+    evidence: Evidence,
+    compare: Compare,
+    drops: Collection[Role],
+    doubled: Collection[PurePosixPath],
 ) -> list[IdenticalStates]:
     """Find equal states.
 
     ``drops``: roles whose equal entries the user asked to drop. ``doubled``: the duplicate models.
 
-    Next to a duplicate model, an optimizer with exactly the moments of another one was saved twice, where the models
-    that remain do not need it; otherwise the user decides.
+    Next to a duplicate model, an optimizer with exactly the moments of another one was saved twice,
+    where the models that remain do not need it; otherwise the user decides.
     """
     findings: list[IdenticalStates] = []
     for role in _INDEPENDENT:
@@ -404,14 +451,16 @@ def _surplus_optimizers(
 ) -> dict[PurePosixPath, IdenticalStates]:
     """Judge equal optimizers. ``models``: the remaining ones, without duplicates.
 
-    Those with moments of gradients are dropped next to a duplicate model, if there are more optimizers than models, and
-    those that stay train every parameter that all of them do. Two towers of a model can have equal optimizers.
+    Those with moments of gradients are dropped next to a duplicate model, if there are more
+    optimizers than models, and those that stay train every parameter that all of them do. Two
+    towers of a model can have equal optimizers.
     """
     if not equal:
         return {}
     trained = {path for path in equal if evidence.has_moments(path)}
     kept = [optimizer for optimizer in optimizers if optimizer.path not in trained]
-    # Optimizers without moments are all equal, so that only their number can show a second prepare().
+    # Optimizers without moments are all equal, so that only their number can show a second
+    # prepare().
     is_surplus = len(kept) > len(models) > 0 and len(trained) < len(equal)
     if (
         is_doubled
@@ -419,7 +468,9 @@ def _surplus_optimizers(
         and len(optimizers) > len(models)
         and evidence.is_trained_alike(kept, optimizers, models)
     ):
-        return {path: _doubled(state) if path in trained else state for path, state in equal.items()}
+        return {
+            path: _doubled(state) if path in trained else state for path, state in equal.items()
+        }
     loads = tuple(optimizer.path for optimizer in optimizers)
     return {
         path: _surplus(state, loads) if is_surplus or path in trained else state
@@ -434,7 +485,9 @@ def _surplus_schedulers(
     surplus: Mapping[PurePosixPath, IdenticalStates],
     is_doubled: bool,
 ) -> dict[PurePosixPath, IdenticalStates]:
-    """Judge equal schedulers next to a duplicate model by the optimizers, with which they are prepared."""
+    """Judge equal schedulers next to a duplicate model by the optimizers, with which they are
+    prepared.
+    """
     numbers = {entry.path: number for number, entry in enumerate(optimizers)}
     doubles = {
         numbers[path]: numbers[state.original]
@@ -442,7 +495,9 @@ def _surplus_schedulers(
         if isinstance(state, DoubledStates)
     }
     paths = [entry.path for entry in schedulers]
-    has_duplicates = any(isinstance(state, DoubledStates | SurplusStates) for state in surplus.values())
+    has_duplicates = any(
+        isinstance(state, DoubledStates | SurplusStates) for state in surplus.values()
+    )
     if len(paths) <= len(optimizers) and not has_duplicates:
         return {path: replace(state, is_of_own_optimizer=True) for path, state in equal.items()}
     if not is_doubled or (not doubles and len(paths) <= len(optimizers)):
@@ -463,10 +518,16 @@ def _surplus_schedulers(
 
 
 def _doubled(state: IdenticalStates) -> DoubledStates:
-    return DoubledStates(path=state.path, original=state.original, role=state.role, sampled=state.sampled)
+    return DoubledStates(
+        path=state.path, original=state.original, role=state.role, sampled=state.sampled
+    )
 
 
 def _surplus(state: IdenticalStates, loads: tuple[PurePosixPath, ...]) -> SurplusStates:
     return SurplusStates(
-        path=state.path, original=state.original, role=state.role, sampled=state.sampled, loads=loads
+        path=state.path,
+        original=state.original,
+        role=state.role,
+        sampled=state.sampled,
+        loads=loads,
     )

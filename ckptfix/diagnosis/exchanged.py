@@ -1,12 +1,14 @@
-"""Models and optimizers under the file name of another one, or of another run, and custom objects too many.
+"""Models and optimizers under the file name of another one, or of another run, and custom objects
+too many.
 
-Accelerate numbers what a script prepares, in the order of the script. So nothing in a folder shows which model or
-optimizer belongs under a number, and the checkpoints next to it do. Neither does a folder with one model show whether
-the model is that of the run: every key may have another name.
+Accelerate numbers what a script prepares, in the order of the script. So nothing in a folder shows
+which model or optimizer belongs under a number, and the checkpoints next to it do. Neither does a
+folder with one model show whether the model is that of the run: every key may have another name.
 
-Each file is compared with the nearest checkpoint by its size, and by the bytes of its header or the sizes of its zip
-records. These are equal in all saves of a run (measured with accelerate 1.15, safetensors 0.8 and torch 2.13), and the
-headers of up to four checkpoints are read only where they differ.
+Each file is compared with the nearest checkpoint by its size, and by the bytes of its header or the
+sizes of its zip records. These are equal in all saves of a run (measured with accelerate 1.15,
+safetensors 0.8 and torch 2.13), and the headers of up to four checkpoints are read only where they
+differ.
 """
 
 import os
@@ -21,7 +23,12 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import common_wrappers, inner_wrappers
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
-from ckptfix.diagnosis.findings.misplaced import ChangedEntry, LowerPrecision, MisplacedEntry, RoundedEntry
+from ckptfix.diagnosis.findings.misplaced import (
+    ChangedEntry,
+    LowerPrecision,
+    MisplacedEntry,
+    RoundedEntry,
+)
 from ckptfix.diagnosis.optimizer_kinds import MOMENTS
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
 from ckptfix.errors import CkptfixError, FormatError
@@ -49,7 +56,9 @@ class _Entry(NamedTuple):
     saved: SavedOptimizer | None
 
     def is_alike(self, entry: "_Entry") -> bool:
-        """Return whether two entries can be of one model or optimizer. Moments that only one has decide nothing."""
+        """Return whether two entries can be of one model or optimizer. Moments that only one has
+        decide nothing.
+        """
         if self.saved is None or entry.saved is None:
             return self.shapes == entry.shapes and len(self.keys) == len(entry.keys)
         have, expected = self.saved, entry.saved
@@ -59,7 +68,8 @@ class _Entry(NamedTuple):
             shape == shape_there
             for name, states in have.states.items()
             for state, shape in states.items()
-            if (shape_there := expected.states.get(name, {}).get(state)) is not None and shape is not None
+            if (shape_there := expected.states.get(name, {}).get(state)) is not None
+            and shape is not None
         )
 
     def has_nothing_of(self, entry: "_Entry") -> bool:
@@ -79,7 +89,9 @@ class _Entry(NamedTuple):
         )
 
     def is_shuffled(self, entry: "_Entry") -> bool:
-        """Return whether an optimizer has the groups and the moments of an entry, and gives them to others."""
+        """Return whether an optimizer has the groups and the moments of an entry, and gives them to
+        others.
+        """
         if self.saved is None or entry.saved is None or _sizes(self.saved) != _sizes(entry.saved):
             return False
         have, expected = (
@@ -89,9 +101,12 @@ class _Entry(NamedTuple):
         return have == expected
 
     def is_partly_wrapped(self, entry: "_Entry") -> bool:
-        """Return whether some keys begin with a wrapper that none has in an entry: no save wraps a part of a model."""
+        """Return whether some keys begin with a wrapper that none has in an entry: no save wraps a
+        part of a model.
+        """
         wrapped = sum(key.startswith("module.") for key in self.keys)
-        # A model with "weight" may have gained a module of the name "module": "module.weight" is no wrapped key then.
+        # A model with "weight" may have gained a module of the name "module": "module.weight" is no
+        # wrapped key then.
         is_distinct = len(self.keys) == len(self.shapes)
         return 0 < wrapped < len(self.keys) and entry.keys == entry.shapes and is_distinct
 
@@ -111,27 +126,47 @@ class _Entry(NamedTuple):
         if self.saved is None or entry.saved is None:
             strange = len(self.keys.items() - entry.keys.items())
             words = f", {strange} of them with other keys or shapes" if strange else ""
-            return f"{count_of(len(self.keys), 'tensor')}{words}", count_of(len(entry.keys), "tensor")
+            return f"{count_of(len(self.keys), 'tensor')}{words}", count_of(
+                len(entry.keys), "tensor"
+            )
         have, expected = self.saved, entry.saved
         if _sizes(have) != _sizes(expected):
             return _groups(have), _groups(expected)
         if lacking := _lacking(have, expected):
             return f"param groups without {list_names(lacking)}", "param groups with these options"
         count = sum(
-            any(_shapes(expected.states.get(name, {})).get(state, shape) != shape for state, shape in own)
-            for name, own in ((name, _shapes(states).items()) for name, states in have.states.items())
+            any(
+                _shapes(expected.states.get(name, {})).get(state, shape) != shape
+                for state, shape in own
+            )
+            for name, own in (
+                (name, _shapes(states).items()) for name, states in have.states.items()
+            )
         )
-        return f"moments of other shapes for {count_of(count, 'parameter')}", "the shapes of its parameters"
+        return (
+            f"moments of other shapes for {count_of(count, 'parameter')}",
+            "the shapes of its parameters",
+        )
 
 
 _OF_SCHEDULERS = frozenset(
-    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "initial_momentum", "swa_lr")
+    (
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "base_momentum",
+        "max_momentum",
+        "initial_momentum",
+        "swa_lr",
+    )
 )
 """Options that schedulers of torch add to param groups. No step of an optimizer reads them."""
 
 
 def _lacking(have: SavedOptimizer, expected: SavedOptimizer) -> list[str]:
-    """Return the options that an optimizer lacks. A load keeps options too many, as a newer torch adds them."""
+    """Return the options that an optimizer lacks. A load keeps options too many, as a newer torch
+    adds them.
+    """
     return sorted(expected.options - have.options - _OF_SCHEDULERS)
 
 
@@ -142,9 +177,13 @@ def _sizes(saved: SavedOptimizer) -> list[int]:
 def _groups(saved: SavedOptimizer) -> str:
     sizes = _sizes(saved)
     of_each = (
-        "" if len(sizes) < 2 else f" ({', '.join(map(str, sizes[:8]))}{', ...' if len(sizes) > 8 else ''})"
+        ""
+        if len(sizes) < 2
+        else f" ({', '.join(map(str, sizes[:8]))}{', ...' if len(sizes) > 8 else ''})"
     )
-    return f"{count_of(len(sizes), 'param group')} with {count_of(sum(sizes), 'parameter')}{of_each}"
+    return (
+        f"{count_of(len(sizes), 'param group')} with {count_of(sum(sizes), 'parameter')}{of_each}"
+    )
 
 
 def _shapes(states: Mapping[str, Shape | None]) -> dict[str, Shape]:
@@ -152,7 +191,8 @@ def _shapes(states: Mapping[str, Shape | None]) -> dict[str, Shape]:
 
 
 class _Neighbour(NamedTuple):
-    """A checkpoint with the same files as this one. ``is_in_order``: its optimizers fit the models of their numbers.
+    """A checkpoint with the same files as this one. ``is_in_order``: its optimizers fit the models
+    of their numbers.
 
     ``is_earlier``, ``is_of_same_run``: as of ``Neighbour``.
     """
@@ -171,10 +211,12 @@ def diagnose_exchanged(
     *,
     is_contradicted: bool = False,
 ) -> Iterator[MisplacedEntry]:
-    """Yield the models and optimizers that the checkpoints next to this one have under other names, or not at all.
+    """Yield the models and optimizers that the checkpoints next to this one have under other names,
+    or not at all.
 
-    ``damaged``: files with an error. ``is_contradicted``: a scheduler has learning rates of other param groups.
-    A checkpoint with a damaged file, or whose optimizers contradict its models, shows nothing about an intact one.
+    ``damaged``: files with an error. ``is_contradicted``: a scheduler has learning rates of other
+    param groups. A checkpoint with a damaged file, or whose optimizers contradict its models, shows
+    nothing about an intact one.
     """
     if folder.only is not None:
         return
@@ -183,7 +225,9 @@ def diagnose_exchanged(
     # An optimizer of adapters belongs to them, and a script may exchange both for a while.
     if is_of_trainer and every:
         every += [
-            (one,) for one in folder.components if one.role is Role.OPTIMIZER and one.name.is_of_trainer
+            (one,)
+            for one in folder.components
+            if one.role is Role.OPTIMIZER and one.name.is_of_trainer
         ]
     lists = [
         components
@@ -215,7 +259,8 @@ def diagnose_exchanged(
         is_excluded=is_contradicted,
         has_same_optimizers=_are_alike(Role.OPTIMIZER, compared),
         has_same_models=_are_alike(Role.MODEL, compared),
-        is_renamed_by_repair=is_repaired(folder.root) or any(neighbour.is_repaired for neighbour in near),
+        is_renamed_by_repair=is_repaired(folder.root)
+        or any(neighbour.is_repaired for neighbour in near),
         is_recorded=manifest is not None and manifest.is_of_a_save,
         is_of_another_run=not near[0].is_of_same_run,
     )
@@ -227,16 +272,19 @@ def diagnose_exchanged(
 
 
 _Compared = tuple[Role, list[_Entry], list[tuple[bool, list[_Entry]]]]
-"""A role, the own entries, and of each checkpoint next to it whether it is an earlier one, and its entries."""
+"""A role, the own entries, and of each checkpoint next to it whether it is an earlier one, and its
+entries.
+"""
 
 
 class _Change(NamedTuple):
     """Evidence on a change of the script that could explain a difference.
 
-    ``is_excluded``: the folder contradicts itself, which no script does. ``has_same_optimizers``, ``has_same_models``:
-    as the nearest checkpoint, so that the script did not change both. ``is_renamed_by_repair``: a repair may have
-    renamed the keys. ``is_recorded``: a guarded save recorded its files, and a guarded load adds and removes wrappers.
-    ``is_of_another_run``: the checkpoints next to it may be of other runs, as ``run_1`` and ``run_2``.
+    ``is_excluded``: the folder contradicts itself, which no script does. ``has_same_optimizers``,
+    ``has_same_models``: as the nearest checkpoint, so that the script did not change both.
+    ``is_renamed_by_repair``: a repair may have renamed the keys. ``is_recorded``: a guarded save
+    recorded its files, and a guarded load adds and removes wrappers. ``is_of_another_run``: the
+    checkpoints next to it may be of other runs, as ``run_1`` and ``run_2``.
     """
 
     is_excluded: bool
@@ -247,14 +295,18 @@ class _Change(NamedTuple):
     is_of_another_run: bool
 
     def is_alone(self, role: Role) -> bool:
-        """Return whether entries of this role alone differ: no script changes its models or its optimizers alone."""
+        """Return whether entries of this role alone differ: no script changes its models or its
+        optimizers alone.
+        """
         if self.is_of_another_run:
             return False
         return self.has_same_optimizers if role is Role.MODEL else self.has_same_models
 
 
 def _are_alike(role: Role, compared: Sequence[_Compared]) -> bool:
-    """Return whether the entries of a role are those of the nearest checkpoint. There must be an optimizer."""
+    """Return whether the entries of a role are those of the nearest checkpoint. There must be an
+    optimizer.
+    """
     pairs = [
         (entry, expected)
         for role_here, own, known in compared
@@ -267,10 +319,12 @@ def _are_alike(role: Role, compared: Sequence[_Compared]) -> bool:
 
 
 def surplus_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
-    """Yield the custom objects that no checkpoint next to this one has: ``load_state`` refuses a file too many.
+    """Yield the custom objects that no checkpoint next to this one has: ``load_state`` refuses a
+    file too many.
 
-    A script that registers one more has it in all later checkpoints, so that at an end of the run it is a note. So it
-    is where they have none: the script may have registered objects in this save alone.
+    A script that registers one more has it in all later checkpoints, so that at an end of the run
+    it is a note. So it is where they have none: the script may have registered objects in this save
+    alone.
     """
     own = {one.name.index: one.path for one in folder.components if one.role is Role.CUSTOM}
     manifest = usable_manifest(folder.root)
@@ -298,10 +352,11 @@ class _Outline(NamedTuple):
 
 
 def other_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
-    """Yield the custom objects of another structure than in all checkpoints next to this one, which agree.
+    """Yield the custom objects of another structure than in all checkpoints next to this one, which
+    agree.
 
-    An object may gain keys and tensors during a run, and be empty at times. So only one without any of the keys that
-    those on both sides have is another one.
+    An object may gain keys and tensors during a run, and be empty at times. So only one without any
+    of the keys that those on both sides have is another one.
     """
     own = _outlines(folder)
     manifest = usable_manifest(folder.root)
@@ -342,19 +397,27 @@ def _outlines(folder: CheckpointFolder) -> dict[PurePosixPath, _Outline]:
 def _words(outline: _Outline, other: _Outline) -> str:
     """Return in words how an object differs from another one."""
     if outline.keys == other.keys:
-        return f"{count_of(len(outline.tensors), 'tensor')}, {len(outline.tensors - other.tensors)} of them its own"
+        return (
+            f"{count_of(len(outline.tensors), 'tensor')}, {len(outline.tensors - other.tensors)} "
+            "of them its own"
+        )
     return (
-        list_names(sorted(outline.keys - other.keys)) or f"no {list_names(sorted(other.keys - outline.keys))}"
+        list_names(sorted(outline.keys - other.keys))
+        or f"no {list_names(sorted(other.keys - outline.keys))}"
     )
 
 
 def _neighbours(
     neighbours: Neighbours, files: Mapping[PurePosixPath, Component], roles: Collection[Role]
 ) -> list[_Neighbour]:
-    """Return the nearest checkpoints with just these files, none where one has all of them in the same outline."""
+    """Return the nearest checkpoints with just these files, none where one has all of them in the
+    same outline.
+    """
     near = []
     for neighbour in neighbours.nearest():
-        names = {PurePosixPath(file) for (role, _), file in neighbour.parts.items() if role in roles}
+        names = {
+            PurePosixPath(file) for (role, _), file in neighbour.parts.items() if role in roles
+        }
         if names != files.keys():
             continue
         with suppress(CkptfixError, OSError), neighbour.opened() as root:
@@ -367,10 +430,12 @@ def _neighbours(
 
 
 def _has_outline(path: Path, component: Component) -> bool:
-    """Return whether a file has the size of a component, and its header, or records of the same sizes.
+    """Return whether a file has the size of a component, and its header, or records of the same
+    sizes.
 
-    The pickle of an optimizer has its learning rates, and a model's is the same in every save. In a store the size
-    decides: a header costs as many requests as a whole check of a small folder. Raises CkptfixError, OSError.
+    The pickle of an optimizer has its learning rates, and a model's is the same in every save. In a
+    store the size decides: a header costs as many requests as a whole check of a small folder.
+    Raises CkptfixError, OSError.
     """
     content = component.content
     if os.stat(path).st_size != component.size:
@@ -404,19 +469,25 @@ def _entries(folder: CheckpointFolder, paths: Collection[PurePosixPath]) -> list
             one.path,
             {tensor.fqn: tensor.shape for tensor in one.tensors},
             {bare(tensor.fqn): tensor.shape for tensor in one.tensors},
-            {bare(tensor.fqn): tensor.dtype for tensor in one.tensors}
-            if one.role is Role.MODEL
-            else _dtypes_of_moments(saved[one.path]),
+            (
+                {bare(tensor.fqn): tensor.dtype for tensor in one.tensors}
+                if one.role is Role.MODEL
+                else _dtypes_of_moments(saved[one.path])
+            ),
             saved.get(one.path),
         )
         for one in folder.components
-        if one.path in paths and one.problem is None and (one.role is Role.MODEL or one.path in saved)
+        if one.path in paths
+        and one.problem is None
+        and (one.role is Role.MODEL or one.path in saved)
     ]
     return entries if len(entries) == len(paths) else []
 
 
 def _dtypes_of_moments(saved: SavedOptimizer) -> dict[str, str]:
-    """Return the dtypes of moments. A load converts them to that of their parameter, without a word."""
+    """Return the dtypes of moments. A load converts them to that of their parameter, without a
+    word.
+    """
     return {
         f"{name}.{state}": tensor.dtype
         for name, tensors in saved.tensors.items()
@@ -439,7 +510,11 @@ def _is_in_order(folder: CheckpointFolder) -> bool:
         Counter(
             shape
             for states in one.states.values()
-            for shape in {shape for state, shape in states.items() if state in MOMENTS} - {None, ()}
+            for shape in {shape for state, shape in states.items() if state in MOMENTS}
+            - {
+                None,
+                (),
+            }
         )
         <= shapes.get(one.index, Counter())
         for one in saved_optimizers(folder, ())
@@ -453,13 +528,16 @@ def _misplaced(
     change: _Change,
     effect: str,
 ) -> Iterator[MisplacedEntry]:
-    """Yield the entries that differ from those of their number in all of these checkpoints, which agree."""
+    """Yield the entries that differ from those of their number in all of these checkpoints, which
+    agree.
+    """
     known_by = next_to_it(len(near))
     is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
     is_newest = all(is_earlier for is_earlier, _ in near)
     for number, entry in enumerate(own):
         expected = near[0][1][number]
-        # load_state of accelerate takes no other wrappers, so that a run begins and ends with the same.
+        # load_state of accelerate takes no other wrappers, so that a run begins and ends with the
+        # same.
         is_wrapped = (
             (len(near) > 1 or entry.is_partly_wrapped(expected))
             and (is_between or (change.is_alone(role) and not change.is_recorded))
@@ -468,7 +546,9 @@ def _misplaced(
             and entry.is_wrapped_unlike(expected)
         )
         agree = all(expected.is_alike(there[number]) for _, there in near)
-        if not agree or (not is_wrapped and any(entry.is_alike(there[number]) for _, there in near)):
+        if not agree or (
+            not is_wrapped and any(entry.is_alike(there[number]) for _, there in near)
+        ):
             continue
         places = [
             place
@@ -501,9 +581,13 @@ def _misplaced(
         # No script empties a model and goes on training its parameters.
         is_emptied = role is Role.MODEL and change.has_same_optimizers and not entry.shapes
         is_wrong = (
-            is_emptied or is_wrapped or (len(near) > 1 and (is_between or change.is_excluded or is_other))
+            is_emptied
+            or is_wrapped
+            or (len(near) > 1 and (is_between or change.is_excluded or is_other))
         )
-        is_strippable = is_wrapped and expected.keys == expected.shapes and _has_wrappers(entry.keys)
+        is_strippable = (
+            is_wrapped and expected.keys == expected.shapes and _has_wrappers(entry.keys)
+        )
         holds, wanted = entry.difference(expected)
         yield (MisplacedEntry if is_wrong else ChangedEntry)(
             path=entry.path,
@@ -522,10 +606,14 @@ _BY_TRAINER = {
     Role.MODEL: "the Trainer fails, or begins with new weights for the keys that it does not find",
     Role.OPTIMIZER: "the resume or the next optimizer step fails",
 }
-"""Effects of another entry on a resume. The Trainer only warns about other keys (transformers 5.23)."""
+"""Effects of another entry on a resume. The Trainer only warns about other keys (transformers
+5.23).
+"""
 
 
-def _rounded(own: Sequence[_Entry], near: Sequence[tuple[bool, Sequence[_Entry]]]) -> Iterator[RoundedEntry]:
+def _rounded(
+    own: Sequence[_Entry], near: Sequence[tuple[bool, Sequence[_Entry]]]
+) -> Iterator[RoundedEntry]:
     for number, entry in enumerate(own):
         there = [(is_earlier, entries[number].dtypes) for is_earlier, entries in near]
         yield from rounded(entry.path, entry.dtypes, there)
@@ -534,10 +622,11 @@ def _rounded(own: Sequence[_Entry], near: Sequence[tuple[bool, Sequence[_Entry]]
 def rounded(
     path: PurePosixPath, own: Mapping[str, str], near: Sequence[tuple[bool, Mapping[str, str]]]
 ) -> Iterator[RoundedEntry]:
-    """Yield a finding about a model or optimizer with tensors of a lower precision than in all of these checkpoints.
+    """Yield a finding about a model or optimizer with tensors of a lower precision than in all of
+    these checkpoints.
 
-    ``own``: key -> dtype; ``near``: whether a checkpoint is an earlier one, and these of it. No run lowers its
-    precision for one save. At an end of the run the script may have changed it.
+    ``own``: key -> dtype; ``near``: whether a checkpoint is an earlier one, and these of it. No run
+    lowers its precision for one save. At an end of the run the script may have changed it.
     """
     # Of two either may be the converted one.
     if len(near) < 2:
@@ -545,7 +634,8 @@ def rounded(
     lower = Counter(
         (dtype, near[0][1][key])
         for key, dtype in own.items()
-        if _is_rounded(dtype, near[0][1].get(key, "")) and len({dtypes.get(key) for _, dtypes in near}) == 1
+        if _is_rounded(dtype, near[0][1].get(key, ""))
+        and len({dtypes.get(key) for _, dtypes in near}) == 1
     )
     if lower:
         (dtype, wanted), _ = lower.most_common(1)[0]
@@ -559,7 +649,9 @@ def rounded(
 
 
 def _is_rounded(dtype: str, expected: str) -> bool:
-    """Return whether a conversion of a floating point type loses digits: also between F16 and BF16, and to integers."""
+    """Return whether a conversion of a floating point type loses digits: also between F16 and BF16,
+    and to integers.
+    """
     if dtype == expected or not {dtype, expected} <= DTYPE_BITS.keys() or not _is_float(expected):
         return False
     return not _is_float(dtype) or DTYPE_BITS[dtype] <= DTYPE_BITS[expected]
@@ -570,5 +662,7 @@ def _is_float(dtype: str) -> bool:
 
 
 def _has_wrappers(keys: Collection[str]) -> bool:
-    """Return whether a repair removes wrappers from keys: one that all begin with, or those of torch in the middle."""
+    """Return whether a repair removes wrappers from keys: one that all begin with, or those of
+    torch in the middle.
+    """
     return bool(common_wrappers(keys) or inner_wrappers(keys))

@@ -1,8 +1,10 @@
-"""Families of files that hold one model, of which a loader takes one: safetensors or ``.bin``, one file or shards.
+"""Families of files that hold one model, of which a loader takes one: safetensors or ``.bin``, one
+file or shards.
 
-A save never deletes the files of another format, so that an older model stays in the folder, and which of the two is
-loaded depends on the loader. Families are compared only where one call of a loader could take either: variants such as
-``fp16`` are asked for by name, and adapters, ``consolidated.safetensors`` and FSDP's files have loaders of their own.
+A save never deletes the files of another format, so that an older model stays in the folder, and
+which of the two is loaded depends on the loader. Families are compared only where one call of a
+loader could take either: variants such as ``fp16`` are asked for by name, and adapters,
+``consolidated.safetensors`` and FSDP's files have loaders of their own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,7 +34,12 @@ from ckptfix.diagnosis.findings.sharded import (
     StaleFamily,
 )
 from ckptfix.formats.tensor import TensorInfo
-from ckptfix.storage.comparing import Run, first_difference, same_bytes_without_reading, sample_runs
+from ckptfix.storage.comparing import (
+    Run,
+    first_difference,
+    same_bytes_without_reading,
+    sample_runs,
+)
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 
@@ -48,7 +55,9 @@ class _Stored(NamedTuple):
 
 
 class _Family(NamedTuple):
-    """One family: its kind, the file or the index that a loader looks for, and the files of its tensors."""
+    """One family: its kind, the file or the index that a loader looks for, and the files of its
+    tensors.
+    """
 
     kind: str
     path: PurePosixPath
@@ -60,16 +69,24 @@ class _Family(NamedTuple):
         return self.group.index_path is None or self.group.index is not None
 
     def tensors(self) -> dict[str, _Stored]:
-        """Return its tensors by key, without the wrappers of all keys, which one save may have and the other not."""
-        stored = [_Stored(tensor, member.path) for member in self.group.members for tensor in member.tensors]
+        """Return its tensors by key, without the wrappers of all keys, which one save may have and
+        the other not.
+        """
+        stored = [
+            _Stored(tensor, member.path)
+            for member in self.group.members
+            for tensor in member.tensors
+        ]
         bare = KeyMap(remove=common_wrappers(one.info.fqn for one in stored))
         return {bare(one.info.fqn): one for one in stored}
 
 
 class FamilyFindings(NamedTuple):
-    """Findings about the models that a folder holds twice, and the indexes that would change what a loader takes.
+    """Findings about the models that a folder holds twice, and the indexes that would change what a
+    loader takes.
 
-    ``switches``: missing index -> loader -> the file or index that it takes now, and no longer with this index.
+    ``switches``: missing index -> loader -> the file or index that it takes now, and no longer with
+    this index.
     """
 
     findings: tuple[Finding, ...]
@@ -86,10 +103,12 @@ def diagnose_families(
     data: bool,
     progress: Progress | None,
 ) -> FamilyFindings:
-    """Find the models that a folder holds twice. ``existing``: all of its files. ``damaged``: those that lost bytes.
+    """Find the models that a folder holds twice. ``existing``: all of its files. ``damaged``: those
+    that lost bytes.
 
-    Samples of the bytes are compared. With ``data`` all of them are, with ``prove`` those of shards without their
-    index: it may be written only where the loaders that take it get the same weights. Raises OSError.
+    Samples of the bytes are compared. With ``data`` all of them are, with ``prove`` those of shards
+    without their index: it may be written only where the loaders that take it get the same weights.
+    Raises OSError.
     """
     models: dict[tuple[ModelName, int], list[_Family]] = {}
     for group in groups:
@@ -110,13 +129,22 @@ def diagnose_families(
         )
         now = loads(names, model, index)
         by_name = {str(family.path): family.path for family in families}
-        paths = {loader: by_name[now.taken[loader]] for loader in loaders if now.taken.get(loader) in by_name}
+        paths = {
+            loader: by_name[now.taken[loader]]
+            for loader in loaders
+            if now.taken.get(loader) in by_name
+        }
         comparable = [family for family in families if _is_comparable(family.group, damaged)]
         equal = {family.path for family in comparable[:1]}
         for family in comparable[1:]:
             is_unlisted = not (family.is_found and comparable[0].is_found)
             of_pair = _compared(
-                root, comparable[0], family, paths, data=data or (prove and is_unlisted), progress=progress
+                root,
+                comparable[0],
+                family,
+                paths,
+                data=data or (prove and is_unlisted),
+                progress=progress,
             )
             # Of the model in the indexes, not of an adapter next to it.
             if {SAFE_INDEX, BIN_INDEX} >= {comparable[0].kind, family.kind} and not is_unlisted:
@@ -126,7 +154,11 @@ def diagnose_families(
                 equal.add(family.path)
         findings += (
             SecondFamily(
-                path=family.path, preferred=comparable[0].path, loads=paths, tensors=0, is_damaged=True
+                path=family.path,
+                preferred=comparable[0].path,
+                loads=paths,
+                tensors=0,
+                is_damaged=True,
             )
             for family in families
             if comparable and family.is_found and _is_damaged(family.group, damaged)
@@ -140,7 +172,8 @@ def _switches(
     names: ModelNames,
     equals: Mapping[PurePosixPath, Collection[PurePosixPath]],
 ) -> dict[PurePosixPath, dict[str, PurePosixPath]]:
-    """Return the missing indexes with which a loader would take another complete model than now, or fail.
+    """Return the missing indexes with which a loader would take another complete model than now, or
+    fail.
 
     ``equals``: file or index -> those with equal weights, between which a loader may switch.
     """
@@ -165,7 +198,9 @@ def _switches(
 
 
 def _name(group: ModelFiles) -> FileName | None:
-    """Return the parsed name of the file or the index that a loader looks for, None where no loader finds the group."""
+    """Return the parsed name of the file or the index that a loader looks for, None where no loader
+    finds the group.
+    """
     if group.is_left_over or not group.members:
         return None
     is_found = group.index_path is None or group.index is not None or group.rivals == 1
@@ -175,7 +210,8 @@ def _name(group: ModelFiles) -> FileName | None:
 def _is_comparable(group: ModelFiles, damaged: Collection[PurePosixPath]) -> bool:
     """Return whether the files of a family hold one state dict, and all of their bytes.
 
-    Nested keys and a broken index do not count: a repair fixes them, and must not be what shows a second family.
+    Nested keys and a broken index do not count: a repair fixes them, and must not be what shows a
+    second family.
     """
     is_sound = group.is_whole and all(
         member.whole is not None and member.path not in damaged for member in group.members
@@ -184,7 +220,9 @@ def _is_comparable(group: ModelFiles, damaged: Collection[PurePosixPath]) -> boo
 
 
 def _is_damaged(group: ModelFiles, damaged: Collection[PurePosixPath]) -> bool:
-    """Return whether a finding names what is wrong with the files: they may be of a kind that is not read."""
+    """Return whether a finding names what is wrong with the files: they may be of a kind that is
+    not read.
+    """
     return bool(group.missing) or any(member.path in damaged for member in group.members)
 
 
@@ -201,8 +239,11 @@ def _compared(
     unlisted = tuple(family.path for family in (first, second) if not family.is_found)
     left, right = first.tensors(), second.tensors()
     shared = left.keys() & right.keys()
-    changed = tuple(fqn for fqn in left if fqn in shared and left[fqn].info[1:3] != right[fqn].info[1:3])
-    # A save of safetensors leaves out all but one key of tied weights, and one of .bin keeps them all.
+    changed = tuple(
+        fqn for fqn in left if fqn in shared and left[fqn].info[1:3] != right[fqn].info[1:3]
+    )
+    # A save of safetensors leaves out all but one key of tied weights, and one of .bin keeps them
+    # all.
     absent, own = (_untied(root, family, shared, data=data) for family in (left, right))
     if changed or absent or own:
         second_family = SecondFamily(
@@ -244,7 +285,9 @@ def _compared(
 
 
 def _run(one: _Stored, other: _Stored) -> Run | None:
-    """Return the bytes of two equal tensors, None where they are scattered: a transposed weight in a ``.bin`` file."""
+    """Return the bytes of two equal tensors, None where they are scattered: a transposed weight in
+    a ``.bin`` file.
+    """
     if one.info.data_offsets is None or other.info.data_offsets is None:
         return None
     begin, end = one.info.data_offsets
@@ -260,7 +303,9 @@ def _difference(
     data: bool,
     progress: Progress | None = None,
 ) -> tuple[str | None, bool]:
-    """Return the first key with other bytes, None for none, and whether only samples were compared."""
+    """Return the first key with other bytes, None for none, and whether only samples were
+    compared.
+    """
     by_files: dict[Files, list[str]] = {}
     for fqn in runs:
         by_files.setdefault((pairs[fqn][0].path, pairs[fqn][1].path), []).append(fqn)
@@ -273,24 +318,33 @@ def _difference(
                 continue
             some = sample_runs(every, pages=pages)
             for part in (some, every) if data else (some,):
-                found = first_difference(one, other, part, progress=None if part is some else progress)
+                found = first_difference(
+                    one, other, part, progress=None if part is some else progress
+                )
                 if found is not None:
                     place = found.offset_a
-                    return next(
-                        fqn
-                        for fqn in keys
-                        if runs[fqn].offset_a <= place < runs[fqn].offset_a + runs[fqn].length
-                    ), False
-            is_sampled |= not data and sum(run.length for run in some) < sum(run.length for run in every)
+                    return (
+                        next(
+                            fqn
+                            for fqn in keys
+                            if runs[fqn].offset_a <= place < runs[fqn].offset_a + runs[fqn].length
+                        ),
+                        False,
+                    )
+            is_sampled |= not data and sum(run.length for run in some) < sum(
+                run.length for run in every
+            )
     return None, is_sampled
 
 
 def _untied(
     root: Path, tensors: Mapping[str, _Stored], shared: Collection[str], *, data: bool
 ) -> tuple[str, ...]:
-    """Return the keys of a family that the other one lacks, without those of a tensor that it has under another key.
+    """Return the keys of a family that the other one lacks, without those of a tensor that it has
+    under another key.
 
-    A tie is one stretch of a file, or two with equal bytes, unless they begin with zeros: many biases do.
+    A tie is one stretch of a file, or two with equal bytes, unless they begin with zeros: many
+    biases do.
     """
     missing = [fqn for fqn in tensors if fqn not in shared]
     if len(missing) > _MOST_TIES:
@@ -299,10 +353,16 @@ def _untied(
     for fqn in missing:
         tensor = tensors[fqn]
         twins = [
-            twin for key, twin in tensors.items() if key in shared and twin.info[1:3] == tensor.info[1:3]
+            twin
+            for key, twin in tensors.items()
+            if key in shared and twin.info[1:3] == tensor.info[1:3]
         ]
         offsets = tensor.info.data_offsets
-        if any((twin.path, twin.info.data_offsets) == (tensor.path, offsets) for twin in twins if offsets):
+        if any(
+            (twin.path, twin.info.data_offsets) == (tensor.path, offsets)
+            for twin in twins
+            if offsets
+        ):
             continue
         if not any(_is_copy(root, tensor, twin, data=data) for twin in twins[:_MOST_TIES]):
             untied.append(fqn)

@@ -58,7 +58,12 @@ from ckptfix.diagnosis.findings.damaged import (
     UncheckedFile,
 )
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
-from ckptfix.diagnosis.findings.sharded import CountedStates, RefusedStates, StrayStates, UsedStates
+from ckptfix.diagnosis.findings.sharded import (
+    CountedStates,
+    RefusedStates,
+    StrayStates,
+    UsedStates,
+)
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import CkptfixError, OperationError
 from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, SafetensorsFile, has_converted_lines
@@ -87,11 +92,12 @@ def diagnose_files(
 ) -> list[Finding]:
     """Find the damage of each single file.
 
-    ``data``: check the CRC of every record, not only small ones. ``explained``: unreadable files with another
-    finding. ``crcs``: what is known of the CRCs already.
+    ``data``: check the CRC of every record, not only small ones. ``explained``: unreadable files
+    with another finding. ``crcs``: what is known of the CRCs already.
     """
     findings: list[Finding] = []
-    # Next to the states of save_state, accelerate loads the model; weights alone are read by plain torch.load.
+    # Next to the states of save_state, accelerate loads the model; weights alone are read by plain
+    # torch.load.
     is_plain_model = not any(
         name.role not in (*NOT_STATES, Role.GRAD_SCALER) and not name.is_of_trainer
         for name in folder.file_names
@@ -135,7 +141,9 @@ _left: ContextVar[list[LeftRecord] | None] = ContextVar("left_records", default=
 
 @contextmanager
 def leaving_records() -> Iterator[list[LeftRecord]]:
-    """Compare no CRC with ``data`` in this block: the caller does, who reads all files anyway, and gets a list."""
+    """Compare no CRC with ``data`` in this block: the caller does, who reads all files anyway, and
+    gets a list.
+    """
     found: list[LeftRecord] = []
     token = _left.set(found)
     try:
@@ -159,10 +167,13 @@ _AT_ONCE = 1 << 30
 def _wrong_crcs(
     root: Path, files: Mapping[PurePosixPath, TorchFile], *, data: bool, progress: Progress | None
 ) -> WrongCrcs:
-    """Compare the CRC of the records of these files: with ``data`` of every record, which a team shares."""
+    """Compare the CRC of the records of these files: with ``data`` of every record, which a team
+    shares.
+    """
     if not data:
         return {
-            path: _read_crcs(root / path, file, slice(None), data, progress) for path, file in files.items()
+            path: _read_crcs(root / path, file, slice(None), data, progress)
+            for path, file in files.items()
         }
     if (left := left_records()) is not None:
         left += (
@@ -191,7 +202,9 @@ def _wrong_crcs(
 
 
 def _stretches(archive: TorchZip) -> Iterator[tuple[int, int, int]]:
-    """Cut the records of an archive: first and last number, and bytes, of at most 1 GiB but for a longer record."""
+    """Cut the records of an archive: first and last number, and bytes, of at most 1 GiB but for a
+    longer record.
+    """
     begin = size = 0
     for number, record in enumerate(archive.records):
         if size and size + record.size > _AT_ONCE:
@@ -205,16 +218,22 @@ def _read_crcs(
     path: Path, file: TorchFile, among: slice, every_record: bool, progress: Progress | None
 ) -> list[tuple[str, str | None]]:
     with open_reader(path) as reader:
-        return list(crc_mismatches(file, reader, every_record=every_record, among=among, progress=progress))
+        return list(
+            crc_mismatches(file, reader, every_record=every_record, among=among, progress=progress)
+        )
 
 
 def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
-    """Return the finding about a file that could not be parsed; None for one that may not be read."""
+    """Return the finding about a file that could not be parsed; None for one that may not be
+    read.
+    """
     match problem.kind:
         case ProblemKind.TRUNCATED:
             have, need, in_header = problem.have, problem.need, problem.in_header
             return [
-                TruncatedFile(path=path, have=have, need=need, detail=problem.message, in_header=in_header)
+                TruncatedFile(
+                    path=path, have=have, need=need, detail=problem.message, in_header=in_header
+                )
             ]
         case ProblemKind.NOT_A_TENSOR_FILE:
             return [NotATensorFile(path=path, content=problem.message)]
@@ -241,12 +260,17 @@ def _safetensors(root: Path, component: Component, file: SafetensorsFile) -> lis
         findings.append(OtherFormat(path=component.path, format=file.metadata["format"]))
     refused = next((tensor for tensor in file.tensors if tensor.dtype in _UNKNOWN_TO_TORCH), None)
     # torch packs two of the 4-bit numbers into an element.
-    odd = next((tensor for tensor in file.tensors if tensor.dtype == "F4" and tensor.shape[-1] % 2), None)
+    odd = next(
+        (tensor for tensor in file.tensors if tensor.dtype == "F4" and tensor.shape[-1] % 2), None
+    )
     if refused is not None:
         detail = f"{refused.fqn!r} is of {refused.dtype}, for which torch has no dtype"
         findings.append(MalformedFile(path=component.path, detail=detail))
     elif odd is not None:
-        detail = f"{odd.fqn!r} is of F4 and its last size is {odd.shape[-1]}: torch loads even sizes alone"
+        detail = (
+            f"{odd.fqn!r} is of F4 and its last size is {odd.shape[-1]}: torch loads even sizes "
+            "alone"
+        )
         findings.append(MalformedFile(path=component.path, detail=detail))
     return findings
 
@@ -257,7 +281,9 @@ def _was_copied_as_text(path: Path, file: SafetensorsFile) -> bool:
     return False
 
 
-def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str | None]]) -> list[Finding]:
+def _torch(
+    component: Component, file: TorchFile, wrong: Sequence[tuple[str, str | None]]
+) -> list[Finding]:
     findings: list[Finding] = []
     if file.trailing:
         end = component.size - file.trailing
@@ -267,9 +293,13 @@ def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str
         prefix = f"{file.container.root}/data/"
         storages = sum(name.startswith(prefix) for name in packed)
         if packed:
-            findings.append(CompressedRecord(path=component.path, records=packed, storages=storages))
+            findings.append(
+                CompressedRecord(path=component.path, records=packed, storages=storages)
+            )
     for record, storage_key in wrong:
-        tensors = tuple(tensor.fqn for tensor in file.tensors_of(storage_key)) if storage_key else ()
+        tensors = (
+            tuple(tensor.fqn for tensor in file.tensors_of(storage_key)) if storage_key else ()
+        )
         findings.append(CrcMismatch(path=component.path, record=record, tensors=tensors))
     return findings
 
@@ -278,9 +308,10 @@ def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str
 class DeepSpeedState:
     """A DeepSpeed checkpoint in a folder, and its damage.
 
-    ``files`` and ``size`` in bytes: 0 for the folder itself, whose components count anyway. ``tensors``: the
-    number of its weights. ``unread``: the unread parts, in words; ``unfinished``: files that may not be read.
-    ``has_checksums``: some files have checksums, which ``--data`` compares. ``scanned``: the identity of each file.
+    ``files`` and ``size`` in bytes: 0 for the folder itself, whose components count anyway.
+    ``tensors``: the number of its weights. ``unread``: the unread parts, in words; ``unfinished``:
+    files that may not be read. ``has_checksums``: some files have checksums, which ``--data``
+    compares. ``scanned``: the identity of each file.
     """
 
     path: PurePosixPath
@@ -295,7 +326,9 @@ class DeepSpeedState:
 
 
 def without_deepspeed(folder: CheckpointFolder) -> CheckpointFolder:
-    """Return a folder without the files of DeepSpeed: the names in a single one of them prove nothing."""
+    """Return a folder without the files of DeepSpeed: the names in a single one of them prove
+    nothing.
+    """
     own = tuple(one for one in folder.components if not is_deepspeed_file(one.path.name))
     return replace(folder, components=own)
 
@@ -303,17 +336,24 @@ def without_deepspeed(folder: CheckpointFolder) -> CheckpointFolder:
 def diagnose_deepspeed(
     folder: CheckpointFolder, *, data: bool, progress: Progress | None
 ) -> tuple[DeepSpeedState, ...]:
-    """Diagnose each DeepSpeed checkpoint of a scanned folder. ``data``: compare the CRC of every record.
+    """Diagnose each DeepSpeed checkpoint of a scanned folder. ``data``: compare the CRC of every
+    record.
 
     Raises OSError when a file that could be scanned can no longer be read.
     """
     if folder.only is not None:
         return ()
-    return tuple(_state(folder, where, index, data, progress) for index, where in deepspeed_folders(folder))
+    return tuple(
+        _state(folder, where, index, data, progress) for index, where in deepspeed_folders(folder)
+    )
 
 
 def _state(
-    folder: CheckpointFolder, where: PurePosixPath, index: int, data: bool, progress: Progress | None
+    folder: CheckpointFolder,
+    where: PurePosixPath,
+    index: int,
+    data: bool,
+    progress: Progress | None,
 ) -> DeepSpeedState:
     # The files of the folder itself are checked with the others of it.
     of_rank = deepspeed_paths if where.parts else universal_paths
@@ -331,7 +371,9 @@ def _state(
     for path in paths:  # one by one: a thousand ranks have many names
         scanned = _scan_alone(folder.root, path)
         of_root = scanned.components
-        findings += diagnose_files(scanned, data=data, progress=progress, explained=frozenset(), crcs=crcs)
+        findings += diagnose_files(
+            scanned, data=data, progress=progress, explained=frozenset(), crcs=crcs
+        )
         for one in of_root:
             files, size = files + 1, size + one.size
             identities[path] = one.fingerprint
@@ -364,8 +406,12 @@ def _scan_alone(root: Path, path: PurePosixPath) -> CheckpointFolder:
     return replace(scanned, root=root, components=components)
 
 
-def _crcs_of_ranks(root: Path, every: Sequence[PurePosixPath], progress: Progress | None) -> WrongCrcs:
-    """Compare the CRC of every record in files that are parsed one by one; the processes of a team share the files."""
+def _crcs_of_ranks(
+    root: Path, every: Sequence[PurePosixPath], progress: Progress | None
+) -> WrongCrcs:
+    """Compare the CRC of every record in files that are parsed one by one; the processes of a team
+    share the files.
+    """
 
     def work(number: int, progress: Progress | None) -> list[tuple[str, str | None]]:
         contents = (one.content for one in _scan_alone(root, every[number]).components)
@@ -377,16 +423,21 @@ def _crcs_of_ranks(root: Path, every: Sequence[PurePosixPath], progress: Progres
         ]
 
     units = [
-        (root / path, "", os.stat(root / path).st_size if (root / path).exists() else 0) for path in every
+        (root / path, "", os.stat(root / path).st_size if (root / path).exists() else 0)
+        for path in every
     ]
     found = teams.each("crc of ranks", units, work, progress)
-    return {path: [(name, key) for name, key in pairs] for path, pairs in zip(every, found, strict=True)}
+    return {
+        path: [(name, key) for name, key in pairs] for path, pairs in zip(every, found, strict=True)
+    }
 
 
 def _whole(
     root: Path, where: PurePosixPath, index: int, is_broken: bool, state: DeepSpeedState
 ) -> DeepSpeedState:
-    """Return the state with the findings about all files together. ``is_broken``: a single file has a finding."""
+    """Return the state with the findings about all files together. ``is_broken``: a single file has
+    a finding.
+    """
     try:
         weights = deepspeed_weights(root, where, index)
         ensure_states(root, where, weights)
@@ -398,7 +449,12 @@ def _whole(
     except MissingRankError as error:
         why = _told(error, root, where)[1]
         finding: Finding = MissingRank(
-            path=where / error.path.name, rank=error.rank, files=error.files, items=0, holds=(), detail=why
+            path=where / error.path.name,
+            rank=error.rank,
+            files=error.files,
+            items=0,
+            holds=(),
+            detail=why,
         )
     except OperationError as error:
         if is_broken:
@@ -413,18 +469,25 @@ def _whole(
 
 
 def _stray_states(root: Path, where: PurePosixPath) -> Iterator[StrayStates]:
-    """Yield the files that ``zero_to_fp32`` reads with those of the ranks (DeepSpeed 0.9 to 0.19)."""
+    """Yield the files that ``zero_to_fp32`` reads with those of the ranks (DeepSpeed 0.9 to
+    0.19).
+    """
     files = list_files(root / where)
     for part, name in stray_states(files):
         path = where / name
         if part is DeepSpeedPart.OPTIMIZER:
-            effect = "zero_to_fp32 counts it as a rank more than saved the checkpoint, and refuses the folder"
+            effect = (
+                "zero_to_fp32 counts it as a rank more than saved the checkpoint, and refuses the "
+                "folder"
+            )
             yield RefusedStates(path=path, effect=effect)
         elif is_read_by_engine(name):
             effect = "load_state counts it as a part of the model for tensor parallelism, and fails"
             yield CountedStates(path=path, effect=effect)
         else:
-            yield _stray_model(root, path, sorted(files.models.values(), key=order_of_zero_to_fp32), files)
+            yield _stray_model(
+                root, path, sorted(files.models.values(), key=order_of_zero_to_fp32), files
+            )
 
 
 def _stray_model(
@@ -444,12 +507,15 @@ def _stray_model(
         )
     if place < order_of_zero_to_fp32(models[0]):
         return UsedStates(
-            path=path, effect=f"zero_to_fp32 takes buffers and shapes from it, and not from {models[0]}"
+            path=path,
+            effect=f"zero_to_fp32 takes buffers and shapes from it, and not from {models[0]}",
         )
     return StrayStates(path=path, effect="zero_to_fp32 reads it, too, and uses nothing of it")
 
 
-def diagnose_rank_files(folder: CheckpointFolder, damaged: Collection[PurePosixPath]) -> Iterator[Finding]:
+def diagnose_rank_files(
+    folder: CheckpointFolder, damaged: Collection[PurePosixPath]
+) -> Iterator[Finding]:
     """Find what is wrong with the files that each rank of FSDP saved alone, taken together.
 
     ``damaged``: files with a finding of their own.
@@ -460,7 +526,10 @@ def diagnose_rank_files(folder: CheckpointFolder, damaged: Collection[PurePosixP
         try:
             (rank_weights if role is Role.MODEL else rank_optimizer)(folder.root, index, files)
         except MissingRankError as error:
-            why = f"{len(files) + error.files} ranks saved it, and each of them has its own part of every tensor"
+            why = (
+                f"{len(files) + error.files} ranks saved it, and each of them has its own part of "
+                "every tensor"
+            )
             yield MissingRank(
                 path=PurePosixPath(error.path.name),
                 rank=error.rank,
@@ -472,14 +541,16 @@ def diagnose_rank_files(folder: CheckpointFolder, damaged: Collection[PurePosixP
         except OperationError as error:
             if not any(path in damaged for path in paths):
                 text = str(error).partition("; next: ")[0]
-                yield MalformedFile(path=paths[0], detail=text.removeprefix(f"{folder.root / paths[0]}: "))
+                yield MalformedFile(
+                    path=paths[0], detail=text.removeprefix(f"{folder.root / paths[0]}: ")
+                )
 
 
 def diagnose_world_ranks(folder: CheckpointFolder) -> Iterator[MissingRank]:
     """Yield the ranks that lack a file which other ranks have, by the ``world_size`` in its name.
 
-    Of two world sizes in a folder one may be left over: a kind of file that is complete with one of them is not
-    missing.
+    Of two world sizes in a folder one may be left over: a kind of file that is complete with one of
+    them is not missing.
     """
     ranks: dict[tuple[int, str, str], set[int]] = {}
     for component in folder.components if folder.only is None else ():
@@ -491,7 +562,8 @@ def diagnose_world_ranks(folder: CheckpointFolder) -> Iterator[MissingRank]:
         if (stem, suffix) not in complete:
             absent = (rank for rank in range(world_size) if rank not in present)
             lacking.setdefault(world_size, []).extend(
-                WorldRankName(stem, world_size, rank, suffix) for rank in islice(absent, _MOST_RANKS)
+                WorldRankName(stem, world_size, rank, suffix)
+                for rank in islice(absent, _MOST_RANKS)
             )
     for world_size, names in lacking.items():
         names.sort(key=lambda name: (name.rank, name.stem != "model", name.stem))
@@ -506,7 +578,10 @@ def diagnose_world_ranks(folder: CheckpointFolder) -> Iterator[MissingRank]:
             files=len(names),
             items=0,
             holds=(),
-            detail=f"each of {world_size} ranks saved its own part, and files of {which} are missing{others}",
+            detail=(
+                f"each of {world_size} ranks saved its own part, and files of {which} are "
+                f"missing{others}"
+            ),
         )
 
 
@@ -515,7 +590,8 @@ _NAMED_RANKS = 8
 
 
 def diagnose_parts(groups: Iterable[ModelFiles], *, is_file: bool) -> Iterator[Finding]:
-    """Find files without the places of their parts, and tensors with a hole or an overlap, whose loads are silent.
+    """Find files without the places of their parts, and tensors with a hole or an overlap, whose
+    loads are silent.
 
     ``is_file``: a file is judged alone, without those of the other ranks.
     """
@@ -528,7 +604,9 @@ def diagnose_parts(groups: Iterable[ModelFiles], *, is_file: bool) -> Iterator[F
             ]
             yield from misplaced
             # A file that cannot be read explains every hole.
-            if not (is_file or misplaced or any(member.problem is not None for member in group.members)):
+            if not (
+                is_file or misplaced or any(member.problem is not None for member in group.members)
+            ):
                 yield from _incomplete_parts(group)
             continue
         for member in group.members:
@@ -557,37 +635,47 @@ def _incomplete_parts(group: ModelFiles) -> Iterator[Finding]:
             files=sum(map(len, lost.values())),
             items=0,
             holds=tuple(tensor.fqn for tensor in gaps),
-            detail=f"of {gaps[0].fqn!r}, {gaps[0].problem}{others}; torch's reader leaves what was in memory there",
+            detail=(
+                f"of {gaps[0].fqn!r}, {gaps[0].problem}{others}; torch's reader leaves what was in "
+                "memory there"
+            ),
             elsewhere=len(tensors) - len(gaps),
             ranks=len(lost),
         )
     explained = {tensor.fqn for tensor in gaps if not tensor.has_overlap} if lost else set()
     for tensor in incomplete:
         if tensor.fqn not in explained:
-            yield IncompleteTensor(path=tensor.parts[0].file.path, tensor=tensor.fqn, detail=tensor.problem)
+            yield IncompleteTensor(
+                path=tensor.parts[0].file.path, tensor=tensor.fqn, detail=tensor.problem
+            )
 
 
 def unchecked_parts(groups: Iterable[ModelFiles], processes: int | None) -> Iterator[str]:
-    """Yield in words what the files do not record. ``processes``: those of the run, None where that is unknown."""
+    """Yield in words what the files do not record. ``processes``: those of the run, None where that
+    is unknown.
+    """
     for group in groups:
         if not group.is_in_parts:
             continue
         last = max(member.name.rank or 0 for member in group.members)
         if processes != last + 1:
             yield (
-                f"ranks after rank {last}: {group.label} does not record how many ranks saved it; if the files of the "
-                "last ranks are missing, tensors are smaller than in the model, and torch refuses to load them"
+                f"ranks after rank {last}: {group.label} does not record how many ranks saved it; "
+                "if the files of the last ranks are missing, tensors are smaller than in the "
+                "model, and torch refuses to load them"
             )
         has_hole = any(tensor.problem for tensor in group.parted_tensors)
         if not has_hole and (absent := absent_files(group.members)):
             yield (
-                f"files that one rank has and another lacks: {list_names(map(str, absent))}; no tensor has a hole, and "
-                "a rank without parts saves no file"
+                f"files that one rank has and another lacks: {list_names(map(str, absent))}; no "
+                "tensor has a hole, and a rank without parts saves no file"
             )
 
 
 def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[PurePosixPath, str]:
-    """Return the path of an error, relative to the root, and its sentence without path and advice."""
+    """Return the path of an error, relative to the root, and its sentence without path and
+    advice.
+    """
     text = str(error).partition("; next: ")[0]
     files = list(deepspeed_paths(root, where))
     for file in files:

@@ -1,8 +1,9 @@
-"""Models that save hooks put into sub-folders of ``save_state``, as diffusers' scripts have ``unet`` and ``unet_ema``.
+"""Models that save hooks put into sub-folders of ``save_state``, as diffusers' scripts have
+``unet`` and ``unet_ema``.
 
-Only the load hook of the script reads them, with ``from_pretrained``: a key too few or too many stops it (diffusers
-0.42). The optimizer shows which weights were trained, the checkpoints next to this one which keys a model has: they
-follow from its config.
+Only the load hook of the script reads them, with ``from_pretrained``: a key too few or too many
+stops it (diffusers 0.42). The optimizer shows which weights were trained, the checkpoints next to
+this one which keys a model has: they follow from its config.
 """
 
 from collections import Counter
@@ -16,13 +17,23 @@ from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.filenames import LORA, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.checkpoint.model_configs import CONFIG, ConfigOfModel, config_of_model, may_hold_weights
+from ckptfix.checkpoint.model_configs import (
+    CONFIG,
+    ConfigOfModel,
+    config_of_model,
+    may_hold_weights,
+)
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
 from ckptfix.diagnosis.exchanged import rounded
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
-from ckptfix.diagnosis.optimizer_states import OptimizerReport, Weights, diagnose_optimizers, weights_of
+from ckptfix.diagnosis.optimizer_states import (
+    OptimizerReport,
+    Weights,
+    diagnose_optimizers,
+    weights_of,
+)
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
 from ckptfix.diagnosis.siblings import without_average
 from ckptfix.errors import CkptfixError
@@ -35,7 +46,9 @@ _OF_LORA = "the load hook fails, or begins with new weights for the keys that it
 
 
 class HookModel:
-    """A sub-folder with weights. ``path``: relative to the checkpoint. ``findings``: about the folder alone."""
+    """A sub-folder with weights. ``path``: relative to the checkpoint. ``findings``: about the
+    folder alone.
+    """
 
     def __init__(
         self, path: PurePosixPath, folder: CheckpointFolder, findings: Sequence[Finding] = ()
@@ -46,7 +59,9 @@ class HookModel:
 
     @cached_property
     def keys(self) -> dict[str, Shape]:
-        """The keys of its weights with their shapes, none where a file of a library cannot be read."""
+        """The keys of its weights with their shapes, none where a file of a library cannot be
+        read.
+        """
         return {tensor.fqn: tensor.shape for tensor in self._tensors}
 
     @cached_property
@@ -90,7 +105,8 @@ def diagnose_hook_models(
     *,
     has_deepspeed: bool,
 ) -> OptimizerReport:
-    """Compare the models in sub-folders of ``save_state`` with its optimizers, and with the checkpoints next to it.
+    """Compare the models in sub-folders of ``save_state`` with its optimizers, and with the
+    checkpoints next to it.
 
     LoRA next to its states is compared with the checkpoints alone.
 
@@ -115,7 +131,9 @@ def diagnose_hook_models(
         if finding.severity is Severity.ERROR
     }
     joined = _joined(folder, models, trained)
-    of_optimizers = diagnose_optimizers(joined, sharded, damaged, optimizers, has_deepspeed=has_deepspeed)
+    of_optimizers = diagnose_optimizers(
+        joined, sharded, damaged, optimizers, has_deepspeed=has_deepspeed
+    )
     report.findings.extend(finding for finding in of_optimizers.findings if finding not in known)
     report.unchecked.extend(of_optimizers.unchecked)
     if optimizers and not of_optimizers.findings:
@@ -123,7 +141,9 @@ def diagnose_hook_models(
         report.unchecked.extend(_unclear_fit(optimizers, weights, trained))
     if not is_recorded:
         report.findings.extend(_without_counters(models, neighbours))
-        is_doubted = any(isinstance(finding, UnsavedParameters) for finding in of_optimizers.findings)
+        is_doubted = any(
+            isinstance(finding, UnsavedParameters) for finding in of_optimizers.findings
+        )
         of_keys = [
             *_unlike_averages(models, averages, is_doubted=is_doubted),
             *_unlike_neighbours(models, neighbours, is_doubted=is_doubted),
@@ -133,26 +153,33 @@ def diagnose_hook_models(
 
 
 def _lora_of(folder: CheckpointFolder) -> Iterator[HookModel]:
-    """Yield the LoRA that a hook saved next to the states of ``save_state``: it has no folder and no config."""
+    """Yield the LoRA that a hook saved next to the states of ``save_state``: it has no folder and
+    no config.
+    """
     for component in folder.components:
         if component.name.stem == LORA:
             yield HookModel(PurePosixPath(), replace(folder, components=(component,)))
 
 
 def _averages(models: Sequence[HookModel]) -> list[HookModel]:
-    """Return the averages of weights, which no optimizer trains: by their names, or else by the configs.
+    """Return the averages of weights, which no optimizer trains: by their names, or else by the
+    configs.
 
     ``train_amused.py`` calls them ``ema_model``, next to ``transformer``.
     """
     named = [model for model in models if without_average(model.path.name) != model.path.name]
-    averages = named or [model for model in models if (config := model.config) and config.is_of_average]
+    averages = named or [
+        model for model in models if (config := model.config) and config.is_of_average
+    ]
     return averages if len(averages) < len(models) else []
 
 
 def _joined(
     folder: CheckpointFolder, models: Sequence[HookModel], trained: Iterable[HookModel]
 ) -> CheckpointFolder:
-    """Return a folder with the weights of the models in its sub-folders as its own, by their paths from it."""
+    """Return a folder with the weights of the models in its sub-folders as its own, by their paths
+    from it.
+    """
     components, strays = [*folder.components], [*folder.strays]
     subfolders = dict(folder.subfolders)
     for model in trained:
@@ -165,7 +192,9 @@ def _joined(
         for path, kind in subfolders.items()
         if path not in seen
         and (
-            kind != PLAIN_FOLDER or (folder.root / path).is_symlink() or may_hold_weights(folder.root / path)
+            kind != PLAIN_FOLDER
+            or (folder.root / path).is_symlink()
+            or may_hold_weights(folder.root / path)
         )
     }
     return replace(folder, components=tuple(components), strays=tuple(strays), subfolders=unread)
@@ -174,7 +203,9 @@ def _joined(
 def _unclear_fit(
     optimizers: Iterable[SavedOptimizer], weights: Weights, trained: Sequence[HookModel]
 ) -> Iterator[str]:
-    """Yield in words that weights without moments may be fewer than were saved: frozen ones, or averages."""
+    """Yield in words that weights without moments may be fewer than were saved: frozen ones, or
+    averages.
+    """
     if not weights.is_complete:
         return
     moments: Counter[Shape] = Counter()
@@ -186,16 +217,18 @@ def _unclear_fit(
     frozen = (weights.counts - moments).total()
     if moments and frozen:
         yield (
-            f"whether {', '.join(f'{model.path}/' for model in trained)} lost frozen weights: the optimizers have no "
-            f"moments of {frozen} of {count_of(weights.tensors, 'tensor')}"
+            f"whether {', '.join(f'{model.path}/' for model in trained)} lost frozen weights: the "
+            f"optimizers have no moments of {frozen} of {count_of(weights.tensors, 'tensor')}"
         )
 
 
-def _without_counters(models: Sequence[HookModel], neighbours: Neighbours) -> Iterator[MisplacedEntry]:
+def _without_counters(
+    models: Sequence[HookModel], neighbours: Neighbours
+) -> Iterator[MisplacedEntry]:
     """Yield the averages of weights whose config lacks what ``EMAModel.save_pretrained`` writes.
 
-    The config of their model has it instead, or the checkpoints next to this one have it. A run that began with an
-    exported average has it in both.
+    The config of their model has it instead, or the checkpoints next to this one have it. A run
+    that began with an exported average has it in both.
     """
     by_path = {model.path: model for model in models}
     for path, model in by_path.items():
@@ -208,7 +241,10 @@ def _without_counters(models: Sequence[HookModel], neighbours: Neighbours) -> It
             yield _of_counters(
                 path,
                 place=str(base / CONFIG),
-                remedy=f"give {base}/ and {path}/ each other's name, or their {CONFIG} where only these were exchanged",
+                remedy=(
+                    f"give {base}/ and {path}/ each other's name, or their {CONFIG} where only "
+                    "these were exchanged"
+                ),
                 exchanged_with=str(base / CONFIG),
             )
             continue
@@ -241,13 +277,15 @@ def _configs_near(path: PurePosixPath, neighbours: Neighbours) -> Iterator[Confi
 def _unlike_neighbours(
     models: Iterable[HookModel], neighbours: Neighbours, *, is_doubted: bool
 ) -> Iterator[MisplacedEntry]:
-    """Yield the models with other keys or shapes than in all of the nearest saves, though their configs are equal.
+    """Yield the models with other keys or shapes than in all of the nearest saves, though their
+    configs are equal.
 
     So are those of a lower precision.
 
-    Of two checkpoints either may be the changed one, unless the optimizer contradicts this one (``is_doubted``), or it
-    alone has one word before all of its keys. At an end of the run the script may have changed the model: one that
-    adds a module to ``unet`` for its second phase leaves the config as it is. That is a note.
+    Of two checkpoints either may be the changed one, unless the optimizer contradicts this one
+    (``is_doubted``), or it alone has one word before all of its keys. At an end of the run the
+    script may have changed the model: one that adds a module to ``unet`` for its second phase
+    leaves the config as it is. That is a note.
     """
     for model in models:
         own = model.keys
@@ -296,14 +334,17 @@ def _models_near(model: HookModel, neighbours: Neighbours) -> Iterator[tuple[boo
 
 
 def _has_sizes(there: Path, folder: CheckpointFolder) -> bool:
-    """Return whether a folder has the files of weights of another one, in their sizes. Raises OSError."""
+    """Return whether a folder has the files of weights of another one, in their sizes. Raises
+    OSError.
+    """
     return all((there / one.path).stat().st_size == one.size for one in folder.components)
 
 
 def _unlike_averages(
     models: Sequence[HookModel], averages: Iterable[HookModel], *, is_doubted: bool
 ) -> Iterator[MisplacedEntry]:
-    """Yield the averages, or their models, that have other keys or shapes than the other of the two.
+    """Yield the averages, or their models, that have other keys or shapes than the other of the
+    two.
 
     ``is_doubted``: the optimizer contradicts the models.
     """
@@ -313,7 +354,11 @@ def _unlike_averages(
         if model is None or model is average:
             continue
         config, config_of_base = average.config, model.config
-        if config is None or config_of_base is None or config.architecture != config_of_base.architecture:
+        if (
+            config is None
+            or config_of_base is None
+            or config.architecture != config_of_base.architecture
+        ):
             continue
         keys, expected = average.keys, model.keys
         if not keys or not expected or keys == expected:

@@ -1,8 +1,10 @@
-"""Damage of indexes and in the shards that they list: missing, left-over and repeated tensors, by what loaders do.
+"""Damage of indexes and in the shards that they list: missing, left-over and repeated tensors, by
+what loaders do.
 
-Each loader reads all tensors of all files in the weight map, in the order of their names. The keys of the map count for
-transformers alone (``modeling_utils.py``): version 4.44 leaves a key that the map lacks random with a ``device_map``,
-and 4.44 and 5.23 look in the map for weights that stay on the disk, of safetensors files.
+Each loader reads all tensors of all files in the weight map, in the order of their names. The keys
+of the map count for transformers alone (``modeling_utils.py``): version 4.44 leaves a key that the
+map lacks random with a ``device_map``, and 4.44 and 5.23 look in the map for weights that stay on
+the disk, of safetensors files.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -31,15 +33,23 @@ from ckptfix.diagnosis.findings.sharded import (
     StaleShard,
 )
 from ckptfix.formats.tensor import TensorInfo
-from ckptfix.storage.comparing import Run, first_difference, same_bytes_without_reading, sample_runs
+from ckptfix.storage.comparing import (
+    Run,
+    first_difference,
+    same_bytes_without_reading,
+    sample_runs,
+)
 from ckptfix.storage.reading import names_in, open_reader
 from ckptfix.wording import series
 
 
-def diagnose_shards(folder: CheckpointFolder, groups: Sequence[ModelFiles], *, data: bool) -> list[Finding]:
+def diagnose_shards(
+    folder: CheckpointFolder, groups: Sequence[ModelFiles], *, data: bool
+) -> list[Finding]:
     """Find missing and left-over shards, and indexes that disagree with the headers.
 
-    ``data``: compare all bytes of tensors that are in two shards, not samples of them. Raises OSError.
+    ``data``: compare all bytes of tensors that are in two shards, not samples of them. Raises
+    OSError.
     """
     root = folder.root
     findings: list[Finding] = []
@@ -47,11 +57,15 @@ def diagnose_shards(folder: CheckpointFolder, groups: Sequence[ModelFiles], *, d
     for group in groups:
         if group.stale_of is not None:
             listed = [member for of in groups if of.path == group.stale_of for member in of.members]
-            findings += [_stale(root, shard, group.stale_of, listed, data=data) for shard in group.members]
+            findings += [
+                _stale(root, shard, group.stale_of, listed, data=data) for shard in group.members
+            ]
         elif group.replaced is not None and group.index is None:
             first, *others = (str(shard.path) for shard in group.members)
             findings.append(
-                IncompleteShards(path=PurePosixPath(first), index=group.replaced.path, others=tuple(others))
+                IncompleteShards(
+                    path=PurePosixPath(first), index=group.replaced.path, others=tuple(others)
+                )
             )
         elif group.index_path is not None and group.replaced is not None:
             findings.append(_left_over(group, group.index_path, group.replaced))
@@ -64,15 +78,23 @@ def diagnose_shards(folder: CheckpointFolder, groups: Sequence[ModelFiles], *, d
     return findings
 
 
-def _foreign_indexes(folder: CheckpointFolder, groups: Iterable[ModelFiles]) -> Iterator[ForeignIndex]:
+def _foreign_indexes(
+    folder: CheckpointFolder, groups: Iterable[ModelFiles]
+) -> Iterator[ForeignIndex]:
     """Yield the files that ``load_checkpoint_in_model`` takes for a second index next to shards.
 
-    It looks for any ``*.index.json`` where no file has the first model (accelerate 1.15, ``utils/modeling.py``).
+    It looks for any ``*.index.json`` where no file has the first model (accelerate 1.15,
+    ``utils/modeling.py``).
     """
     foreign = [path for path in folder.strays if path.name.endswith(".index.json")]
-    if not foreign or any(str(component.path) in _BEFORE_INDEXES for component in folder.components):
+    if not foreign or any(
+        str(component.path) in _BEFORE_INDEXES for component in folder.components
+    ):
         return
-    if any(group.index_path is not None and group.members and not group.is_left_over for group in groups):
+    if any(
+        group.index_path is not None and group.members and not group.is_left_over
+        for group in groups
+    ):
         yield from (ForeignIndex(path=path) for path in foreign)
 
 
@@ -82,12 +104,17 @@ _BEFORE_INDEXES = ("model.safetensors", "pytorch_model.bin")
 def _stale(
     root: Path, shard: Component, index: PurePosixPath, listed: Iterable[Component], *, data: bool
 ) -> StaleShard:
-    """Return the finding about a shard that an index does not list. ``listed``: the shards that it does.
+    """Return the finding about a shard that an index does not list. ``listed``: the shards that it
+    does.
 
-    torch 2.13's ``HuggingFaceStorageReader`` reads all safetensors files of a folder, and of two tensors with one key
-    takes the one that is in the last file as the file system lists them.
+    torch 2.13's ``HuggingFaceStorageReader`` reads all safetensors files of a folder, and of two
+    tensors with one key takes the one that is in the last file as the file system lists them.
     """
-    own = {tensor.fqn: tensor for tensor in shard.tensors} if shard.name.suffix == ".safetensors" else {}
+    own = (
+        {tensor.fqn: tensor for tensor in shard.tensors}
+        if shard.name.suffix == ".safetensors"
+        else {}
+    )
     repeated = {
         tensor.fqn: {str(member.path): tensor, str(shard.path): own[tensor.fqn]}
         for member in listed
@@ -101,13 +128,20 @@ def _stale(
 
 
 def _twin(group: ModelFiles, groups: Iterable[ModelFiles]) -> PurePosixPath | None:
-    """Return the index that lacks its shards and lists the keys of shards whose own index no loader looks for."""
+    """Return the index that lacks its shards and lists the keys of shards whose own index no loader
+    looks for.
+    """
     name = parse_file_name(group.path.name)
     if name is None or kind_of(name) is not None:
         return None
     keys = {tensor.fqn for member in group.members for tensor in member.tensors}
     return next(
-        (lacking.index_path for lacking in groups if lacking.missing and keys == lacking.listed.keys()), None
+        (
+            lacking.index_path
+            for lacking in groups
+            if lacking.missing and keys == lacking.listed.keys()
+        ),
+        None,
     )
 
 
@@ -117,7 +151,8 @@ def _left_over(group: ModelFiles, path: PurePosixPath, replaced: Replacement) ->
         path=path,
         file=replaced.path,
         missing=group.missing,
-        # A file under another name with the keys of a shard may be of a script, such as a trained head.
+        # A file under another name with the keys of a shard may be of a script, such as a trained
+        # head.
         shards=tuple(member.path for member in group.members if member.path not in group.renamed),
         problem=problem.message if problem is not None else "",
         refused_by=series(replaced.refused_by) if replaced.refused_by else "",
@@ -162,7 +197,9 @@ def _missing(
         others=gone[1:],
         named_by=str(index_path) if any(keys.values()) else f"the name of {group.members[0].path}",
         tensors=sum(map(len, keys.values())),
-        renamed=tuple(RenamedShard(files[name], name, len(keys[name])) for name in gone if name in files),
+        renamed=tuple(
+            RenamedShard(files[name], name, len(keys[name])) for name in gone if name in files
+        ),
         packed=tuple(
             packed
             for name in gone
@@ -177,13 +214,16 @@ _PACKED = {
     ".bz2": ("bunzip2", b"BZh"),
     ".zst": ("unzstd --rm", b"\x28\xb5\x2f\xfd"),
 }
-"""Ending of a compressed file -> the program that brings the file back, and how such files begin."""
+"""Ending of a compressed file -> the program that brings the file back, and how such files begin.
+"""
 
 
 def _packed(
     folder: CheckpointFolder, name: str, existing: Collection[PurePosixPath]
 ) -> tuple[PurePosixPath, str] | None:
-    """Return the first compressed file of a missing shard with the program that unpacks it, None without one."""
+    """Return the first compressed file of a missing shard with the program that unpacks it, None
+    without one.
+    """
     for ending, (program, magic) in _PACKED.items():
         path = PurePosixPath(name + ending)
         if path in existing and _begins(folder.root / path, magic):
@@ -212,10 +252,11 @@ def _moved(
     gone: Set[str],
     below: Mapping[PurePosixPath, frozenset[str]],
 ) -> Mapping[str, Sequence[PurePosixPath]]:
-    """Return missing shard -> files that may be it: with an ending such as ``.bak``, or in a sub-folder.
+    """Return missing shard -> files that may be it: with an ending such as ``.bak``, or in a
+    sub-folder.
 
-    A sub-folder with an index or a config is a model or a checkpoint of its own: that of the Trainer's last model has
-    checkpoints with shards of the same names and keys.
+    A sub-folder with an index or a config is a model or a checkpoint of its own: that of the
+    Trainer's last model has checkpoints with shards of the same names and keys.
     """
     moved: dict[str, list[PurePosixPath]] = {}
     lengths = {len(name) for name in gone}
@@ -249,26 +290,35 @@ def _diagnose_index(
         for tensor in shard.tensors:
             holders.setdefault(tensor.fqn, {})[str(shard.path)] = tensor
     listed = group.listed
-    is_of_script = any(one.name.shard == (1, 1) and not one.name.is_of_library for one in group.members)
+    is_of_script = any(
+        one.name.shard == (1, 1) and not one.name.is_of_library for one in group.members
+    )
     is_part = any(begins_inside(one) is not None for one in group.members)
     if group.index is None and (not holders or is_of_script or is_part):
-        # No shard to list, one file that a script reads by its name, or a part of a tensor, which has its own finding.
+        # No shard to list, one file that a script reads by its name, or a part of a tensor, which
+        # has its own finding.
         return ()
     repeated = {fqn: tensors for fqn, tensors in holders.items() if len(tensors) > 1}
     doubled = _unequal(root, repeated, data=data)
     lost = group.lost
-    misplaced = sum(1 for fqn, name in listed.items() if fqn in holders and name not in holders[fqn])
+    misplaced = sum(
+        1 for fqn, name in listed.items() if fqn in holders and name not in holders[fqn]
+    )
     unlisted = holders.keys() - listed.keys()
     # Loaders take the names of the shards from the map, and all tensors of each shard.
     loaded = set(listed.values())
     unloaded = any(map(loaded.isdisjoint, holders.values()))
     is_of_transformers = _is_of_transformers(path)
-    # transformers 4.44 passes over a tensor that the map lacks, with a device_map or low_cpu_mem_usage.
+    # transformers 4.44 passes over a tensor that the map lacks, with a device_map or
+    # low_cpu_mem_usage.
     skipped = is_of_transformers and not all(map(is_computed, unlisted))
-    # Version 5.23, too, looks in the map for weights that stay on the disk, unless it copies them out of .bin files.
+    # Version 5.23, too, looks in the map for weights that stay on the disk, unless it copies them
+    # out of .bin files.
     sought = misplaced if is_of_transformers and ".safetensors" in path.name else 0
     problem = (
-        group.index.problem.message if group.index is not None and group.index.problem is not None else None
+        group.index.problem.message
+        if group.index is not None and group.index.problem is not None
+        else None
     )
     is_read = group.index is not None and problem is None
     without_metadata = is_read and not isinstance(group.index_words.get("metadata"), dict)
@@ -326,8 +376,12 @@ def _diagnose_index(
 _PAGES = 24
 
 
-def _unequal(root: Path, repeated: Mapping[str, Mapping[str, TensorInfo]], *, data: bool) -> tuple[str, ...]:
-    """Return the tensors that are in several shards with other values, by samples of their bytes unless ``data``."""
+def _unequal(
+    root: Path, repeated: Mapping[str, Mapping[str, TensorInfo]], *, data: bool
+) -> tuple[str, ...]:
+    """Return the tensors that are in several shards with other values, by samples of their bytes
+    unless ``data``.
+    """
     unequal: set[str] = set()
     pairs: dict[tuple[str, str], list[str]] = {}
     for fqn, tensors in repeated.items():
@@ -359,14 +413,16 @@ def _is_of_transformers(index: PurePosixPath) -> bool:
 
 def _is_of_diffusers(index: PurePosixPath) -> bool:
     name = parse_file_name(index.name)
-    return name is not None and name.model is not None and name.model.stem == "diffusion_pytorch_model"
+    return (
+        name is not None and name.model is not None and name.model.stem == "diffusion_pytorch_model"
+    )
 
 
 def _unread_by_transformers(index: PurePosixPath, shards: Collection[str]) -> str:
     """Return the first file in another format that transformers reads as safetensors, "" for none.
 
-    transformers 5.23 reads all files as the first of them (``modeling_utils.py``), and the Trainer as the index
-    says (``load_sharded_checkpoint``). diffusers and accelerate look at each ending.
+    transformers 5.23 reads all files as the first of them (``modeling_utils.py``), and the Trainer
+    as the index says (``load_sharded_checkpoint``). diffusers and accelerate look at each ending.
     """
     if not _is_of_transformers(index) or not shards:
         return ""
@@ -376,7 +432,9 @@ def _unread_by_transformers(index: PurePosixPath, shards: Collection[str]) -> st
 
 
 def _only_renamed(lost: tuple[str, ...], actual: Collection[str], listed: Collection[str]) -> bool:
-    """Return whether the index has the same tensors under keys with other wrappers, as after a manual rename."""
+    """Return whether the index has the same tensors under keys with other wrappers, as after a
+    manual rename.
+    """
     if not lost:
         return False
     strip_actual, strip_listed = (

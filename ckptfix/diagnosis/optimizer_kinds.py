@@ -1,23 +1,28 @@
-"""Optimizers of torch as their param groups show them, and the options and states that each cannot do without.
+"""Optimizers of torch as their param groups show them, and the options and states that each cannot
+do without.
 
-Measured with torch 2.13: ``load_state_dict`` takes nearly everything, and the next ``step`` raises KeyError for a
-missing option or state, AttributeError for a state that is not a tensor. Options that ``__setstate__`` sets when they
-are missing are not required. Only options of torch's own optimizers and of Adafactor in transformers are known here: a
-param group with any other belongs to a class that may read other options and keep other states.
+Measured with torch 2.13: ``load_state_dict`` takes nearly everything, and the next ``step`` raises
+KeyError for a missing option or state, AttributeError for a state that is not a tensor. Options
+that ``__setstate__`` sets when they are missing are not required. Only options of torch's own
+optimizers and of Adafactor in transformers are known here: a param group with any other belongs to
+a class that may read other options and keep other states.
 """
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 COMMON_OPTIONS = frozenset((
-    "lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach",
-    "capturable", "differentiable", "fused", "decoupled_weight_decay", "momentum", "dampening", "nesterov",
-    "base_momentum", "max_momentum", "alpha", "centered", "lr_decay", "initial_accumulator_value", "rho",
-    "momentum_decay", "lambd", "t0", "etas", "step_sizes", "params", "param_names",
+    "lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas", "eps", "weight_decay", "amsgrad",
+    "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay",
+    "momentum", "dampening", "nesterov", "base_momentum", "max_momentum", "alpha", "centered",
+    "lr_decay", "initial_accumulator_value", "rho", "momentum_decay", "lambd", "t0", "etas",
+    "step_sizes", "params", "param_names",
 ))  # fmt: skip
-"""Hyperparameters of torch's optimizers whose moments have the shape of their parameter, and of its schedulers.
+"""Hyperparameters of torch's optimizers whose moments have the shape of their parameter, and of its
+schedulers.
 
-A param group with others belongs to an optimizer that may keep other shapes: Adafactor, GaLore, Shampoo, 8 bit.
+A param group with others belongs to an optimizer that may keep other shapes: Adafactor, GaLore,
+Shampoo, 8 bit.
 """
 
 
@@ -31,15 +36,16 @@ SEVERAL = "several"
 class OptimizerKind(NamedTuple):
     """An optimizer of torch's.
 
-    ``signs``: options and states that only it has. ``required``: the options without which a step raises KeyError.
-    ``moments``: its states in the shape of the parameter. ``optional``: a moment -> the option that adds it.
-    ``scalars``: its other states. ``single``: those of them that a step reads as one number. ``is_lenient``: a step
-    begins a missing state anew. ``asks_first``: its load reads the step of the first parameter. ``pairs``: options of
-    several numbers; a step takes one number for any other. ``flags``: other options that each of its param groups has
-    since torch 2.0. ``name``: of its class, and ``named_by``: an option that no other class has; "" where no option
-    shows the class.
-    ``either``: sets of states, one of which each parameter needs. ``together``: states of which a parameter has all or
-    none. ``options``: all options of a class that only these show, without those that schedulers add.
+    ``signs``: options and states that only it has. ``required``: the options without which a step
+    raises KeyError. ``moments``: its states in the shape of the parameter. ``optional``: a moment
+    -> the option that adds it. ``scalars``: its other states. ``single``: those of them that a step
+    reads as one number. ``is_lenient``: a step begins a missing state anew. ``asks_first``: its
+    load reads the step of the first parameter. ``pairs``: options of several numbers; a step takes
+    one number for any other. ``flags``: other options that each of its param groups has since torch
+    2.0. ``name``: of its class, and ``named_by``: an option that no other class has; "" where no
+    option shows the class. ``either``: sets of states, one of which each parameter needs.
+    ``together``: states of which a parameter has all or none. ``options``: all options of a class
+    that only these show, without those that schedulers add.
     """
 
     signs: frozenset[str]
@@ -64,7 +70,9 @@ class OptimizerKind(NamedTuple):
         return frozenset((*self.scalars, *self.moments, *self.optional))
 
     def has_exact(self, options: Collection[str]) -> bool:
-        """Return whether a param group has every option of the class itself, as no clone of older versions has."""
+        """Return whether a param group has every option of the class itself, as no clone of older
+        versions has.
+        """
         return bool(self.options) or self.required | self.flags <= set(options)
 
     def lacking(self, states: Collection[str]) -> list[str]:
@@ -79,7 +87,10 @@ class OptimizerKind(NamedTuple):
 
     def moments_with(self, options: Mapping[str, object]) -> tuple[str, ...]:
         """Return the moments of a parameter in a group with these options."""
-        return (*self.moments, *(state for state, name in self.optional.items() if _is_on(options.get(name))))
+        return (
+            *self.moments,
+            *(state for state, name in self.optional.items() if _is_on(options.get(name))),
+        )
 
 
 def _is_on(value: object) -> bool:
@@ -99,7 +110,8 @@ _ADAMAX = OptimizerKind(frozenset(("exp_inf",)), _ADAM, ("exp_avg", "exp_inf"))
 _OF_ADAMAX = _ADAM | _ADAMAX.flags | {"capturable"}
 
 _OF_SCHEDULERS = frozenset((
-    "params", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum",
+    "params", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum",
+    "max_momentum",
 ))  # fmt: skip
 """Keys that torch and its schedulers add to the options of a param group."""
 
@@ -118,7 +130,9 @@ _KINDS = (
         _ADAM,
         _ADAM_STATES,
         {"max_exp_avg_sq": "amsgrad"},
-        flags=frozenset(("amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused")),
+        flags=frozenset(
+            ("amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused")
+        ),
         name="Adam or AdamW",
         named_by="amsgrad",
     ),
@@ -196,7 +210,8 @@ _BY_OPTIONS = (
         single=(),
         together=("d", "t", "old_dirs", "old_stps", "ro", "prev_flat_grad"),
         options=frozenset((
-            "lr", "max_iter", "max_eval", "tolerance_grad", "tolerance_change", "history_size", "line_search_fn",
+            "lr", "max_iter", "max_eval", "tolerance_grad", "tolerance_change", "history_size",
+            "line_search_fn",
         )),
     ),
     # Adafactor of transformers. Its ``lr`` and ``beta1`` may be None.
@@ -207,14 +222,16 @@ _BY_OPTIONS = (
         single=(),
         either=(("exp_avg_sq_row", "exp_avg_sq_col"), ("exp_avg_sq",)),
         options=frozenset((
-            "lr", "eps", "clip_threshold", "decay_rate", "beta1", "weight_decay", "scale_parameter", "relative_step",
-            "warmup_init",
+            "lr", "eps", "clip_threshold", "decay_rate", "beta1", "weight_decay", "scale_parameter",
+            "relative_step", "warmup_init",
         )),
     ),
 )  # fmt: skip
 """Optimizers that have all options of their class and no other."""
 
-MOMENTS = frozenset(state for kind in (*_KINDS, _RADAM) for state in (*kind.moments, *kind.optional))
+MOMENTS = frozenset(
+    state for kind in (*_KINDS, _RADAM) for state in (*kind.moments, *kind.optional)
+)
 """States that torch's optimizers keep in the shape of the parameter."""
 
 SCALARS = frozenset(state for kind in (*_KINDS, _RADAM) for state in kind.scalars)
@@ -229,7 +246,8 @@ STATES = MOMENTS.union(
 
 
 def kind_of(options: Collection[str], states: Collection[str]) -> OptimizerKind | None:
-    """Return the optimizer with these options and states of parameters, None for any that is not known for sure.
+    """Return the optimizer with these options and states of parameters, None for any that is not
+    known for sure.
 
     ``foreach`` marks torch's own: clones of older versions have the other options, too.
     """
@@ -249,7 +267,9 @@ def kind_of(options: Collection[str], states: Collection[str]) -> OptimizerKind 
 
 
 def name_of(options: Collection[str], states: Collection[str]) -> str:
-    """Return the class of an optimizer with these options and states, "" for one that they do not show."""
+    """Return the class of an optimizer with these options and states, "" for one that they do not
+    show.
+    """
     kept = {*states, "step"}
     return next(
         (

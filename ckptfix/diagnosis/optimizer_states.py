@@ -1,9 +1,10 @@
 """Optimizers that do not agree with themselves or with the weights, by headers and metadata alone.
 
-Optimizers differ in what they keep, so little of it is an error. A parameter without moments may be frozen. Moments of
-another shape than the parameter may be factors or blocks of it: shapes are judged where the hyperparameters are those
-of torch's own optimizers. Weights that the optimizer has and the checkpoint lacks may be kept elsewhere: they are
-judged in folders of ``save_state`` in which nothing else may hold weights.
+Optimizers differ in what they keep, so little of it is an error. A parameter without moments may be
+frozen. Moments of another shape than the parameter may be factors or blocks of it: shapes are
+judged where the hyperparameters are those of torch's own optimizers. Weights that the optimizer has
+and the checkpoint lacks may be kept elsewhere: they are judged in folders of ``save_state`` in
+which nothing else may hold weights.
 """
 
 import re
@@ -59,12 +60,16 @@ _ADAPTER = "adapter_model"
 """Beginning of the names of PEFT's weights."""
 
 _CONVERTED = (
-    "experts.", "moe.", "qkv", "in_proj", "att_proj", "up_gate", "gate_up", "weights_in", "w12", "w13", "_conv1d",
-    "shard_",
+    "experts.", "moe.", "qkv", "in_proj", "att_proj", "up_gate", "gate_up", "weights_in", "w12",
+    "w13", "_conv1d", "shard_",
 )  # fmt: skip
-"""Parts of keys in files of models of which transformers 5 joins tensors into one parameter, or splits one."""
+"""Parts of keys in files of models of which transformers 5 joins tensors into one parameter, or
+splits one.
+"""
 _FIRST_HALVES = (".lora_A.", ".lora.down.")
-"""Parts of keys of matrices whose first dimension is the rank of LoRA: those of PEFT, and former ones of diffusers."""
+"""Parts of keys of matrices whose first dimension is the rank of LoRA: those of PEFT, and former
+ones of diffusers.
+"""
 _NOT_AVERAGED = (*BUFFERS, "n_averaged")
 """Keys that an average may lack, and the counter of torch's AveragedModel."""
 _OF_TRAINER = "optimizer.pt"
@@ -87,13 +92,15 @@ class ModelTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The weights that optimizers are compared with. ``is_complete``: nothing else in the folder may hold some.
+    """The weights that optimizers are compared with. ``is_complete``: nothing else in the folder
+    may hold some.
 
-    ``shapes``: bare key -> shapes. ``counts``: how often a shape occurs. ``every``: all shapes. ``tensors``: their
-    number. ``is_of_trainer``: in a folder of the Trainer. ``are_converted``: parameters may have other shapes, with as
-    many elements. ``are_adapter``: those of PEFT, without the frozen model, which an optimizer may list. ``empty``: the
-    first file of a model without a tensor, "" where each has some.
-    ``models``: the tensors of each model, in each format. ``ranks``: of the matrices in diffusers' files of LoRA.
+    ``shapes``: bare key -> shapes. ``counts``: how often a shape occurs. ``every``: all shapes.
+    ``tensors``: their number. ``is_of_trainer``: in a folder of the Trainer. ``are_converted``:
+    parameters may have other shapes, with as many elements. ``are_adapter``: those of PEFT, without
+    the frozen model, which an optimizer may list. ``empty``: the first file of a model without a
+    tensor, "" where each has some. ``models``: the tensors of each model, in each format.
+    ``ranks``: of the matrices in diffusers' files of LoRA.
     """
 
     shapes: Mapping[str, set[Shape]]
@@ -113,14 +120,19 @@ class Weights:
         if not self.is_complete or (str(saved.path) == _OF_TRAINER) is not self.is_of_trainer:
             return "the folder may not have all weights of it"
         if self.are_converted:
-            return "transformers saves some weights of this model in other shapes; numbers of elements are compared"
+            return (
+                "transformers saves some weights of this model in other shapes; numbers of "
+                "elements are compared"
+            )
         if not (saved.is_plain or saved.is_named):
             return "its class may keep other shapes; only numbers of parameters are compared"
         return ""
 
 
 class OptimizerReport(NamedTuple):
-    """The findings about the optimizers of a folder, and in words the comparisons that were not made."""
+    """The findings about the optimizers of a folder, and in words the comparisons that were not
+    made.
+    """
 
     findings: list[Finding]
     unchecked: list[str]
@@ -148,43 +160,61 @@ def diagnose_optimizers(
     averages = _unlike_their_model(folder)
     components = tuple(one for one in folder.components if one.path not in averages)
     weights_of_models = (
-        weights_of(replace(folder, components=components), sharded, damaged, has_deepspeed=has_deepspeed)
+        weights_of(
+            replace(folder, components=components), sharded, damaged, has_deepspeed=has_deepspeed
+        )
         if averages and len(optimizers) <= sum(one.role is Role.MODEL for one in components)
         else None
     )
     for optimizer in optimizers:
         findings = list(judge(optimizer, weights, _named(folder, optimizer)))
-        if not findings and weights_of_models is not None and _fits_any(optimizer, averages.values()):
+        if (
+            not findings
+            and weights_of_models is not None
+            and _fits_any(optimizer, averages.values())
+        ):
             findings = list(judge(optimizer, weights_of_models, _named(folder, optimizer)))
         report.findings.extend(findings)
         strange = _kept_elsewhere(optimizer, weights)
         if strange and not findings:
             report.unchecked.append(
-                f"whether the checkpoint has all weights of {optimizer.path}: {count_of(len(strange), 'parameter')} "
-                "of it cannot be of LoRA, such as embeddings, which scripts save elsewhere"
+                f"whether the checkpoint has all weights of {optimizer.path}: "
+                f"{count_of(len(strange), 'parameter')} of it cannot be of LoRA, such as "
+                "embeddings, which scripts save elsewhere"
             )
         why = weights.why_not_compared(without_reduced(optimizer)) if not findings else ""
         if why and weights.tensors and not damaged:
             report.unchecked.append(f"whether {optimizer.path} fits the weights: {why}")
     parameters = sum(len(set(optimizer.parameters)) for optimizer in optimizers)
-    if weights.empty and 0 < weights.tensors < parameters and weights.is_complete and not report.findings:
+    if (
+        weights.empty
+        and 0 < weights.tensors < parameters
+        and weights.is_complete
+        and not report.findings
+    ):
         # Two optimizers of one model look the same, next to a loss without parameters.
         report.unchecked.append(
-            f"whether {weights.empty} lost its tensors: it has none, as a module without parameters; the "
-            f"optimizers have {parameters} parameters, and the other models {count_of(weights.tensors, 'tensor')}"
+            f"whether {weights.empty} lost its tensors: it has none, as a module without "
+            f"parameters; the optimizers have {parameters} parameters, and the other models "
+            f"{count_of(weights.tensors, 'tensor')}"
         )
     return report
 
 
-def judge(saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]) -> Iterator[OptimizerFinding]:
-    """Yield what is wrong with an optimizer in itself, and against the weights. ``names``: parameter -> key."""
+def judge(
+    saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]
+) -> Iterator[OptimizerFinding]:
+    """Yield what is wrong with an optimizer in itself, and against the weights. ``names``:
+    parameter -> key.
+    """
     saved = without_reduced(saved)
     findings = [
         *contradictions(saved),
         *_of_shapes(saved, weights, names),
         *_rounded_weights(saved, weights, names),
     ]
-    # Moments that are known to be wrong would be reported again, as those of parameters without weights.
+    # Moments that are known to be wrong would be reported again, as those of parameters without
+    # weights.
     if saved.is_named or not any(isinstance(finding, MismatchedMoments) for finding in findings):
         findings += _of_weights(saved, weights)
     for finding in findings:
@@ -198,7 +228,9 @@ def weights_of(
     *,
     has_deepspeed: bool,
 ) -> Weights:
-    """Return all weights of a checkpoint. Those of models in sub-folders are among the components of ``folder``."""
+    """Return all weights of a checkpoint. Those of models in sub-folders are among the components
+    of ``folder``.
+    """
     # A rank's part of a tensor has not the shape of the parameter.
     own = [one for one in folder.components if one.role in _WEIGHTS and not one.name.is_of_parts]
     models = [state for state in sharded if state.model is not None]
@@ -228,8 +260,12 @@ def weights_of(
         counts=counts,
         empty=next((str(one.path) for one in files if _holds_nothing(one)), ""),
         every=frozenset(shape for of_name in shapes.values() for shape in of_name),
-        tensors=len(in_folders) + sum(max(map(len, formats.values())) for formats in families.values()),
-        models=[in_folders, *(in_format for formats in families.values() for in_format in formats.values())],
+        tensors=len(in_folders)
+        + sum(max(map(len, formats.values())) for formats in families.values()),
+        models=[
+            in_folders,
+            *(in_format for formats in families.values() for in_format in formats.values()),
+        ],
         is_of_trainer=is_of_trainer,
         are_converted=is_of_library and any(map(_is_converted, own)),
         ranks=frozenset(
@@ -246,7 +282,9 @@ def weights_of(
             and not has_deepspeed
             and not damaged
             and all(one.problem is None for one in own)
-            and not any(isinstance(one.content, TorchFile) and may_hide_weights(one.content) for one in own)
+            and not any(
+                isinstance(one.content, TorchFile) and may_hide_weights(one.content) for one in own
+            )
             and all(one.name.rank is None for one in own)
             and all(kind != PLAIN_FOLDER or path in dcp for path, kind in folder.subfolders.items())
             and not any(path.name.endswith((*OTHER_WEIGHTS, REPORT)) for path in folder.strays)
@@ -255,13 +293,19 @@ def weights_of(
 
 
 def _unlike_their_model(folder: CheckpointFolder) -> dict[PurePosixPath, Counter[Shape]]:
-    """Return the averages in custom objects that have the keys of a model, and are like none: path -> shapes.
+    """Return the averages in custom objects that have the keys of a model, and are like none: path
+    -> shapes.
 
-    An EMA of diffusers or of a script has the shapes of its model, which otherwise may be that of another run. A module
-    that a script registers has its keys at the top, and may be trained itself.
+    An EMA of diffusers or of a script has the shapes of its model, which otherwise may be that of
+    another run. A module that a script registers has its keys at the top, and may be trained
+    itself.
     """
     models = [
-        {bare(tensor.fqn): tensor.shape for tensor in one.tensors if not tensor.fqn.endswith(_NOT_AVERAGED)}
+        {
+            bare(tensor.fqn): tensor.shape
+            for tensor in one.tensors
+            if not tensor.fqn.endswith(_NOT_AVERAGED)
+        }
         for one in folder.components
         if one.role is Role.MODEL
     ]
@@ -274,8 +318,9 @@ def _unlike_their_model(folder: CheckpointFolder) -> dict[PurePosixPath, Counter
                 if shape is not None and not key.endswith(_NOT_AVERAGED)
             }
             shapes = {bare(key): shape for key, shape in tensors.items()}
-            # A model that lost a tensor has fewer keys than its average. But a script may also keep the parameters of
-            # its optimizer in one dict, "params", with some that are in no model, such as a logit_scale.
+            # A model that lost a tensor has fewer keys than its average. But a script may also keep
+            # the parameters of its optimizer in one dict, "params", with some that are in no model,
+            # such as a logit_scale.
             is_average = bool(common_wrappers(tensors)) or _is_named_average(scope.path)
             alike = [
                 model
@@ -288,11 +333,15 @@ def _unlike_their_model(folder: CheckpointFolder) -> dict[PurePosixPath, Counter
     return averages
 
 
-_AVERAGE = re.compile(r"(?:^|[^a-z])(?:ema|swa|avg)(?:[^a-z]|$)|averag|shadow|polyak", re.IGNORECASE)
+_AVERAGE = re.compile(
+    r"(?:^|[^a-z])(?:ema|swa|avg)(?:[^a-z]|$)|averag|shadow|polyak", re.IGNORECASE
+)
 
 
 def _is_named_average(keys: Iterable[str]) -> bool:
-    """Return whether the keys that lead to a state dict say that it is an average, as ``shadow`` and ``ema_model``."""
+    """Return whether the keys that lead to a state dict say that it is an average, as ``shadow``
+    and ``ema_model``.
+    """
     return any(_AVERAGE.search(key) for key in keys)
 
 
@@ -301,13 +350,17 @@ def _fits_any(saved: SavedOptimizer, averages: Iterable[Counter[Shape]]) -> bool
     moments = Counter(
         shape
         for states in saved.states.values()
-        for shape in {shape for state, shape in states.items() if state in SHAPED and shape is not None}
+        for shape in {
+            shape for state, shape in states.items() if state in SHAPED and shape is not None
+        }
     )
     return bool(moments) and any(moments <= average for average in averages)
 
 
 def _holds_nothing(component: Component) -> bool:
-    """Return whether a file was read and holds no tensor, as ``save_state`` leaves it for a module without any."""
+    """Return whether a file was read and holds no tensor, as ``save_state`` leaves it for a module
+    without any.
+    """
     return component.problem is None and component.name.shard is None and not component.tensors
 
 
@@ -333,7 +386,9 @@ def _is_as_trained(component: Component) -> bool:
 
 
 def _is_converted(component: Component) -> bool:
-    """Return whether the tensors of a file may have other shapes than the parameters of its model."""
+    """Return whether the tensors of a file may have other shapes than the parameters of its
+    model.
+    """
     return not _is_adapter(component) and any(
         part in tensor.fqn for tensor in component.tensors for part in _CONVERTED
     )
@@ -345,23 +400,31 @@ def _is_adapter(component: Component) -> bool:
 
 
 def _is_lora(component: Component) -> bool:
-    """Return whether a file has the name that diffusers gives to LoRA weights, which hooks of its scripts save."""
+    """Return whether a file has the name that diffusers gives to LoRA weights, which hooks of its
+    scripts save.
+    """
     return component.name.stem == LORA
 
 
 def _is_of_hook(component: Component) -> bool:
-    """Return whether a file has the name of a model's weights in a sub-folder, or of LoRA weights."""
+    """Return whether a file has the name of a model's weights in a sub-folder, or of LoRA
+    weights.
+    """
     is_below = component.name.is_of_library and len(component.path.parts) > 1
     return component.role is not Role.WEIGHTS_INDEX and (is_below or _is_lora(component))
 
 
 def _is_of_transformers(component: Component) -> bool:
-    """Return whether transformers or a script saved a file in a sub-folder: diffusers has another name."""
+    """Return whether transformers or a script saved a file in a sub-folder: diffusers has another
+    name.
+    """
     return len(component.path.parts) > 1 and component.name.stem in ("model", "pytorch_model")
 
 
 def _named(folder: CheckpointFolder, one: SavedOptimizer) -> Mapping[str, str]:
-    """Return the keys of an optimizer's parameters: its own, or those that torch or a guarded save recorded."""
+    """Return the keys of an optimizer's parameters: its own, or those that torch or a guarded save
+    recorded.
+    """
     if one.is_named:
         return {name: name for name in one.states}
     if one.names:
@@ -379,20 +442,28 @@ def _named(folder: CheckpointFolder, one: SavedOptimizer) -> Mapping[str, str]:
 
 
 def without_reduced(saved: SavedOptimizer) -> SavedOptimizer:
-    """Return an optimizer without the shapes of moments that its class keeps smaller than its parameters.
+    """Return an optimizer without the shapes of moments that its class keeps smaller than its
+    parameters.
 
-    Adam-mini is a subclass of AdamW with a second moment for each row. Damage does not reduce every parameter alike.
+    Adam-mini is a subclass of AdamW with a second moment for each row. Damage does not reduce every
+    parameter alike.
     """
     forms: dict[str, list[bool]] = {}
     for states in saved.states.values():
-        moments = {state: shape for state, shape in states.items() if state in MOMENTS and shape is not None}
+        moments = {
+            state: shape
+            for state, shape in states.items()
+            if state in MOMENTS and shape is not None
+        }
         full = max(moments.values(), key=prod, default=())
         for state, shape in moments.items() if len(full) > 1 else ():
             is_reduced = len(shape) <= len(full) and all(
                 size in (1, whole) for size, whole in zip(shape, full, strict=False)
             )
             forms.setdefault(state, []).append(is_reduced and shape != full)
-    reduced = {state for state, are_reduced in forms.items() if len(are_reduced) > 1 and all(are_reduced)}
+    reduced = {
+        state for state, are_reduced in forms.items() if len(are_reduced) > 1 and all(are_reduced)
+    }
     if not reduced:
         return saved
     kept = {
@@ -403,20 +474,38 @@ def without_reduced(saved: SavedOptimizer) -> SavedOptimizer:
 
 
 def contradictions(one: SavedOptimizer) -> Iterator[OptimizerFinding]:
-    """Yield what param groups and states of an optimizer contradict each other in, and parameters without states."""
+    """Yield what param groups and states of an optimizer contradict each other in, and parameters
+    without states.
+    """
     counts = Counter(one.parameters)
     groups_of = Counter(name for group in one.groups for name in dict.fromkeys(group))
     shared = tuple(name for name, count in groups_of.items() if count > 1)
     repeated = () if one.is_named else tuple(_repeated(one.groups))
-    unlisted = tuple(name for name in one.states if name not in counts) if counts and not one.is_named else ()
-    # FSDP's rekey_optim_state_dict numbers parameters as the module does: group after group may go down, no group does.
+    unlisted = (
+        tuple(name for name in one.states if name not in counts)
+        if counts and not one.is_named
+        else ()
+    )
+    # FSDP's rekey_optim_state_dict numbers parameters as the module does: group after group may go
+    # down, no group does.
     groups = () if one.is_named or shared or unlisted or not one.values else one.groups
-    unordered = tuple(str(number) for number, group in enumerate(groups) if not _is_ascending(group))
+    unordered = tuple(
+        str(number) for number, group in enumerate(groups) if not _is_ascending(group)
+    )
     # torch restores what a class of its own keeps under another string, such as "global".
     strangers = tuple(key for key in one.strangers if key.isdecimal() or not one.states)
-    # Several optimizers in one dict number their groups from 0 each, and have moments under strings such as "1.0".
-    is_merged = bool(shared and strangers) and not (one.states or any(map(str.isdecimal, strangers)))
-    if (shared and not is_merged) or repeated or unlisted or unordered or (strangers and not is_merged):
+    # Several optimizers in one dict number their groups from 0 each, and have moments under strings
+    # such as "1.0".
+    is_merged = bool(shared and strangers) and not (
+        one.states or any(map(str.isdecimal, strangers))
+    )
+    if (
+        (shared and not is_merged)
+        or repeated
+        or unlisted
+        or unordered
+        or (strangers and not is_merged)
+    ):
         yield InconsistentGroups(
             path=one.path,
             shared=shared,
@@ -427,7 +516,9 @@ def contradictions(one: SavedOptimizer) -> Iterator[OptimizerFinding]:
             is_named=one.is_named,
         )
     unusable = list(_unusable_parts(one))
-    lacking = {name for finding in unusable if type(finding) is LackingMoments for name in finding.names}
+    lacking = {
+        name for finding in unusable if type(finding) is LackingMoments for name in finding.names
+    }
     # LBFGS keeps the states of all parameters as those of the first.
     if any(one.states.values()) and "history_size" not in one.options:
         without = tuple(name for name in counts if not one.states.get(name) and name not in lacking)
@@ -438,25 +529,33 @@ def contradictions(one: SavedOptimizer) -> Iterator[OptimizerFinding]:
 
 
 def _repeated(groups: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the numbers that a group lists twice, unless torch numbered a parameter that was passed twice.
+    """Yield the numbers that a group lists twice, unless torch numbered a parameter that was passed
+    twice.
 
-    torch warns of such a group and takes it. Its number is that of the last position, ``[1, 1, 2]``.
+    torch warns of such a group and takes it. Its number is that of the last position, ``[1, 1,
+    2]``.
     """
     start = 0
     for group in groups:
         last = {name: str(start + position) for position, name in enumerate(group)}
-        yield from (name for name, count in Counter(group).items() if count > 1 and name != last[name])
+        yield from (
+            name for name, count in Counter(group).items() if count > 1 and name != last[name]
+        )
         start += len(group)
 
 
 def _is_ascending(group: Sequence[str]) -> bool:
-    """Return whether the numbers of a group ascend. The last position of a parameter that was passed twice counts."""
+    """Return whether the numbers of a group ascend. The last position of a parameter that was
+    passed twice counts.
+    """
     last_first = [int(name) for name in dict.fromkeys(reversed(group))]
     return last_first == sorted(last_first, reverse=True)
 
 
 def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
-    """Yield options and states without which torch's load or next step raises an error, and rounded moments."""
+    """Yield options and states without which torch's load or next step raises an error, and rounded
+    moments.
+    """
     present = STATES.intersection(state for states in saved.states.values() for state in states)
     groups: Iterable[tuple[Iterable[str], Mapping[str, object]]] = zip(
         saved.groups, saved.values, strict=False
@@ -472,7 +571,8 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
     for number, (group, options) in enumerate(groups):
         kind = kind_of(options, present)
         if kind is None and saved.values:
-            # States of another optimizer contradict the options of its own group, if one of these shows its class.
+            # States of another optimizer contradict the options of its own group, if one of these
+            # shows its class.
             kind = kind_of(options, ())
             kind = kind if kind is not None and kind.signs & set(options) else None
         if kind is None:
@@ -481,25 +581,32 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
             sorted(
                 option
                 for option in kind.required
-                if (value := options.get(option)) is None or (value == SEVERAL and option not in kind.pairs)
+                if (value := options.get(option)) is None
+                or (value == SEVERAL and option not in kind.pairs)
             )
         )
         if absent:
             optionless.setdefault(absent, []).append(number)
-        # A subclass may do without a state. So a state is missed where another parameter has it, or where the options
-        # are exactly those of torch's class, whose load asks for the scalars for every subclass.
+        # A subclass may do without a state. So a state is missed where another parameter has it, or
+        # where the options are exactly those of torch's class, whose load asks for the scalars for
+        # every subclass.
         is_exact = kind.has_exact(options) and not kind.is_lenient
-        unknown = [state for state in (*kind.scalars, *kind.moments_with(options)) if state not in present]
+        unknown = [
+            state for state in (*kind.scalars, *kind.moments_with(options)) if state not in present
+        ]
         surely = [
             state
             for state in unknown
-            if state in kind.scalars or (state in kind.optional and present.issuperset(kind.moments))
+            if state in kind.scalars
+            or (state in kind.optional and present.issuperset(kind.moments))
         ]
         moments = [state for state in kind.moments_with(options) if state in present]
         needed = [*(state for state in kind.scalars if state in present), *moments]
         for name in group:
             states = saved.states.get(name)
-            if (name, "") in saved.unusable and (every := [*kind.scalars, *kind.moments_with(options)]):
+            if (name, "") in saved.unusable and (
+                every := [*kind.scalars, *kind.moments_with(options)]
+            ):
                 lacking[name] = every
             if not states and kind.asks_first and name == next(iter(saved.states), ""):
                 lacking[name] = [*kind.scalars]
@@ -525,7 +632,9 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
             shapes = {state: shape for state in moments if (shape := states.get(state)) is not None}
             like, expected = next(iter(shapes.items()), ("", ()))
             differing.update(
-                (name, (state, shape, like, expected)) for state, shape in shapes.items() if shape != expected
+                (name, (state, shape, like, expected))
+                for state, shape in shapes.items()
+                if shape != expected
             )
             differing.update(
                 (name, (state, shape, "", ()))
@@ -543,7 +652,9 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
                 path=saved.path,
                 names=tuple(parameters),
                 parameters=len(set(saved.parameters)),
-                states=tuple(dict.fromkeys(state for gone in parameters.values() for state in gone)),
+                states=tuple(
+                    dict.fromkeys(state for gone in parameters.values() for state in gone)
+                ),
             )
     if differing:
         state, shape, like, expected = next(iter(differing.values()))
@@ -560,7 +671,9 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
         yield RoundedMoments(path=saved.path, parameters=tuple(rounded), state=state, dtype=dtype)
 
 
-def _of_shapes(one: SavedOptimizer, weights: Weights, names: Mapping[str, str]) -> Iterator[OptimizerFinding]:
+def _of_shapes(
+    one: SavedOptimizer, weights: Weights, names: Mapping[str, str]
+) -> Iterator[OptimizerFinding]:
     """Yield the moments of an optimizer of torch's that have another shape than their weights."""
     wrong: dict[str, tuple[Shape, Shape]] = {}
     for number, states in one.states.items() if one.is_plain else ():
@@ -573,16 +686,20 @@ def _of_shapes(one: SavedOptimizer, weights: Weights, names: Mapping[str, str]) 
                 wrong[name] = shape, min(expected)
     if wrong:
         shape, expected_shape = next(iter(wrong.values()))
-        yield MismatchedMoments(path=one.path, parameters=tuple(wrong), shape=shape, expected=expected_shape)
+        yield MismatchedMoments(
+            path=one.path, parameters=tuple(wrong), shape=shape, expected=expected_shape
+        )
 
 
 def _rounded_weights(
     saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]
 ) -> Iterator[RoundedWeights]:
-    """Yield the weights of whole numbers of which an optimizer has moments: no optimizer trains such a parameter.
+    """Yield the weights of whole numbers of which an optimizer has moments: no optimizer trains
+    such a parameter.
 
-    Frozen weights of bitsandbytes have no moments. Without keys shapes decide: those of one model that can have all
-    these moments, or else of all models. A single number may be a bare parameter next to a counter of BatchNorm.
+    Frozen weights of bitsandbytes have no moments. Without keys shapes decide: those of one model
+    that can have all these moments, or else of all models. A single number may be a bare parameter
+    next to a counter of BatchNorm.
     """
     every = [tensor for model in weights.models for tensor in model]
     if not saved.is_plain or not any(tensor.is_integer for tensor in every):
@@ -597,13 +714,17 @@ def _rounded_weights(
         rounded = [tensor for tensor in every if bare(tensor.key) in trained]
     else:
         rounded = []
-        moments = Counter(shape for shapes in shapes_of.values() for shape in shapes if prod(shape) != 1)
+        moments = Counter(
+            shape for shapes in shapes_of.values() for shape in shapes if prod(shape) != 1
+        )
         fitting = [model for model in weights.models if not moments - _shapes(model)]
         if not fitting and not moments - _shapes(every):
             fitting = [every]
         lost = [moments - _shapes(model, is_integer=False) for model in fitting]
         if fitting and all(lost) and weights.is_complete and not weights.are_converted:
-            rounded = [tensor for tensor in fitting[0] if tensor.is_integer and tensor.shape in lost[0]]
+            rounded = [
+                tensor for tensor in fitting[0] if tensor.is_integer and tensor.shape in lost[0]
+            ]
     if rounded:
         yield RoundedWeights(
             path=rounded[0].path,
@@ -619,20 +740,27 @@ def _shapes(tensors: Iterable[ModelTensor], *, is_integer: bool | None = None) -
 
 
 def _kept_elsewhere(saved: SavedOptimizer, weights: Weights) -> frozenset[str]:
-    """Return the parameters that are trained next to those of LoRA, none where they are most of the optimizer.
+    """Return the parameters that are trained next to those of LoRA, none where they are most of the
+    optimizer.
 
-    ``train_dreambooth_lora_sdxl_advanced.py`` of diffusers trains embeddings, and saves them outside the checkpoint.
+    ``train_dreambooth_lora_sdxl_advanced.py`` of diffusers trains embeddings, and saves them
+    outside the checkpoint.
     """
     strange = set()
     for name, states in saved.states.items() if weights.ranks else ():
         shapes = {shape for state, shape in states.items() if state in SHAPED and shape is not None}
-        if any(weights.every.isdisjoint([shape]) and weights.ranks.isdisjoint(shape) for shape in shapes):
+        if any(
+            weights.every.isdisjoint([shape]) and weights.ranks.isdisjoint(shape)
+            for shape in shapes
+        ):
             strange.add(name)
     return frozenset(strange) if 2 * len(strange) <= len(saved.states) else frozenset()
 
 
 def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFinding]:
-    """Yield the parameters that no weights of a ``save_state`` folder or of the Trainer belong to."""
+    """Yield the parameters that no weights of a ``save_state`` folder or of the Trainer belong
+    to.
+    """
     is_of_trainer = str(one.path) == _OF_TRAINER
     if strange := _kept_elsewhere(one, weights):
         groups = tuple(tuple(name for name in group if name not in strange) for group in one.groups)
@@ -642,7 +770,9 @@ def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFind
         return
     every = dict.fromkeys([*one.parameters, *one.states])
     if one.is_named and not weights.are_converted:
-        lost = tuple(name for name in every if bare(name) not in weights.shapes and not is_flat_name(name))
+        lost = tuple(
+            name for name in every if bare(name) not in weights.shapes and not is_flat_name(name)
+        )
         if lost and 2 * len(lost) <= len(every):
             yield UnsavedParameters(
                 path=one.path,
@@ -653,7 +783,8 @@ def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFind
             )
         if 2 * len(lost) <= len(every):
             return
-        # Most names are unknown: those of adapters, which are saved under others, or of another model. Shapes decide.
+        # Most names are unknown: those of adapters, which are saved under others, or of another
+        # model. Shapes decide.
     shapes_of = {
         name: {shape for state, shape in states.items() if state in SHAPED and shape is not None}
         for name, states in one.states.items()
@@ -668,8 +799,9 @@ def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFind
     count = sum(1 for name in listed if one.states.get(name) or not weights.are_adapter)
     surplus: tuple[tuple[Shape, int, int], ...] = ()
     if one.is_plain and not lost_shapes and count <= weights.tensors:
-        # Parameters that share their memory have one tensor in safetensors. Moments of another run also leave weights
-        # without moments, which have as many dimensions where a layer was resized.
+        # Parameters that share their memory have one tensor in safetensors. Moments of another run
+        # also leave weights without moments, which have as many dimensions where a layer was
+        # resized.
         dimensions = {len(shape) for shape in weights.counts - moments}
         surplus = tuple(
             (shape, moments[shape], weights.counts[shape])
@@ -678,14 +810,23 @@ def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFind
         )
     trained = sum(1 for name in listed if one.states.get(name))
     has_frozen = 0 < trained <= weights.tensors and not (one.is_plain and moments - weights.counts)
-    if has_frozen and not lost_shapes and not surplus and count > weights.tensors and not one.is_named:
+    if (
+        has_frozen
+        and not lost_shapes
+        and not surplus
+        and count > weights.tensors
+        and not one.is_named
+    ):
         # The state dict of a model may leave a frozen part out, as the VGG of a loss.
         yield UnsavedFrozen(
-            path=one.path, parameters=count, tensors=weights.tensors, without_moments=count - trained
+            path=one.path,
+            parameters=count,
+            tensors=weights.tensors,
+            without_moments=count - trained,
         )
     elif lost_shapes or surplus or (count > weights.tensors and not one.is_named):
-        # A module that was not prepared comes on top of the parameters of the weights: each weight has its moments.
-        # Scalars are left out, as buffers of BatchNorm.
+        # A module that was not prepared comes on top of the parameters of the weights: each weight
+        # has its moments. Scalars are left out, as buffers of BatchNorm.
         yield UnsavedParameters(
             path=one.path,
             parameters=count,

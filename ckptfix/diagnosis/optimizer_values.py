@@ -1,8 +1,9 @@
-"""Values in optimizers that their headers do not show: counts of steps in a low precision, and moments of zeros alone.
+"""Values in optimizers that their headers do not show: counts of steps in a low precision, and
+moments of zeros alone.
 
-Measured with torch 2.13: ``load_state_dict`` keeps the dtype of ``step``, unless a param group is ``fused`` or
-``capturable``. In bf16 256 + 1 is 256 again, and in fp16 2048 + 1 is 2048. Where a DCP folder is loaded, the step is
-copied into that of the new optimizer, which has fp32.
+Measured with torch 2.13: ``load_state_dict`` keeps the dtype of ``step``, unless a param group is
+``fused`` or ``capturable``. In bf16 256 + 1 is 256 again, and in fp16 2048 + 1 is 2048. Where a DCP
+folder is loaded, the step is copied into that of the new optimizer, which has fp32.
 """
 
 import struct
@@ -41,14 +42,16 @@ _MOST = 1 << 53
 _BLOCK = 1 << 16
 
 _STEPS_READ = 16
-"""Steps that are read of an optimizer: those of all parameters are nearly equal, and each is a request to a store."""
+"""Steps that are read of an optimizer: those of all parameters are nearly equal, and each is a
+request to a store.
+"""
 
 _FIRST_STEPS = 10
 """Steps after which moments may be zero: the first gradients of a new layer can be."""
 
 _ENOUGH = 8
-"""Parameters of which samples of all moments are zero by no accident. Textual inversion trains one or two
-embeddings, in which only the rows of the words of its prompts have moments.
+"""Parameters of which samples of all moments are zero by no accident. Textual inversion trains one
+or two embeddings, in which only the rows of the words of its prompts have moments.
 """
 
 
@@ -60,11 +63,17 @@ class ValuesReport(NamedTuple):
 
 
 def diagnose_optimizer_values(
-    root: Path, optimizers: Iterable[SavedOptimizer], damaged: frozenset[PurePosixPath], *, data: bool
+    root: Path,
+    optimizers: Iterable[SavedOptimizer],
+    damaged: frozenset[PurePosixPath],
+    *,
+    data: bool,
 ) -> ValuesReport:
-    """Find counts of steps that do not count on, and optimizers that made steps and have moments of zeros alone.
+    """Find counts of steps that do not count on, and optimizers that made steps and have moments of
+    zeros alone.
 
-    ``damaged``: files whose headers do not show what they were saved with. ``data``: read moments as a whole.
+    ``damaged``: files whose headers do not show what they were saved with. ``data``: read moments
+    as a whole.
     """
     report = ValuesReport([], [])
     with OpenFiles() as files:
@@ -72,7 +81,8 @@ def diagnose_optimizer_values(
             if saved.path in damaged:
                 continue
             values = _Values(root, files, saved)
-            # Headers say where the bytes are: a folder that is written now may not have them any more.
+            # Headers say where the bytes are: a folder that is written now may not have them any
+            # more.
             with suppress(CkptfixError, OSError):
                 report.findings.extend(_rounded_steps(saved, values))
             with suppress(CkptfixError, OSError):
@@ -84,47 +94,63 @@ _BEGINNING = 64
 """Bytes of a moment: less than any sample of its weight."""
 
 FEW_STEPS = 20
-"""Steps after which zeros may be untrained: a warm-up begins at a rate of 0, and fp16 skips about 16 steps."""
+"""Steps after which zeros may be untrained: a warm-up begins at a rate of 0, and fp16 skips about
+16 steps.
+"""
 
 _RATES = ("lr", "initial_lr", "max_lr")
 """Options with a learning rate: now, at the beginning, and the highest one of a cycle."""
 
 
 def steps_of(root: Path, saved: SavedOptimizer) -> int:
-    """Return the steps that an optimizer made, 0 where it does not count them or they cannot be read."""
+    """Return the steps that an optimizer made, 0 where it does not count them or they cannot be
+    read.
+    """
     with OpenFiles() as files, suppress(CkptfixError, OSError):
         return int(_Values(root, files, saved).steps())
     return 0
 
 
 def made_no_step(root: Path, saved: SavedOptimizer) -> bool:
-    """Return whether an optimizer counts its steps, and made none. Reads one step of a healthy one."""
+    """Return whether an optimizer counts its steps, and made none. Reads one step of a healthy
+    one.
+    """
     tensors = [states[_STEP] for states in saved.tensors.values() if _STEP in states]
     if not tensors:
         return saved.step == 0
     with OpenFiles() as files, suppress(CkptfixError, OSError):
         values = _Values(root, files, saved)
-        return all(not any(b"".join(values.blocks(tensor, 8))) for tensor in _spread(tensors, _STEPS_READ))
+        return all(
+            not any(b"".join(values.blocks(tensor, 8))) for tensor in _spread(tensors, _STEPS_READ)
+        )
     return False
 
 
-def has_moved(root: Path, saved: SavedOptimizer, other: Path, earlier: SavedOptimizer, name: str) -> bool:
-    """Return whether the beginning of a moment of a parameter differs from that in an earlier save, in ``other``."""
+def has_moved(
+    root: Path, saved: SavedOptimizer, other: Path, earlier: SavedOptimizer, name: str
+) -> bool:
+    """Return whether the beginning of a moment of a parameter differs from that in an earlier save,
+    in ``other``.
+    """
     with OpenFiles() as files, suppress(CkptfixError, OSError):
         now, then = _Values(root, files, saved), _Values(other, files, earlier)
         for state, tensor in saved.tensors[name].items():
             before = earlier.tensors.get(name, {}).get(state)
             if before is None or state in SCALARS:
                 continue
-            if b"".join(now.blocks(tensor, _BEGINNING)) != b"".join(then.blocks(before, _BEGINNING)):
+            if b"".join(now.blocks(tensor, _BEGINNING)) != b"".join(
+                then.blocks(before, _BEGINNING)
+            ):
                 return True
     return False
 
 
 def trained_steps(root: Path, step: int | None, optimizers: Sequence[SavedOptimizer]) -> int:
-    """Return the steps that may have changed weights: none where every learning rate of the run was 0.
+    """Return the steps that may have changed weights: none where every learning rate of the run was
+    0.
 
-    ``step``: of the Trainer. A schedule that ended at 0 began elsewhere, as ``initial_lr`` or ``max_lr`` show.
+    ``step``: of the Trainer. A schedule that ended at 0 began elsewhere, as ``initial_lr`` or
+    ``max_lr`` show.
     """
     groups = [values for saved in optimizers for values in saved.values]
     if groups and all(
@@ -135,7 +161,9 @@ def trained_steps(root: Path, step: int | None, optimizers: Sequence[SavedOptimi
 
 
 class _Values:
-    """Reads the states of one optimizer. Its methods raise CkptfixError and OSError where one cannot be read."""
+    """Reads the states of one optimizer. Its methods raise CkptfixError and OSError where one
+    cannot be read.
+    """
 
     def __init__(self, root: Path, files: OpenFiles, saved: SavedOptimizer) -> None:
         self._root = root
@@ -147,7 +175,9 @@ class _Values:
         tensors = [
             states[_STEP]
             for states in self._saved.tensors.values()
-            if _STEP in states and states[_STEP].dtype in _FORMATS and prod(states[_STEP].shape) == 1
+            if _STEP in states
+            and states[_STEP].dtype in _FORMATS
+            and prod(states[_STEP].shape) == 1
         ]
         return max((self._saved.step or 0, *map(self._number, _spread(tensors, _STEPS_READ))))
 
@@ -178,14 +208,18 @@ class _Values:
                     return
 
     def pieces(self, tensor: Any) -> Sequence[Piece]:
-        """Return the pieces of files with the bytes of a state; of one that is not contiguous its storage."""
+        """Return the pieces of files with the bytes of a state; of one that is not contiguous its
+        storage.
+        """
         assert self._saved.layout is not None
         layout = self._saved.layout(tensor)
         tiles = [tile.layout for tile in layout.tiles] if isinstance(layout, Tiled) else [layout]
         return [
             piece
             for tile in tiles
-            for piece in ((tile.storage,) if isinstance(tile, Strided) else getattr(tile, "pieces", ()))
+            for piece in (
+                (tile.storage,) if isinstance(tile, Strided) else getattr(tile, "pieces", ())
+            )
         ]
 
 
@@ -196,7 +230,9 @@ def _spread(items: Sequence[Any], most: int) -> Sequence[Any]:
 
 def _rounded_steps(saved: SavedOptimizer, values: _Values) -> Iterator[OptimizerFinding]:
     """Yield the finding about steps in a dtype that does not count on."""
-    dtypes = {name: states[_STEP].dtype for name, states in saved.tensors.items() if _STEP in states}
+    dtypes = {
+        name: states[_STEP].dtype for name, states in saved.tensors.items() if _STEP in states
+    }
     rounded = [name for name, dtype in dtypes.items() if dtype in _LAST_COUNTS]
     if not rounded:
         return
@@ -207,7 +243,8 @@ def _rounded_steps(saved: SavedOptimizer, values: _Values) -> Iterator[Optimizer
     is_read = not kinds or any(kind is None or _STEP in kind.single for kind in kinds)
     # The metadata of a DCP folder has no values of options.
     becomes_fp32 = not saved.values or all(
-        options.get("fused") is True or options.get("capturable") is True for options in saved.values
+        options.get("fused") is True or options.get("capturable") is True
+        for options in saved.values
     )
     if becomes_fp32:
         effect = "a load makes it fp32 and counts on from the rounded number"
@@ -216,7 +253,10 @@ def _rounded_steps(saved: SavedOptimizer, values: _Values) -> Iterator[Optimizer
     elif steps < last:
         effect = f"a load keeps the type, and the count stays at {last} later on"
     else:
-        effect = "a load keeps the type, adding 1 changes nothing, and the bias correction stays as it is"
+        effect = (
+            "a load keeps the type, adding 1 changes nothing, and the bias correction stays as "
+            "it is"
+        )
     is_stuck = is_read and not becomes_fp32 and steps >= last
     yield (RoundedSteps if is_stuck else RoundedStepsSoFar)(
         path=saved.path,
@@ -229,7 +269,9 @@ def _rounded_steps(saved: SavedOptimizer, values: _Values) -> Iterator[Optimizer
     )
 
 
-def _judge_zeros(saved: SavedOptimizer, values: _Values, report: ValuesReport, *, data: bool) -> None:
+def _judge_zeros(
+    saved: SavedOptimizer, values: _Values, report: ValuesReport, *, data: bool
+) -> None:
     """Judge an optimizer whose moments are all zero. Reads one moment of a healthy one."""
     moments = [
         tensor
@@ -239,7 +281,9 @@ def _judge_zeros(saved: SavedOptimizer, values: _Values, report: ValuesReport, *
     ]
     read = moments if data else _spread(moments, SAMPLED // SAMPLE)
     for tensor in read:
-        if any(block.strip(b"\0") for block in values.blocks(tensor, sys.maxsize if data else SAMPLE)):
+        if any(
+            block.strip(b"\0") for block in values.blocks(tensor, sys.maxsize if data else SAMPLE)
+        ):
             return
     # Another value than a tensor may be a moment of a class that is not known here.
     are_known = all(
@@ -251,7 +295,8 @@ def _judge_zeros(saved: SavedOptimizer, values: _Values, report: ValuesReport, *
     if steps <= _FIRST_STEPS:
         return
     long = [(tensor, size) for tensor in read if (size := values.size(tensor)) > SAMPLE]
-    # The first rows of embeddings are often of words that no text uses: their middle and their end are read, too.
+    # The first rows of embeddings are often of words that no text uses: their middle and their end
+    # are read, too.
     for tensor, size in () if data else long:
         for start in ((size - SAMPLE) // 2, size - SAMPLE):
             if any(block.strip(b"\0") for block in values.blocks(tensor, SAMPLE, start)):
@@ -259,8 +304,8 @@ def _judge_zeros(saved: SavedOptimizer, values: _Values, report: ValuesReport, *
     is_sampled = not data and (bool(long) or len(read) < len(moments))
     if is_sampled and len(saved.tensors) < _ENOUGH:
         report.unchecked.append(
-            f"{saved.path}: whether all its moments are zero, as samples of {human_size(SAMPLE)} are; ckptfix "
-            "check --data reads the rest"
+            f"{saved.path}: whether all its moments are zero, as samples of {human_size(SAMPLE)} "
+            "are; ckptfix check --data reads the rest"
         )
         return
     report.findings.append(

@@ -1,9 +1,11 @@
-"""Two runs in one folder: a new run writes over the lowest numbers first, and the highest one is left of an older run.
+"""Two runs in one folder: a new run writes over the lowest numbers first, and the highest one is
+left of an older run.
 
-A resume takes the highest number. Times alone prove nothing, as ``cp -r`` and downloads write files in any order. The
-Trainer's ``log_history`` does: it only grows, also over a resume (``TrainerState`` of transformers 5.23), so that each
-checkpoint of a run has the entries of those before it. A callback may drop old entries, and an evaluation may follow a
-save: only steps that both have, or that lie between two of the later one, are compared. ``total_flos`` only grows, too,
+A resume takes the highest number. Times alone prove nothing, as ``cp -r`` and downloads write files
+in any order. The Trainer's ``log_history`` does: it only grows, also over a resume
+(``TrainerState`` of transformers 5.23), so that each checkpoint of a run has the entries of those
+before it. A callback may drop old entries, and an evaluation may follow a save: only steps that
+both have, or that lie between two of the later one, are compared. ``total_flos`` only grows, too,
 with each step, and is saved and resumed without any log.
 """
 
@@ -22,7 +24,9 @@ from ckptfix.storage.reading import listed_names, read_start
 from ckptfix.wording import count_of
 
 DAY = 86400
-"""Seconds after which the time of a save contradicts its number: copies of a folder are made within hours."""
+"""Seconds after which the time of a save contradicts its number: copies of a folder are made within
+hours.
+"""
 
 _MOST_TIMES = 256
 _MOST_INCOMPLETE = 8
@@ -31,7 +35,8 @@ _MOST_STATE = 32 << 20
 
 
 class OtherRun(NamedTuple):
-    """The newest complete checkpoint of another run than that with the highest number, and what proves that.
+    """The newest complete checkpoint of another run than that with the highest number, and what
+    proves that.
 
     ``is_older``: by the time of its save, too, as the rest of a branch that was given up.
     """
@@ -42,7 +47,8 @@ class OtherRun(NamedTuple):
 
 
 class History(NamedTuple):
-    """History of a run as a checkpoint records it. ``entries``: step -> text of an entry -> its values.
+    """History of a run as a checkpoint records it. ``entries``: step -> text of an entry -> its
+    values.
 
     ``flos``: the floating point operations so far, 0 where they are not counted.
     """
@@ -59,13 +65,14 @@ def other_run(
     look: Callable[[Path, int], Candidate],
     read: "Callable[[Path], History | None]",
 ) -> OtherRun | None:
-    """Return the newest complete checkpoint of another run than ``best``, None where nothing proves two runs.
+    """Return the newest complete checkpoint of another run than ``best``, None where nothing proves
+    two runs.
 
     Before those that are older than ``best`` come those that are not.
 
-    ``lower``: the numbers below that of ``best``, the highest first. Up to three of them are compared: the highest, the
-    lowest, and the one that was saved last; then as few as it takes to find the highest one of the other run. ``read``:
-    returns the history of a checkpoint.
+    ``lower``: the numbers below that of ``best``, the highest first. Up to three of them are
+    compared: the highest, the lowest, and the one that was saved last; then as few as it takes to
+    find the highest one of the other run. ``read``: returns the history of a checkpoint.
     """
     newer = read(best.path) if lower else None
     if newer is None:
@@ -89,13 +96,16 @@ def other_run(
             same = middle
     older: OtherRun | None = None
     for at in range(place, min(place + _MOST_INCOMPLETE, len(lower))):
-        # One that is incomplete proves nothing about those below it: they may be of the run of ``best``.
+        # One that is incomplete proves nothing about those below it: they may be of the run of
+        # ``best``.
         if not (proof := proof_at(at)):
             continue
         number, path = lower[at]
         candidate = look(path, number)
         if candidate.problem is None:
-            is_older = None not in (candidate.time, best.time) and (candidate.time or 0) < (best.time or 0)
+            is_older = None not in (candidate.time, best.time) and (candidate.time or 0) < (
+                best.time or 0
+            )
             if not is_older:
                 return OtherRun(candidate, proof, is_older)
             older = older or OtherRun(candidate, proof, is_older)
@@ -103,7 +113,9 @@ def other_run(
 
 
 def _saved_last(lower: Sequence[tuple[int, Path]]) -> int:
-    """Return the place of the checkpoint that was saved last: most likely it is of the newest run."""
+    """Return the place of the checkpoint that was saved last: most likely it is of the newest
+    run.
+    """
     if listed_names(lower[0][1].parent) is not None:
         return 0
     times = [time_of(path) or 0.0 for _, path in lower[:_MOST_TIMES]]
@@ -114,7 +126,10 @@ def history_of(checkpoint: Path) -> History | None:
     """Return the history of a checkpoint of the Trainer, None without one that can be read."""
     state: Any = None
     time = None
-    with suppress(CkptfixError, OSError, ValueError, RecursionError), made(str(checkpoint)) as place:
+    with (
+        suppress(CkptfixError, OSError, ValueError, RecursionError),
+        made(str(checkpoint)) as place,
+    ):
         time = time_of(Path(place))
         data = read_start(Path(place, TRAINER_STATE), _MOST_STATE)
         state = json.loads(data) if data is not None and len(data) < _MOST_STATE else None
@@ -151,15 +166,28 @@ def _contradiction(lower: History, higher: History) -> str:
             words = _difference(alone[0], others.values()) or "logged by one of them alone"
             return f"step {step}: {words}{f'; {limits}' if limits else ''}"
     if lower.flos > higher.flos > 0:
-        return f"total_flos {lower.flos:.4g} and {higher.flos:.4g}, which only grows{f'; {limits}' if limits else ''}"
+        return (
+            f"total_flos {lower.flos:.4g} and {higher.flos:.4g}, which only "
+            f"grows{f'; {limits}' if limits else ''}"
+        )
     # A run whose max_steps was raised goes on with higher numbers, saved later.
-    if limits and lower.time is not None and higher.time is not None and lower.time - higher.time > DAY:
-        return f"{limits}, and the lower number was saved {days_between(higher.time, lower.time)} later"
+    if (
+        limits
+        and lower.time is not None
+        and higher.time is not None
+        and lower.time - higher.time > DAY
+    ):
+        return (
+            f"{limits}, and the lower number was saved {days_between(higher.time, lower.time)} "
+            "later"
+        )
     return ""
 
 
 def _difference(entry: Mapping[str, Any], others: Any) -> str:
-    """Return the first value in which an entry differs from one with the same keys, "" where there is none."""
+    """Return the first value in which an entry differs from one with the same keys, "" where there
+    is none.
+    """
     for other in others:
         if entry.keys() == other.keys():
             keys = sorted(entry, key=lambda key: (key != "loss", key))

@@ -1,4 +1,6 @@
-"""Repaired copies: the checkpoint is copied under a temporary name, repaired there, and renamed when it is complete."""
+"""Repaired copies: the checkpoint is copied under a temporary name, repaired there, and renamed
+when it is complete.
+"""
 
 import os
 import shutil
@@ -22,10 +24,11 @@ from ckptfix.storage.transactions import transactions
 def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> Iterator[Target]:
     """Copy ``target``, yield the copy to be repaired, then move it to ``output``.
 
-    Links become files of their own. The manifest is copied, the journal of the source is not, and that of the copy is
-    removed. Whatever fails, ``output`` is complete or absent.
+    Links become files of their own. The manifest is copied, the journal of the source is not, and
+    that of the copy is removed. Whatever fails, ``output`` is complete or absent.
 
-    Raises UsageError when something exists at ``output``, OperationError when there is too little space.
+    Raises UsageError when something exists at ``output``, OperationError when there is too little
+    space.
     """
     check_output(target, output)
     ensure_space(output, _size_of(target))
@@ -72,7 +75,11 @@ def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None
         if source.is_dir():
             shutil.copytree(source, staging / name)
         elif source.is_file():
-            pieces = (Range(PurePosixPath(name), 0, source.stat().st_size),) if source.stat().st_size else ()
+            pieces = (
+                (Range(PurePosixPath(name), 0, source.stat().st_size),)
+                if source.stat().st_size
+                else ()
+            )
             build(Recipe.like(source, pieces), target.root, staging / name, progress=progress)
         elif source.is_symlink():
             os.symlink(os.readlink(source), staging / name)

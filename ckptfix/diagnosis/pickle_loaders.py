@@ -1,4 +1,6 @@
-"""The globals that the loader of each pickle reads beyond torch's ``weights_only`` list, and the files it refuses."""
+"""The globals that the loader of each pickle reads beyond torch's ``weights_only`` list, and the
+files it refuses.
+"""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -8,7 +10,12 @@ from ckptfix.checkpoint.filenames import Role, parse_rank_file_name
 from ckptfix.checkpoint.folder import Component
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.damaged import ScriptPickle, TrainerPickle, UnloadablePickle, UnsafePickle
+from ckptfix.diagnosis.findings.damaged import (
+    ScriptPickle,
+    TrainerPickle,
+    UnloadablePickle,
+    UnsafePickle,
+)
 from ckptfix.formats.pickle_globals import (
     SAFE_IN_FSDP,
     GlobalSafety,
@@ -41,9 +48,9 @@ class _Objects(Enum):
 class _Loader:
     """A loader, by what it reads beyond the globals on torch's ``weights_only`` list.
 
-    ``globals``, ``packages``: single ones, and all of a package. ``is_plain_read``: whether a pickle outside of the
-    containers of ``torch.save`` is nobody's problem. ``has_note``: the library pickles its own classes here, so that
-    what plain ``torch.load`` refuses is worth a note.
+    ``globals``, ``packages``: single ones, and all of a package. ``is_plain_read``: whether a
+    pickle outside of the containers of ``torch.save`` is nobody's problem. ``has_note``: the
+    library pickles its own classes here, so that what plain ``torch.load`` refuses is worth a note.
     """
 
     arrays: _Arrays = _Arrays.NONE
@@ -54,16 +61,19 @@ class _Loader:
     has_note: bool = False
 
 
-# torch 2.13, _weights_only_unpickler.py. Weights without states of accelerate next to them, and files of scripts.
+# torch 2.13, _weights_only_unpickler.py. Weights without states of accelerate next to them, and
+# files of scripts.
 _TORCH = _Loader()
 
 # accelerate 1.15, utils/other.py: load() adds ndarray, dtype, _reconstruct and the dtype of uint32.
 _ACCELERATE = _Loader(arrays=_Arrays.UINT32)
 
-# accelerate 1.15, utils/fsdp_utils.py: torch.load(weights_only=True). torch 2.13 adds classes as FSDP2 is imported.
+# accelerate 1.15, utils/fsdp_utils.py: torch.load(weights_only=True). torch 2.13 adds classes as
+# FSDP2 is imported.
 _FSDP_RANK = _Loader(globals=SAFE_IN_FSDP)
 
-# deepspeed 0.18, torch_checkpoint_engine.py: torch.load(weights_only=False). Its own classes are no problem.
+# deepspeed 0.18, torch_checkpoint_engine.py: torch.load(weights_only=False). Its own classes are no
+# problem.
 _DEEPSPEED = _Loader(packages=("deepspeed.",))
 
 _OF_ACCELERATE: Mapping[Role, _Loader] = {
@@ -73,11 +83,11 @@ _OF_ACCELERATE: Mapping[Role, _Loader] = {
     Role.DATALOADER: _ACCELERATE,
     Role.GRAD_SCALER: _ACCELERATE,
     Role.RNG_STATE: _ACCELERATE,
-    # accelerate 1.15, checkpointing.py: save() pickles the sampler object, and load_state() never reads the file,
-    # because it asks for the sampler of an iterable dataset.
+    # accelerate 1.15, checkpointing.py: save() pickles the sampler object, and load_state() never
+    # reads the file, because it asks for the sampler of an iterable dataset.
     Role.SAMPLER: _Loader(arrays=_Arrays.UINT32, objects=_Objects.OF_CLASSES, is_plain_read=True),
-    # accelerate 1.15, checkpointing.py: load_custom_state() sets weights_only=False. torch.load refuses plain pickles
-    # with "Invalid magic number" all the same.
+    # accelerate 1.15, checkpointing.py: load_custom_state() sets weights_only=False. torch.load
+    # refuses plain pickles with "Invalid magic number" all the same.
     Role.CUSTOM: _Loader(objects=_Objects.EVERY),
     # The guarded Accelerator reads its own files, with every dtype.
     Role.RUN_STATE: _Loader(arrays=_Arrays.EVERY),
@@ -89,7 +99,8 @@ _OF_TRAINER: Mapping[Role, _Loader] = {
     Role.SCHEDULER: _TORCH,
     # transformers 5.23, trainer_pt_utils.py: safe_globals() adds what accelerate's load() adds.
     Role.RNG_STATE: _Loader(arrays=_Arrays.UINT32, has_note=True),
-    # transformers 5.23, trainer.py: _save() pickles the object; only scripts read it, with weights_only=False.
+    # transformers 5.23, trainer.py: _save() pickles the object; only scripts read it, with
+    # weights_only=False.
     Role.TRAINING_ARGUMENTS: _Loader(objects=_Objects.EVERY, has_note=True),
 }
 
@@ -118,7 +129,8 @@ def diagnose_pickle(
 ) -> list[Finding]:
     """Find what the loader of a file refuses.
 
-    ``is_plain_model``: no state of accelerate is next to the weights. ``is_of_script``: no library looks for the file.
+    ``is_plain_model``: no state of accelerate is next to the weights. ``is_of_script``: no library
+    looks for the file.
     """
     tree = file.tree
     unsafe = unsafe_globals(tree)
@@ -127,7 +139,8 @@ def diagnose_pickle(
     loader = _loader_of(component, is_plain_model=is_plain_model)
     levels = {pair: classify(*pair) for pair in tree.globals}
     beyond_torch = [pair for pair, level in levels.items() if level is not GlobalSafety.SAFE]
-    # ``getattr`` and its like are left, which this pickle stores and never calls. Nobody can allow them for torch.
+    # ``getattr`` and its like are left, which this pickle stores and never calls. Nobody can allow
+    # them for torch.
     has_makers = GlobalSafety.UNSAFE in levels.values()
     reads_objects = loader.objects is _Objects.EVERY or (
         loader.objects is _Objects.OF_CLASSES and not has_makers
@@ -147,7 +160,11 @@ def diagnose_pickle(
     is_plain = file.container is None and not loader.is_plain_read
     if not (refused or opcodes or is_plain):
         listed = _dotted(beyond_torch) or tree.refused_opcodes
-        return [TrainerPickle(path=component.path, globals=listed)] if loader.has_note and listed else []
+        return (
+            [TrainerPickle(path=component.path, globals=listed)]
+            if loader.has_note and listed
+            else []
+        )
     is_allowable = not (opcodes or is_plain) and all(can_be_allowed(*pair) for pair in refused)
     # A file of torch.save that lost its container, or its head, is no file of pickle.dump.
     is_complete = not (file.tree.persistent or file.trailing)

@@ -13,7 +13,8 @@ from ckptfix.errors import UsageError
 class Keys(Enum):
     """Choice of keys.
 
-    AUTO: collapse nested wrappers only. BARE: strip all wrappers. DDP: leave exactly one ``module.``.
+    AUTO: collapse nested wrappers only. BARE: strip all wrappers. DDP: leave exactly one
+    ``module.``.
     """
 
     AUTO = "auto"
@@ -23,7 +24,14 @@ class Keys(Enum):
 
 KEEPABLE = {
     role.value: role
-    for role in (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
+    for role in (
+        Role.MODEL,
+        Role.OPTIMIZER,
+        Role.SCHEDULER,
+        Role.SAMPLER,
+        Role.DATALOADER,
+        Role.CUSTOM,
+    )
 }
 """Role names that ``--keep ROLE=N`` accepts."""
 
@@ -32,10 +40,11 @@ KEEPABLE = {
 class Policy:
     """Options that turn a diagnosis into a plan.
 
-    ``keep``: the number of entries of a role in the script. ``only``: codes to repair, empty for all.
-    ``allow``: the named codes among those that are repaired only on request. ``atomic``: write new files,
-    never patch one in place. ``adapter``: of the adapters in one file, the name of the one that it is for.
-    ``families``: of a model that is stored twice, the file or the index to keep.
+    ``keep``: the number of entries of a role in the script. ``only``: codes to repair, empty for
+    all. ``allow``: the named codes among those that are repaired only on request. ``atomic``: write
+    new files, never patch one in place. ``adapter``: of the adapters in one file, the name of the
+    one that it is for. ``families``: of a model that is stored twice, the file or the index to
+    keep.
     """
 
     keep: Mapping[Role, int] = field(default_factory=dict)
@@ -69,7 +78,9 @@ class Policy:
 
     @property
     def drops(self) -> frozenset[Role]:
-        """Roles whose equal entries are dropped, so that their equality must be proven byte for byte."""
+        """Roles whose equal entries are dropped, so that their equality must be proven byte for
+        byte.
+        """
         roles = set(self.keep)
         if "identical-models" in self.allow:
             roles.add(Role.MODEL)

@@ -1,4 +1,6 @@
-"""The checkpoint of a run to resume from: the newest that is complete and in which ``check`` finds no error."""
+"""The checkpoint of a run to resume from: the newest that is complete and in which ``check`` finds
+no error.
+"""
 
 import json
 import os
@@ -42,12 +44,14 @@ def newest_complete(found: Iterable[Candidate]) -> Candidate | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The checkpoint of a folder that a resume takes. ``best``: None where none is complete, or nothing decides.
+    """The checkpoint of a folder that a resume takes. ``best``: None where none is complete, or
+    nothing decides.
 
-    ``passed_over``: the incomplete ones that are newer, and those of families without a complete one. ``rivals``: the
-    newest complete one of each family where there are several: their numbers cannot be compared, so the time of the
-    save decides. ``proof``: what shows that the two ``rivals`` of one family are of two runs, so that the higher number
-    need not be the newer one. ``abandoned``: one of another run than ``best``, older by number and time.
+    ``passed_over``: the incomplete ones that are newer, and those of families without a complete
+    one. ``rivals``: the newest complete one of each family where there are several: their numbers
+    cannot be compared, so the time of the save decides. ``proof``: what shows that the two
+    ``rivals`` of one family are of two runs, so that the higher number need not be the newer one.
+    ``abandoned``: one of another run than ``best``, older by number and time.
     """
 
     best: Candidate | None
@@ -63,10 +67,12 @@ def choose(
     look: Callable[[Path, int], Candidate] | None = None,
     read: Callable[[Path], History | None] = history_of,
 ) -> Choice | None:
-    """Return the newest complete checkpoint of a folder, None where no folder in it is named as a checkpoint is.
+    """Return the newest complete checkpoint of a folder, None where no folder in it is named as a
+    checkpoint is.
 
-    ``look``: returns one with its problem, by default ``examine``. It is called for as few as it takes, as a run may
-    have 100,000: newest first, until one is complete. ``read``: returns the history of one. Raises OSError.
+    ``look``: returns one with its problem, by default ``examine``. It is called for as few as it
+    takes, as a run may have 100,000: newest first, until one is complete. ``read``: returns the
+    history of one. Raises OSError.
     """
     look = look or partial(examine, siblings=Siblings())
     families: list[tuple[list[Candidate], Candidate | None]] = []
@@ -92,12 +98,16 @@ def choose(
     passed_over += [broken[0] for broken, complete in families if complete is None]
     other: OtherRun | None = None
     if is_certain:
-        (of_best,) = (family for family in every_family.values() if (best.number, best.path) in family)
+        (of_best,) = (
+            family for family in every_family.values() if (best.number, best.path) in family
+        )
         lower = [numbered_folder for numbered_folder in of_best if numbered_folder[0] < best.number]
         other = other_run(best, lower, look, read)
         if other is not None and not other.is_older:
             rivals = (best, other.candidate)
-            return Choice(best=None, passed_over=tuple(passed_over), rivals=rivals, proof=other.proof)
+            return Choice(
+                best=None, passed_over=tuple(passed_over), rivals=rivals, proof=other.proof
+            )
     return Choice(
         best=best if is_certain else None,
         passed_over=tuple(passed_over),
@@ -109,15 +119,18 @@ def choose(
 def of_two_runs(folder: Path, choice: Choice) -> str:
     """Return the message about a choice with a ``proof``."""
     higher, lower = choice.rivals
-    calls = [f"trainer.train(resume_from_checkpoint={str(rival.path)!r})" for rival in (lower, higher)]
+    calls = [
+        f"trainer.train(resume_from_checkpoint={str(rival.path)!r})" for rival in (lower, higher)
+    ]
     return (
-        f"{folder}: {lower.path.name} and {higher.path.name} are of two runs ({choice.proof}), so the higher number "
-        f"need not be the newer one; next: {calls[0]} or {calls[1]}"
+        f"{folder}: {lower.path.name} and {higher.path.name} are of two runs ({choice.proof}), so "
+        f"the higher number need not be the newer one; next: {calls[0]} or {calls[1]}"
     )
 
 
 def mixed(checkpoint: Path) -> str | None:
-    """Return the message about a folder whose last save or repair was interrupted between its files, None for others.
+    """Return the message about a folder whose last save or repair was interrupted between its
+    files, None for others.
 
     Its files may be of two saves, partly repaired, or not all be there.
     """
@@ -126,11 +139,17 @@ def mixed(checkpoint: Path) -> str | None:
 
 def _mixed_repair(checkpoint: Path) -> str | None:
     folder = partly_repaired(checkpoint)
-    return f"{folder}: {HALF_REPAIRED}; next: {command('repair', folder)}" if folder is not None else None
+    return (
+        f"{folder}: {HALF_REPAIRED}; next: {command('repair', folder)}"
+        if folder is not None
+        else None
+    )
 
 
 def mixed_save(checkpoint: Path) -> str | None:
-    """Return the message about a folder whose last save was interrupted between its files, None for any other."""
+    """Return the message about a folder whose last save was interrupted between its files, None for
+    any other.
+    """
     if (checkpoint / JOURNAL / UNFINISHED).exists():
         why = "holds files of two saves: the last one was interrupted"
     elif (problem := cut_upload(checkpoint)) is not None:
@@ -141,8 +160,8 @@ def mixed_save(checkpoint: Path) -> str | None:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """Return advice on the checkpoint to load instead of a mix of two saves: the new save, the nearest complete one,
-    or none.
+    """Return advice on the checkpoint to load instead of a mix of two saves: the new save, the
+    nearest complete one, or none.
     """
     with suppress(OSError, ValueError):
         if (staged := _intact_staging(checkpoint)) is not None:
@@ -161,7 +180,9 @@ def instead_of(checkpoint: Path) -> str:
 
 
 def _intact_staging(checkpoint: Path) -> Path | None:
-    """Return the staging folder of the interrupted save while none of its files has been moved. Raises OSError."""
+    """Return the staging folder of the interrupted save while none of its files has been moved.
+    Raises OSError.
+    """
     journal = checkpoint / JOURNAL
     recorded = set(json.loads(read_file(journal / UNFINISHED)))
     parent = outside_checkpoints(checkpoint)
@@ -171,9 +192,11 @@ def _intact_staging(checkpoint: Path) -> Path | None:
         if one.name.startswith(SAVING) and one.name.endswith(f"+{checkpoint.name}")
     )
     for folder in (*journal.glob(f"{SAVING}*"), *near):
-        # A recorded file of the checkpoint that is not in the staging folder was moved, or is of the older save.
+        # A recorded file of the checkpoint that is not in the staging folder was moved, or is of
+        # the older save.
         if incomplete(folder) is None and not any(
-            os.path.lexists(checkpoint / name) and not os.path.lexists(folder / name) for name in recorded
+            os.path.lexists(checkpoint / name) and not os.path.lexists(folder / name)
+            for name in recorded
         ):
             return folder
     return None

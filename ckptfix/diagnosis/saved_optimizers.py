@@ -1,4 +1,6 @@
-"""Saved optimizers as their headers show them: in files of torch, in bundles, and in DCP folders."""
+"""Saved optimizers as their headers show them: in files of torch, in bundles, and in DCP
+folders.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -44,27 +46,29 @@ _STATE, _GROUPS = "state", "param_groups"
 INTEGERS = ("I", "U", "BOOL")
 """Beginnings of the dtypes that torch's optimizers never train, and never have moments of."""
 _LAST_STEP = 1 << 53
-"""A larger number in a pickle is not a step, and Python refuses to print one of more than 4300 digits."""
+"""A larger number in a pickle is not a step, and Python refuses to print one of more than 4300
+digits.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedOptimizer:
-    """An optimizer as its headers show it. ``path``: of its file or folder. ``key``: the keys that lead to it in a file
-    that holds more, "" for a file of one optimizer.
+    """An optimizer as its headers show it. ``path``: of its file or folder. ``key``: the keys that
+    lead to it in a file that holds more, "" for a file of one optimizer.
 
-    ``groups``: the parameters of each param group; numbers as text, or keys. ``options``: the keys of the groups.
-    ``states``: parameter -> state -> shape, None for another value than a plain tensor. ``step``: the last one, None
-    where it is kept in tensors, as torch does since 1.12. ``is_named``: by keys. ``index``: its position.
-    ``values``: the numbers and flags of each group, None for unusable options, ``SEVERAL`` for lists and the like, ""
-    for others; empty for a DCP folder.
-    ``names``: number -> key, where torch recorded it.
-    ``unusable``: (parameter, state) of moments that are not tensors and of steps that are not numbers, (parameter, "")
-    where its states are not a dict.
-    ``integers``: parameter -> a moment of it that is not of floating point numbers, and its dtype.
-    ``sparse``: (parameter, state) of moments that are sparse tensors.
-    ``strangers``: keys of states in an optimizer that numbers its parameters, or numbers in one that names them.
-    ``tensors``: parameter -> state -> tensor, of those that are tensors. ``layout``: returns where the bytes of one
-    are, with paths from the checkpoint; raises OperationError where they cannot be read.
+    ``groups``: the parameters of each param group; numbers as text, or keys. ``options``: the keys
+    of the groups. ``states``: parameter -> state -> shape, None for another value than a plain
+    tensor. ``step``: the last one, None where it is kept in tensors, as torch does since 1.12.
+    ``is_named``: by keys. ``index``: its position. ``values``: the numbers and flags of each group,
+    None for unusable options, ``SEVERAL`` for lists and the like, "" for others; empty for a DCP
+    folder. ``names``: number -> key, where torch recorded it. ``unusable``: (parameter, state) of
+    moments that are not tensors and of steps that are not numbers, (parameter, "") where its states
+    are not a dict. ``integers``: parameter -> a moment of it that is not of floating point numbers,
+    and its dtype. ``sparse``: (parameter, state) of moments that are sparse tensors. ``strangers``:
+    keys of states in an optimizer that numbers its parameters, or numbers in one that names them.
+    ``tensors``: parameter -> state -> tensor, of those that are tensors. ``layout``: returns where
+    the bytes of one are, with paths from the checkpoint; raises OperationError where they cannot be
+    read.
     """
 
     path: PurePosixPath
@@ -95,7 +99,9 @@ class SavedOptimizer:
         return [name for group in self.groups for name in group]
 
 
-def saved_optimizers(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> Iterator[SavedOptimizer]:
+def saved_optimizers(
+    folder: CheckpointFolder, sharded: Sequence[DcpFolder]
+) -> Iterator[SavedOptimizer]:
     """Yield the optimizers of a scanned folder whose headers or metadata can be read."""
     for component in folder.components:
         is_one = component.role is Role.OPTIMIZER and component.name.rank is None
@@ -111,7 +117,8 @@ def saved_optimizers(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> 
 def optimizers_in_file(
     component: Component, file: TorchFile, places: Iterable[tuple[tuple[str, ...], Node]]
 ) -> Iterator[SavedOptimizer]:
-    """Yield the optimizers at these places of a file, but for those that are not a ``state_dict()`` of torch's form.
+    """Yield the optimizers at these places of a file, but for those that are not a ``state_dict()``
+    of torch's form.
 
     ``places``: the keys that lead to an optimizer, and its dict.
     """
@@ -133,10 +140,13 @@ def optimizers_in_file(
 class _Reading:
     """One reading of an optimizer's dict, whose entries are taken from ``left``.
 
-    Raises FormatError for params that are neither numbers nor keys, and where more entries are there than ``left``.
+    Raises FormatError for params that are neither numbers nor keys, and where more entries are
+    there than ``left``.
     """
 
-    def __init__(self, node: Node, known: Mapping[str, PickledStorage], left: int, file: TorchFile) -> None:
+    def __init__(
+        self, node: Node, known: Mapping[str, PickledStorage], left: int, file: TorchFile
+    ) -> None:
         self.left = left
         self._file = file
         self._tensors: dict[str, dict[str, PickledTensor]] = {}
@@ -189,7 +199,9 @@ class _Reading:
         members = items_of(child(group, "params"))
         labels = items_of(child(group, "param_names"))
         values = {
-            key.value: _option(key, value, self._known) for key, value in pairs(group) if type(key) is Text
+            key.value: _option(key, value, self._known)
+            for key, value in pairs(group)
+            if type(key) is Text
         }
         self._take(len(members) + len(labels) + len(values))
         numbers = tuple(name for member in members if (name := _name(member)) is not None)
@@ -206,7 +218,9 @@ class _Reading:
 
     def _read_state(self, key: Any, name: str, state: Any) -> None:
         if not is_dict_like(state):
-            if type(key) is int and (type(state) is not Node or is_tensor(state) or state.kind is Kind.LIST):
+            if type(key) is int and (
+                type(state) is not Node or is_tensor(state) or state.kind is Kind.LIST
+            ):
                 self._unusable.add((name, ""))
             return
         entries = {
@@ -216,9 +230,12 @@ class _Reading:
         }
         self._take(len(entries))
         if self._groups and (type(key) is Text) is not self._is_named:
-            # A load leaves the state of an unknown key aside. Other libraries keep values of their own there, but not
-            # under the number of a parameter: LBFGS keeps all of its states under 0.
-            has_moments = any(word in MOMENTS and tensor is not None for word, (_, tensor) in entries.items())
+            # A load leaves the state of an unknown key aside. Other libraries keep values of their
+            # own there, but not under the number of a parameter: LBFGS keeps all of its states
+            # under 0.
+            has_moments = any(
+                word in MOMENTS and tensor is not None for word, (_, tensor) in entries.items()
+            )
             if has_moments or (entries and name in self._members):
                 self._strangers.append(name)
             return
@@ -228,7 +245,9 @@ class _Reading:
         self._states[name] = {
             word: None if tensor is None else tensor.shape for word, (_, tensor) in entries.items()
         }
-        self._tensors[name] = {word: tensor for word, (_, tensor) in entries.items() if tensor is not None}
+        self._tensors[name] = {
+            word: tensor for word, (_, tensor) in entries.items() if tensor is not None
+        }
         self._unusable.update(
             (name, word) for word, (value, _) in entries.items() if _is_unusable(word, value)
         )
@@ -242,17 +261,25 @@ class _Reading:
 
 
 def _is_unusable(state: str, value: object) -> bool:
-    """Return whether a moment is not a tensor, a step neither a tensor nor a number, or another number a text."""
+    """Return whether a moment is not a tensor, a step neither a tensor nor a number, or another
+    number a text.
+    """
     if type(value) is Text and state in SCALARS:
         return True
     is_container = type(value) in (tuple, Text) or (
         type(value) is Node and value.kind in (Kind.LIST, Kind.DICT, Kind.SET)
     )
-    return is_container if state == "step" else state in MOMENTS and (is_container or type(value) is not Node)
+    return (
+        is_container
+        if state == "step"
+        else state in MOMENTS and (is_container or type(value) is not Node)
+    )
 
 
 def _option(key: Text, value: Any, known: Mapping[str, Any]) -> object:
-    """Return the value of an option as ``SavedOptimizer.values`` has it, None where the step of any optimizer fails."""
+    """Return the value of an option as ``SavedOptimizer.values`` has it, None where the step of any
+    optimizer fails.
+    """
     if type(value) is Text:
         return None
     if key.value in PAIRS:
@@ -284,7 +311,9 @@ def optimizers_of(root: Path, state: DcpFolder) -> Iterator[SavedOptimizer]:
     paths = paths_of(metadata)
     tensors = {tensor.fqn: tensor for tensor in metadata.tensors}
     found = {tuple(map(str, prefix)): _Parts() for prefix in optimizers_in(paths.values())}
-    flattened = {scope.path: frozenset(scope.names) for scope in state.scopes if scope.kind == FLATTENED}
+    flattened = {
+        scope.path: frozenset(scope.names) for scope in state.scopes if scope.kind == FLATTENED
+    }
     for scope in state.scopes:
         depth = _depth(scope.path, found) if scope.kind == "params" else None
         if depth is not None:
@@ -298,7 +327,11 @@ def optimizers_of(root: Path, state: DcpFolder) -> Iterator[SavedOptimizer]:
                 parts.add(path[-2], path[-1], tensors.get(fqn))
             elif kind == _GROUPS:
                 parts.options.add(path[depth + 2] if len(path) > depth + 2 else "")
-        elif path and path[:-1] in in_keys and (cut := flattened_parts(path[-1], flattened[path[:-1]])):
+        elif (
+            path
+            and path[:-1] in in_keys
+            and (cut := flattened_parts(path[-1], flattened[path[:-1]]))
+        ):
             begin, name, end = cut
             parts = in_keys[path[:-1]]
             if begin == f"{_STATE}.":
@@ -339,9 +372,11 @@ class _Parts:
 
 
 def _depth(path: tuple[str, ...], found: Mapping[tuple[str, ...], _Parts]) -> int | None:
-    """Return the number of steps of a path that lead to one of these optimizers, None where none do.
+    """Return the number of steps of a path that lead to one of these optimizers, None where none
+    do.
 
-    An optimizer can lie in the state dict of another one, which wraps it: the inner one's parts are its own.
+    An optimizer can lie in the state dict of another one, which wraps it: the inner one's parts are
+    its own.
     """
     return next((depth for depth in reversed(range(len(path))) if path[:depth] in found), None)
 

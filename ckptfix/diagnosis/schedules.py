@@ -1,15 +1,16 @@
 """Schedules that disagree with the optimizer next to them, by headers alone.
 
-Facts from torch 2.13 (``torch/optim/lr_scheduler.py``), and from runs of every schedule of torch and transformers: most
-compute the next learning rate of a param group from its present one. LambdaLR, CosineAnnealingWarmRestarts and CyclicLR
-compute it from ``base_lrs``, one for each group.
+Facts from torch 2.13 (``torch/optim/lr_scheduler.py``), and from runs of every schedule of torch
+and transformers: most compute the next learning rate of a param group from its present one.
+LambdaLR, CosineAnnealingWarmRestarts and CyclicLR compute it from ``base_lrs``, one for each group.
 
-A scheduler records as ``_last_lr`` the learning rates that it gave to its optimizer. Nothing else in torch sets rates,
-so both files of a save have the same. Measured in runs of accelerate and of the Trainer with one and two processes,
-gradient accumulation, ``split_batches``, warm-up, schedules per step and per epoch, and resumes. A script may set rates
-itself, or keep a second scheduler elsewhere: then the checkpoints next to this one differ, too. The Trainer moves its
-schedule once for each of its steps, but for those that fp16 skips. Nothing counts the steps of a run of accelerate:
-``step`` in its random states counts batches, and begins again with each epoch.
+A scheduler records as ``_last_lr`` the learning rates that it gave to its optimizer. Nothing else
+in torch sets rates, so both files of a save have the same. Measured in runs of accelerate and of
+the Trainer with one and two processes, gradient accumulation, ``split_batches``, warm-up, schedules
+per step and per epoch, and resumes. A script may set rates itself, or keep a second scheduler
+elsewhere: then the checkpoints next to this one differ, too. The Trainer moves its schedule once
+for each of its steps, but for those that fp16 skips. Nothing counts the steps of a run of
+accelerate: ``step`` in its random states counts batches, and begins again with each epoch.
 """
 
 from bisect import bisect_right
@@ -72,7 +73,9 @@ _FROM_BASE_RATES = {
         }
     ),
 }
-"""A key that only this schedule has -> all keys of its own. These schedules read ``base_lrs`` in each step."""
+"""A key that only this schedule has -> all keys of its own. These schedules read ``base_lrs`` in
+each step.
+"""
 
 _MOST_NESTED = 16
 
@@ -88,8 +91,9 @@ def diagnose_schedules(
 ) -> Iterator[Finding]:
     """Yield the schedules that fit none of the folder's optimizers.
 
-    ``damaged``: files whose content has another finding. Nothing is judged where an optimizer cannot be read, or where
-    there are more schedulers than optimizers: then one may belong to an optimizer that is not saved.
+    ``damaged``: files whose content has another finding. Nothing is judged where an optimizer
+    cannot be read, or where there are more schedulers than optimizers: then one may belong to an
+    optimizer that is not saved.
     """
     files = [one for one in folder.components if one.role is Role.OPTIMIZER]
     schedulers = [one for one in folder.components if one.role is Role.SCHEDULER]
@@ -108,7 +112,9 @@ def diagnose_schedules(
         if wrong and not (
             wrong[0].may_be_unread and _has_neighbour_with(wrong[0], scheduler.path, neighbours)
         ):
-            partner = next((one for one in files if one.name.index == scheduler.name.index), files[0])
+            partner = next(
+                (one for one in files if one.name.index == scheduler.name.index), files[0]
+            )
             yield MismatchedRates(
                 path=scheduler.path,
                 rates=wrong[0].rates,
@@ -120,8 +126,9 @@ def diagnose_schedules(
 class _BaseRates(NamedTuple):
     """The number of base rates that the next step of a scheduler takes for all param groups.
 
-    ``may_be_unread``: of a MultiplicativeLR, whose file looks like that of a LambdaLR. It steps without base rates.
-    With the state of another run it has a last rate for each group, and still the base rates of that run.
+    ``may_be_unread``: of a MultiplicativeLR, whose file looks like that of a LambdaLR. It steps
+    without base rates. With the state of another run it has a last rate for each group, and still
+    the base rates of that run.
     """
 
     rates: int
@@ -129,7 +136,9 @@ class _BaseRates(NamedTuple):
 
 
 def _has_neighbour_with(base: _BaseRates, path: PurePosixPath, neighbours: Neighbours) -> bool:
-    """Return whether a checkpoint next to this one has these base rates: then the run went on with them."""
+    """Return whether a checkpoint next to this one has these base rates: then the run went on with
+    them.
+    """
     for _, there in scanned(neighbours.spread(), Role.SCHEDULER):
         file = _states_of_schedulers(there).get(path)
         with suppress(FormatError):
@@ -142,9 +151,12 @@ def _read_in_each_step(state: Any) -> Iterator[_BaseRates]:
     """Yield the base rates that the next steps of a scheduler take."""
     if not is_dict_like(state):
         return
-    nested = [one for one in items_of(child(state, "_schedulers"))[:_MOST_NESTED] if is_dict_like(one)]
+    nested = [
+        one for one in items_of(child(state, "_schedulers"))[:_MOST_NESTED] if is_dict_like(one)
+    ]
     if nested:
-        # SequentialLR is done with the schedules before the current one. ChainedScheduler has no milestones.
+        # SequentialLR is done with the schedules before the current one. ChainedScheduler has no
+        # milestones.
         milestones = [one for one in items_of(child(state, "_milestones")) if type(one) is int]
         moves = child(state, "last_epoch")
         done = bisect_right(milestones, moves + 1) if type(moves) is int else 0
@@ -162,22 +174,26 @@ def _read_in_each_step(state: Any) -> Iterator[_BaseRates]:
 
 
 _EMPTY = (
-    "SequentialLR, ChainedScheduler, CyclicLR, LambdaLR and the schedules of transformers cannot load it, and others "
-    "start anew without an error"
+    "SequentialLR, ChainedScheduler, CyclicLR, LambdaLR and the schedules of transformers cannot "
+    "load it, and others start anew without an error"
 )
 
 
-def diagnose_empty_schedulers(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[UnknownState]:
+def diagnose_empty_schedulers(
+    folder: CheckpointFolder, neighbours: Neighbours
+) -> Iterator[UnknownState]:
     """Yield the schedulers whose state is an empty dict, unless the script seems to save that.
 
-    Every scheduler of torch has a state, and a class of a script may have none: then it has none in the checkpoints
-    next to this one, either.
+    Every scheduler of torch has a state, and a class of a script may have none: then it has none in
+    the checkpoints next to this one, either.
     """
     schedulers = _states_of_schedulers(folder)
     empty = [path for path, file in schedulers.items() if holds_no_tensor(file)]
     if not empty:
         return
-    near = [_states_of_schedulers(there) for _, there in scanned(neighbours.spread(), Role.SCHEDULER)]
+    near = [
+        _states_of_schedulers(there) for _, there in scanned(neighbours.spread(), Role.SCHEDULER)
+    ]
     for path in empty:
         are_empty = [holds_no_tensor(files[path]) for files in near if path in files]
         if any(are_empty):
@@ -190,9 +206,11 @@ def diagnose_empty_schedulers(folder: CheckpointFolder, neighbours: Neighbours) 
 def diagnose_other_schedules(
     folder: CheckpointFolder, damaged: frozenset[PurePosixPath], neighbours: Neighbours
 ) -> Iterator[MisplacedEntry]:
-    """Yield the schedulers that are of another class than in all checkpoints next to this one, which agree.
+    """Yield the schedulers that are of another class than in all checkpoints next to this one,
+    which agree.
 
-    Each class of torch has its own keys. Where the nearest checkpoint has those of this one, no more is read.
+    Each class of torch has its own keys. Where the nearest checkpoint has those of this one, no
+    more is read.
     """
     own = {
         path: keys
@@ -212,7 +230,9 @@ def diagnose_other_schedules(
         near.append((neighbour.is_earlier, files))
     for path, keys in own.items():
         known = [
-            (is_earlier, text_keys(files[path].tree.root)) for is_earlier, files in near if path in files
+            (is_earlier, text_keys(files[path].tree.root))
+            for is_earlier, files in near
+            if path in files
         ]
         expected = {keys_there for _, keys_there in known}
         if len(known) > 1 and len(expected) == 1:
@@ -221,7 +241,9 @@ def diagnose_other_schedules(
             yield (MisplacedEntry if is_between else ChangedEntry)(
                 path=path,
                 holds=f"a schedule with {_told(keys - keys_there, keys_there - keys)}",
-                expected=f"{_told(keys_there - keys, keys - keys_there)}, as in {next_to_it(len(known))}",
+                expected=(
+                    f"{_told(keys_there - keys, keys - keys_there)}, as in {next_to_it(len(known))}"
+                ),
                 effect="load_state fails, or the run goes on with another schedule",
             )
 
@@ -240,11 +262,13 @@ def _states_of_schedulers(folder: CheckpointFolder) -> Mapping[PurePosixPath, To
 
 
 class _Progress(NamedTuple):
-    """The progress that the files of a folder record: by position, and that of the Trainer's scheduler.
+    """The progress that the files of a folder record: by position, and that of the Trainer's
+    scheduler.
 
-    ``rates``: of the param groups of optimizers. ``holders``: rates -> the positions of the optimizers that have them,
-    so that each of 1,000 schedulers need not look at 1,000 optimizers. ``last``: rates that schedulers gave last.
-    ``moves``: of the scheduler, None for one whose moves are not the Trainer's steps.
+    ``rates``: of the param groups of optimizers. ``holders``: rates -> the positions of the
+    optimizers that have them, so that each of 1,000 schedulers need not look at 1,000 optimizers.
+    ``last``: rates that schedulers gave last. ``moves``: of the scheduler, None for one whose moves
+    are not the Trainer's steps.
     """
 
     rates: Mapping[int, tuple[float, ...]]
@@ -253,14 +277,18 @@ class _Progress(NamedTuple):
     moves: int | None
 
     def disagrees(self, index: int) -> bool | None:
-        """Return whether a scheduler gave its optimizer other rates, None where that is not known."""
+        """Return whether a scheduler gave its optimizer other rates, None where that is not
+        known.
+        """
         rates, last = self.rates.get(index, ()), self.last.get(index, ())
         if not rates or len(rates) != len(last):
             return None
         return last not in self.holders
 
     def partner_of(self, index: int) -> int | None:
-        """Return the position of the optimizer that alone has the rates that a scheduler gave, None where none does."""
+        """Return the position of the optimizer that alone has the rates that a scheduler gave, None
+        where none does.
+        """
         having = self.holders.get(self.last.get(index, ()), ())
         return having[0] if len(having) == 1 and self.last.get(index) else None
 
@@ -277,11 +305,14 @@ def diagnose_progress(
     neighbours: Neighbours,
     step: int | None,
 ) -> Iterator[Finding]:
-    """Yield the files that are of another save than those next to them. ``step``: of ``trainer_state.json``.
+    """Yield the files that are of another save than those next to them. ``step``: of
+    ``trainer_state.json``.
 
     The checkpoints next to this one are read only where two files disagree.
     """
-    schedulers = {one.name.index: one.path for one in folder.components if one.role is Role.SCHEDULER}
+    schedulers = {
+        one.name.index: one.path for one in folder.components if one.role is Role.SCHEDULER
+    }
     files = {one.name.index: one.path for one in folder.components if one.role is Role.OPTIMIZER}
     if not schedulers or not damaged.isdisjoint((*schedulers.values(), *files.values())):
         return
@@ -289,7 +320,9 @@ def diagnose_progress(
     # Of two schedulers of one optimizer the first does not know the rates that the second gave.
     compared = schedulers if len(schedulers) <= len(files) else {}
     apart = [index for index in compared if own.disagrees(index)]
-    crossed = [index for index in compared if index in files and own.partner_of(index) not in (index, None)]
+    crossed = [
+        index for index in compared if index in files and own.partner_of(index) not in (index, None)
+    ]
     if apart or crossed:
         near = [
             _Neighbour(neighbour.name, _progress(there, list(saved_optimizers(there, ()))))
@@ -309,9 +342,11 @@ def _mixed_rates(
     optimizer: PurePosixPath,
     scheduler: PurePosixPath,
 ) -> Iterator[MixedRates]:
-    """Yield that an optimizer has other rates than its scheduler gave it, unless the script seems to set them.
+    """Yield that an optimizer has other rates than its scheduler gave it, unless the script seems
+    to set them.
 
-    Then the two files of another checkpoint differ, too, but for two checkpoints that exchanged a file.
+    Then the two files of another checkpoint differ, too, but for two checkpoints that exchanged a
+    file.
     """
     rates, last = own.rates[index], own.last[index]
     of_optimizer, of_scheduler, agreeing = "", "", 0
@@ -344,9 +379,11 @@ def _exchanged_rates(
     files: Mapping[int, PurePosixPath],
     schedulers: Mapping[int, PurePosixPath],
 ) -> Iterator[ExchangedRates]:
-    """Yield the schedulers that gave their rates to the optimizer of another position, once for two of each other.
+    """Yield the schedulers that gave their rates to the optimizer of another position, once for two
+    of each other.
 
-    A script may prepare both in any order: only checkpoints next to this one show that it keeps to the positions.
+    A script may prepare both in any order: only checkpoints next to this one show that it keeps to
+    the positions.
     """
     for index in crossed:
         partner = own.partner_of(index)
@@ -371,7 +408,8 @@ def _mixed_steps(
 ) -> Iterator[MixedSteps]:
     """Yield that the Trainer's schedule moved as often as that of another save.
 
-    Another number alone shows nothing: fp16 skips steps, and a second ``train()`` goes on with the schedule.
+    Another number alone shows nothing: fp16 skips steps, and a second ``train()`` goes on with the
+    schedule.
     """
     for neighbour, there in scanned(neighbours.spread(), Role.SCHEDULER):
         if _progress(there, ()).moves == _step_of(neighbour) == moves:
@@ -380,7 +418,9 @@ def _mixed_steps(
 
 
 def _step_of(neighbour: Neighbour) -> int | None:
-    """Return the step in the ``trainer_state.json`` of a checkpoint, None where it cannot be read."""
+    """Return the step in the ``trainer_state.json`` of a checkpoint, None where it cannot be
+    read.
+    """
     with suppress(CkptfixError, OSError), neighbour.opened() as root:
         return trainer_progress(root).step
     return None
@@ -393,7 +433,10 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
         if one.role is Role.SCHEDULER and isinstance(one.content, TorchFile)
     }
     with suppress(FormatError):
-        rates = {saved.index: numbers_of([group.get("lr") for group in saved.values]) for saved in optimizers}
+        rates = {
+            saved.index: numbers_of([group.get("lr") for group in saved.values])
+            for saved in optimizers
+        }
         holders: dict[tuple[float, ...], list[int]] = {}
         for index, numbers in rates.items():
             holders.setdefault(numbers, []).append(index)
@@ -411,7 +454,9 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
 
 
 def _has_moved(state: Any) -> bool:
-    """Return whether a schedule has left its beginning, during which scripts set rates for a warm-up of their own."""
+    """Return whether a schedule has left its beginning, during which scripts set rates for a
+    warm-up of their own.
+    """
     nested = items_of(child(state, "_schedulers"))[:_MOST_NESTED]
     return any(child(part, "last_epoch") not in (None, 0) for part in (state, *nested))
 
@@ -427,10 +472,11 @@ def numbers_of(values: Sequence[object]) -> tuple[float, ...]:
 
 
 def moves_of(state: Any) -> int | None:
-    """Return how often a schedule of torch was moved, None for one that does not move with each step.
+    """Return how often a schedule of torch was moved, None for one that does not move with each
+    step.
 
-    ReduceLROnPlateau moves with each evaluation. A schedule that a script began at a later epoch has another
-    ``_step_count``.
+    ReduceLROnPlateau moves with each evaluation. A schedule that a script began at a later epoch
+    has another ``_step_count``.
     """
     if not is_dict_like(state):
         return None
@@ -438,5 +484,7 @@ def moves_of(state: Any) -> int | None:
     moves, count = child(state, "last_epoch"), child(state, "_step_count")
     is_whole = "_milestones" in keys or (type(moves) is int and count == moves + 1)
     return (
-        moves if is_whole and type(moves) is int and 0 <= moves < _MOST_MOVES and "_last_lr" in keys else None
+        moves
+        if is_whole and type(moves) is int and 0 <= moves < _MOST_MOVES and "_last_lr" in keys
+        else None
     )

@@ -40,12 +40,13 @@ from ckptfix.storage.reading import names_in
 def compared(folder: Path, neighbours: Neighbours, known: Collection[str]) -> Iterator[Finding]:
     """Yield the parts that a checkpoint lacks and the checkpoints next to it have.
 
-    ``known``: files that were reported already. A folder whose save recorded its files is not compared.
-    Between others, one of the nearest on either side must have the part: a script that gains or loses an object changes
-    all that follow. The newest and the oldest are compared with the two next to them, and both must have it.
-    States of a rank count as missing when both neighbours have them: a run may go on with fewer processes. If only one
-    neighbour exists, as for the newest checkpoint, they are a note. A folder with random states of other ranks than 0
-    alone lacks all that any checkpoint near it has. Models in sub-folders: ``_lost_from_folders``.
+    ``known``: files that were reported already. A folder whose save recorded its files is not
+    compared. Between others, one of the nearest on either side must have the part: a script that
+    gains or loses an object changes all that follow. The newest and the oldest are compared with
+    the two next to them, and both must have it. States of a rank count as missing when both
+    neighbours have them: a run may go on with fewer processes. If only one neighbour exists, as for
+    the newest checkpoint, they are a note. A folder with random states of other ranks than 0 alone
+    lacks all that any checkpoint near it has. Models in sub-folders: ``_lost_from_folders``.
     """
     manifest = usable_manifest(folder)
     if manifest is not None and manifest.is_of_a_save:
@@ -54,7 +55,8 @@ def compared(folder: Path, neighbours: Neighbours, known: Collection[str]) -> It
     near = (*before, *after)
     if not near:
         return
-    # Its duplicates are gone on purpose: they would count as missing as long as its neighbours have theirs.
+    # Its duplicates are gone on purpose: they would count as missing as long as its neighbours have
+    # theirs.
     is_shortened = is_repaired(folder)
     names = _names(folder)
     own = parts_of(names, NEXT_TO)
@@ -62,13 +64,16 @@ def compared(folder: Path, neighbours: Neighbours, known: Collection[str]) -> It
     for path in names:
         if (tag := parse_deepspeed_folder_name(path.name)) is not None:
             own |= {(role, tag.index): path.name for role in (Role.MODEL, Role.OPTIMIZER)}
-    # Each rank writes its own random states, while the main process still writes the rest: a killed save leaves them
-    # alone. So does a node with a disk of its own, where no checkpoint of the run has files of rank 0.
+    # Each rank writes its own random states, while the main process still writes the rest: a killed
+    # save leaves them alone. So does a node with a disk of its own, where no checkpoint of the run
+    # has files of rank 0.
     is_of_others = bool(own) and all(role is Role.RNG_STATE and rank for role, rank in own)
 
     def is_expected(part: Part) -> bool:
         role, index = part
-        if role is Role.RNG_STATE and not all(part in save.parts for save in (*before[:1], *after[:1])):
+        if role is Role.RNG_STATE and not all(
+            part in save.parts for save in (*before[:1], *after[:1])
+        ):
             return False
         if is_shortened and index > 0:
             return False
@@ -83,17 +88,23 @@ def compared(folder: Path, neighbours: Neighbours, known: Collection[str]) -> It
         if not any(role is Role.MODEL for role, _ in own):
             yield from _lost_lora(names, near)
     examples = {part: name for save in near for part, name in save.parts.items()}
-    missing = [part for part in sorted(examples.keys() - own.keys(), key=_order) if is_expected(part)]
+    missing = [
+        part for part in sorted(examples.keys() - own.keys(), key=_order) if is_expected(part)
+    ]
     # A neighbour may have shards where another finding names one file.
     reported = {part for part in parts_of(map(PurePosixPath, known)) if part[0] is Role.MODEL}
     missing = [part for part in missing if part not in reported]
     is_first_or_last = (
-        not (before and after) and any(role is Role.RNG_STATE for role, _ in own) and not is_of_others
+        not (before and after)
+        and any(role is Role.RNG_STATE for role, _ in own)
+        and not is_of_others
     )
     unsure = [part for part in missing if is_first_or_last and part[0] is Role.RNG_STATE]
     begun = [part for part in missing if part[0] is Role.DATALOADER]
     sure = [part for part in missing if part not in (*unsure, *begun)]
-    hidden = {part: under for part in sure if (under := under_name_of_trainer(examples[part], names))}
+    hidden = {
+        part: under for part in sure if (under := under_name_of_trainer(examples[part], names))
+    }
     alone = tuple((IncompleteCheckpoint, [part]) for part in hidden)
     for kind, lost in (
         *alone,
@@ -107,7 +118,10 @@ def compared(folder: Path, neighbours: Neighbours, known: Collection[str]) -> It
             yield kind(
                 path=PurePosixPath(files[0]),
                 missing=files,
-                known_by=f"{having} of {len(near)} checkpoints next to it have {'it' if len(files) == 1 else 'them'}",
+                known_by=(
+                    f"{having} of {len(near)} checkpoints next to it have "
+                    f"{'it' if len(files) == 1 else 'them'}"
+                ),
                 of_trainer=PurePosixPath(TRAINER_STATE) in names,
                 misnamed=hidden.get(lost[0], ""),
                 may_be_dropped=is_first_or_last
@@ -123,11 +137,13 @@ def _lost_from_folders(
     after: Sequence[Neighbour],
     known: Collection[str],
 ) -> Iterator[Finding]:
-    """Yield the files of models in sub-folders that a checkpoint lacks, and that all those next to it have.
+    """Yield the files of models in sub-folders that a checkpoint lacks, and that all those next to
+    it have.
 
-    Hooks of diffusers' scripts save ``unet/`` and ``unet_ema/`` so. A folder that exists without its weights or its
-    config was cut. One that is missing in the newest checkpoint may be of a model that the script no longer saves, in
-    the oldest of one that it saves since. Pipelines that a script saves now and then show nothing.
+    Hooks of diffusers' scripts save ``unet/`` and ``unet_ema/`` so. A folder that exists without
+    its weights or its config was cut. One that is missing in the newest checkpoint may be of a
+    model that the script no longer saves, in the oldest of one that it saves since. Pipelines that
+    a script saves now and then show nothing.
     """
     own = names_of(path.name for path in names)
     near = [*before, *after]
@@ -158,7 +174,10 @@ def _lost_from_folders(
         yield kind(
             path=PurePosixPath(below, min(lost)),
             missing=tuple(f"{below}/{name}" for name in sorted(lost)),
-            known_by=f"{len(near)} of {len(near)} checkpoints next to it have {'it' if len(lost) == 1 else 'them'}",
+            known_by=(
+                f"{len(near)} of {len(near)} checkpoints next to it have "
+                f"{'it' if len(lost) == 1 else 'them'}"
+            ),
             of_trainer=is_of_trainer,
             may_be_dropped=is_newest and not is_needed,
         )
@@ -180,15 +199,19 @@ _OF_LORA = tuple(f"{LORA}{kind}" for kind in WEIGHT_KINDS)
 
 
 def _lost_lora(names: Iterable[PurePosixPath], near: Sequence[Neighbour]) -> Iterator[LostLora]:
-    """Yield the LoRA weights of diffusers that all checkpoints next to one have, and that are its only weights.
+    """Yield the LoRA weights of diffusers that all checkpoints next to one have, and that are its
+    only weights.
 
-    A load hook opens this name, unless it calls ``lora_state_dict`` of diffusers, which takes any .safetensors (0.42).
+    A load hook opens this name, unless it calls ``lora_state_dict`` of diffusers, which takes any
+    .safetensors (0.42).
     """
     own = {path.name for path in names}
     if any(name.startswith(f"{LORA}.") for name in own):
         return
     lost = sorted(
-        name for name in frozenset.intersection(*(save.names.every for save in near)) if name in _OF_LORA
+        name
+        for name in frozenset.intersection(*(save.names.every for save in near))
+        if name in _OF_LORA
     )
     if lost:
         strange = sorted(own.difference(*(save.names.every for save in near)))
@@ -202,11 +225,14 @@ def _lost_lora(names: Iterable[PurePosixPath], near: Sequence[Neighbour]) -> Ite
 
 
 def _is_needed(root: Path, below: str, own: Names) -> bool:
-    """Return whether other files of a checkpoint show that the model of a missing sub-folder was saved.
+    """Return whether other files of a checkpoint show that the model of a missing sub-folder was
+    saved.
 
     Its average does, or an optimizer without a model.
     """
-    models = {name for name in own.folders if model_files(path.name for path in _names(root / name))}
+    models = {
+        name for name in own.folders if model_files(path.name for path in _names(root / name))
+    }
     if any(name != without_average(name) == below for name in models):
         return True
     count = sum(name == without_average(name) for name in models)
@@ -216,22 +242,27 @@ def _is_needed(root: Path, below: str, own: Names) -> bool:
 
 
 def without_average(name: str) -> str:
-    """Return the name of the folder of the model of which a folder has the average, as diffusers' scripts call them."""
+    """Return the name of the folder of the model of which a folder has the average, as diffusers'
+    scripts call them.
+    """
     return "_".join(word for word in name.split("_") if word != "ema")
 
 
 def _is_shown(lost: Part, own: Collection[Part], near: Collection[Part]) -> bool:
-    """Return whether the other files of a complete save show that it had a part, which checkpoints next to it have.
+    """Return whether the other files of a complete save show that it had a part, which checkpoints
+    next to it have.
 
-    A later entry of the role shows it, and so does an optimizer without its model, or a model or a scheduler without
-    its optimizer. ``save_state`` writes custom objects last, so that a killed save lacks them.
+    A later entry of the role shows it, and so does an optimizer without its model, or a model or a
+    scheduler without its optimizer. ``save_state`` writes custom objects last, so that a killed
+    save lacks them.
     """
     role, index = lost
     have, expected = (Counter(part[0] for part in parts) for parts in (own, near))
     if role is Role.CUSTOM or any(part[0] is role and part[1] > index for part in own):
         return True
     return any(
-        have[more] > have[role] and expected[more] <= expected[role] for more in _SHOWN_BY.get(role, ())
+        have[more] > have[role] and expected[more] <= expected[role]
+        for more in _SHOWN_BY.get(role, ())
     )
 
 
@@ -239,7 +270,9 @@ _SHOWN_BY = {Role.MODEL: (Role.OPTIMIZER,), Role.OPTIMIZER: (Role.MODEL, Role.SC
 
 
 def under_name_of_trainer(lost: str, names: Collection[PurePosixPath]) -> str:
-    """Return a file that may be a lost state of ``save_state``: one with the name that the Trainer gives it, or ""."""
+    """Return a file that may be a lost state of ``save_state``: one with the name that the Trainer
+    gives it, or "".
+    """
     under = name_of_trainer(lost)
     return under if PurePosixPath(under) in names else ""
 

@@ -1,13 +1,16 @@
-"""Saves with the tensors of an earlier one: a save that reports success and writes old bytes, and a plain copy.
+"""Saves with the tensors of an earlier one: a save that reports success and writes old bytes, and a
+plain copy.
 
-Each checkpoint is compared with the one before it. A healthy one differs in the first sample that is read, so that the
-counters of the earlier one are only read where all samples of the weights, or of the optimizers, are equal.
+Each checkpoint is compared with the one before it. A healthy one differs in the first sample that
+is read, so that the counters of the earlier one are only read where all samples of the weights, or
+of the optimizers, are equal.
 
-Equal weights can be right. Facts from torch 2.13, accelerate 1.15 and transformers 5.23: a step of the optimizer at
-learning rate 0 changes moments alone, and so does one in bfloat16 whose updates round to nothing: weights of 1.0 stay
-at a rate of 1e-3. One that fp16 skips changes nothing, moves neither the optimizer's step nor the
-schedule, and halves the scale of the gradients, while the Trainer counts it. SGD without momentum keeps no states. The
-rows of an embedding that no batch uses have moments of zeros, and stay unchanged.
+Equal weights can be right. Facts from torch 2.13, accelerate 1.15 and transformers 5.23: a step of
+the optimizer at learning rate 0 changes moments alone, and so does one in bfloat16 whose updates
+round to nothing: weights of 1.0 stay at a rate of 1e-3. One that fp16 skips changes nothing, moves
+neither the optimizer's step nor the schedule, and halves the scale of the gradients, while the
+Trainer counts it. SGD without momentum keeps no states. The rows of an embedding that no batch uses
+have moments of zeros, and stay unchanged.
 """
 
 from collections import Counter
@@ -34,7 +37,13 @@ from ckptfix.checkpoint.samples import (
 )
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding, as_kind
-from ckptfix.diagnosis.findings.stale import CopiedSave, DoubtfulSave, DoubtfulShard, OldShard, StaleSave
+from ckptfix.diagnosis.findings.stale import (
+    CopiedSave,
+    DoubtfulSave,
+    DoubtfulShard,
+    OldShard,
+    StaleSave,
+)
 from ckptfix.diagnosis.optimizer_kinds import SCALARS, name_of
 from ckptfix.diagnosis.optimizer_values import has_moved, steps_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, saved_optimizers
@@ -56,8 +65,8 @@ def diagnose_stale_saves(
 ) -> Iterator[Finding]:
     """Yield that a checkpoint has the weights or the optimizers of the one before it.
 
-    ``data``: compare every byte where all samples are equal. An earlier checkpoint that cannot be read shows nothing: a
-    run may delete it.
+    ``data``: compare every byte where all samples are equal. An earlier checkpoint that cannot be
+    read shows nothing: a run may delete it.
     """
     before = neighbours.before()
     if folder.only is not None or before is None:
@@ -76,13 +85,19 @@ def diagnose_stale_saves(
             )
             if same_weights or same_optimizers:
                 yield from judge(same_weights=same_weights, same_optimizers=same_optimizers)
-            if weights and not same_weights and (shards := _old_shards(folder, root, weights, data=data)):
+            if (
+                weights
+                and not same_weights
+                and (shards := _old_shards(folder, root, weights, data=data))
+            ):
                 yield from judge(same_weights=True, same_optimizers=False, shards=shards)
 
 
 def _are_equal(root: Path, earlier: Path, pieces: Sequence[Piece], *, data: bool) -> bool:
     try:
-        return are_equal(root, earlier, samples_of(pieces)) and (not data or are_equal(root, earlier, pieces))
+        return are_equal(root, earlier, samples_of(pieces)) and (
+            not data or are_equal(root, earlier, pieces)
+        )
     except FileNotFoundError:
         return False
 
@@ -90,15 +105,23 @@ def _are_equal(root: Path, earlier: Path, pieces: Sequence[Piece], *, data: bool
 def _old_shards(
     folder: CheckpointFolder, earlier: Path, weights: Sequence[Piece], *, data: bool
 ) -> list[Component]:
-    """Return the shards of models that equal those of the earlier checkpoint, where others of the model do not."""
+    """Return the shards of models that equal those of the earlier checkpoint, where others of the
+    model do not.
+    """
     models: dict[tuple[str, str], list[Component]] = {}
     for component in folder.components:
         if component.role is Role.MODEL and component.name.shard is not None:
             models.setdefault((component.name.stem, component.name.suffix), []).append(component)
     old: list[Component] = []
     for shards in models.values():
-        pieces = {shard.path: [piece for piece in weights if piece.path == shard.path] for shard in shards}
-        equal = [shard for shard in shards if _are_equal(folder.root, earlier, pieces[shard.path], data=data)]
+        pieces = {
+            shard.path: [piece for piece in weights if piece.path == shard.path] for shard in shards
+        }
+        equal = [
+            shard
+            for shard in shards
+            if _are_equal(folder.root, earlier, pieces[shard.path], data=data)
+        ]
         old += equal if len(equal) < len(shards) else ()
     return old
 
@@ -110,19 +133,25 @@ def _is_trained(
     root: Path,
     earlier: Sequence[SavedOptimizer],
 ) -> bool:
-    """Return whether an optimizer trained tensors of a shard since the earlier save, which has its files in ``root``.
+    """Return whether an optimizer trained tensors of a shard since the earlier save, which has its
+    files in ``root``.
 
-    Files of torch do not say to which weight a moment belongs. But a shape whose moments are as many as the weights of
-    it, and have all changed at their beginning, is trained in each shard.
+    Files of torch do not say to which weight a moment belongs. But a shape whose moments are as
+    many as the weights of it, and have all changed at their beginning, is trained in each shard.
     """
     weights = Counter(
-        tensor.shape for file in folder.components if file.role is Role.MODEL for tensor in file.tensors
+        tensor.shape
+        for file in folder.components
+        if file.role is Role.MODEL
+        for tensor in file.tensors
     )
     trained: dict[Shape, list[tuple[SavedOptimizer, SavedOptimizer | None, str]]] = {}
     then = {(optimizer.path, optimizer.key): optimizer for optimizer in earlier}
     for optimizer in saved:
         for name, tensors in optimizer.tensors.items():
-            for shape in {tensor.shape for state, tensor in tensors.items() if state not in SCALARS}:
+            for shape in {
+                tensor.shape for state, tensor in tensors.items() if state not in SCALARS
+            }:
                 before = then.get((optimizer.path, optimizer.key))
                 trained.setdefault(shape, []).append((optimizer, before, name))
     shapes = {tensor.shape for tensor in shard.tensors}
@@ -149,7 +178,8 @@ def _judged(
     shards: Sequence[Component] = (),
     data: bool,
 ) -> Iterator[StaleSave]:
-    """Yield the finding about equal weights or optimizers, or one for each of some shards with equal weights.
+    """Yield the finding about equal weights or optimizers, or one for each of some shards with
+    equal weights.
 
     ``root``: the folder of the earlier checkpoint.
     """
@@ -180,7 +210,9 @@ def _judged(
     if 0 in rates:
         return
     rate = min(rates) if len(rates) == len(shown) else None
-    is_sure = rate is not None and (same_optimizers or must_change(rate, dtypes_in(folder, sharded)))
+    is_sure = rate is not None and (
+        same_optimizers or must_change(rate, dtypes_in(folder, sharded))
+    )
     finding = (StaleSave if is_sure else DoubtfulSave)(
         path=path,
         save=before.name,
@@ -208,10 +240,11 @@ _GLOBAL_STEP = f"global_step in {TRAINER_STATE}"
 class _Progress(NamedTuple):
     """The progress that a checkpoint records.
 
-    ``counters``: by their names in messages; those that prove a step of the optimizer first. ``rate``: the highest
-    learning rate of a param group with states, None where it is not known. ``scale``: of the gradients in fp16; None in
-    a run without, NaN where it cannot be read. ``backoff``: its factor for a skipped step. ``is_without_states``: there
-    is no optimizer, or it is SGD without momentum.
+    ``counters``: by their names in messages; those that prove a step of the optimizer first.
+    ``rate``: the highest learning rate of a param group with states, None where it is not known.
+    ``scale``: of the gradients in fp16; None in a run without, NaN where it cannot be read.
+    ``backoff``: its factor for a skipped step. ``is_without_states``: there is no optimizer, or it
+    is SGD without momentum.
     """
 
     counters: Mapping[str, float]
@@ -221,16 +254,19 @@ class _Progress(NamedTuple):
     is_without_states: bool
 
     def may_have_skipped(self, steps: float, then: "_Progress") -> bool:
-        """Return whether fp16 may have skipped all of these steps since then: each skipped one lowers the scale."""
+        """Return whether fp16 may have skipped all of these steps since then: each skipped one
+        lowers the scale.
+        """
         if self.scale is None:
             return False
         return then.scale is None or not self.scale > 1.01 * then.scale * self.backoff**steps
 
     def has_rate_of_next_step(self, then: "_Progress") -> bool:
-        """Return whether a schedule moved before each of two saves, so that its rates are those of the steps after it.
+        """Return whether a schedule moved before each of two saves, so that its rates are those of
+        the steps after it.
 
-        Its moves are then in proportion to the steps. In a script that saves first they are behind: 0 moves at step 1,
-        1 at step 2.
+        Its moves are then in proportion to the steps. In a script that saves first they are behind:
+        0 moves at step 1, 1 at step 2.
         """
         both = [(name, self.counters[name], then.counters.get(name, 0)) for name in self.counters]
         return any(
@@ -275,12 +311,16 @@ def _progress_of(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> _Pro
         rate=max(rates, default=None),
         scale=scale,
         backoff=backoff,
-        is_without_states=all(not optimizer.states and _is_plain_sgd(optimizer) for optimizer in saved),
+        is_without_states=all(
+            not optimizer.states and _is_plain_sgd(optimizer) for optimizer in saved
+        ),
     )
 
 
 def _rates_of(optimizer: SavedOptimizer) -> Iterator[float]:
-    """Yield the learning rates of the param groups whose parameters have states; of all groups without any states."""
+    """Yield the learning rates of the param groups whose parameters have states; of all groups
+    without any states.
+    """
     for group, values in zip(optimizer.groups, optimizer.values, strict=False):
         if not optimizer.states or not optimizer.states.keys().isdisjoint(group):
             yield from numbers_of([values.get("lr")])
@@ -295,7 +335,9 @@ def _has_momentum(values: Mapping[str, object]) -> bool:
 
 
 def _has_moments(root: Path, optimizers: Sequence[Piece]) -> bool:
-    """Return whether a sample of a moment is not all zeros: without that, no sampled value was trained."""
+    """Return whether a sample of a moment is not all zeros: without that, no sampled value was
+    trained.
+    """
     for piece in samples_of(optimizers):
         if piece.length > _SCALAR:
             with open_reader(root / piece.path) as reader:

@@ -53,10 +53,11 @@ class Target:
 
 
 def find_target(path: str | os.PathLike[str]) -> Target:
-    """Return the target at ``path``. A symbolic link to a file is that link, not the file behind it.
+    """Return the target at ``path``. A symbolic link to a file is that link, not the file behind
+    it.
 
-    A file of a DCP folder means the folder: a single file of it cannot be checked. Raises UsageError unless
-    the path is a folder or a regular file.
+    A file of a DCP folder means the folder: a single file of it cannot be checked. Raises
+    UsageError unless the path is a folder or a regular file.
     """
     given = Path(path)
     if os.path.islink(path) and not os.path.exists(path):
@@ -73,31 +74,38 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
     """
     for one in folder.components if folder.only is not None else ():
         if one.problem is not None and one.problem.is_foreign:
-            is_in_checkpoint = any(name is not None for name in map(parse_file_name, folder.unscanned))
+            is_in_checkpoint = any(
+                name is not None for name in map(parse_file_name, folder.unscanned)
+            )
             next_step = f"; next: {command(verb, folder.root)}{after}" if is_in_checkpoint else ""
             raise UsageError(f"{folder.root / one.path} is {one.problem.message}{next_step}")
     if holds_checkpoint(folder):
         return
     if listed := _listed(folder.root):
         raise UsageError(
-            f"{folder.root} holds no file of a checkpoint, though its manifest lists {count_of(listed, 'file')}; to "
-            f"see which: {command('verify', folder.root)}"
+            f"{folder.root} holds no file of a checkpoint, though its manifest lists "
+            f"{count_of(listed, 'file')}; to see which: {command('verify', folder.root)}"
         )
     if (why := cut_upload(folder.root)) is not None:
         raise UsageError(
-            f"{folder.root} holds no file of a checkpoint: {why}; next: wait until it has ended, or save again"
+            f"{folder.root} holds no file of a checkpoint: {why}; next: wait until it has ended, "
+            "or save again"
         )
     if not folder.subfolders:
         advice = _without_ending(folder)
         raise UsageError(f"{folder.root} holds no file of a checkpoint: {folder.instead}{advice}")
-    names = f"{count_of(len(folder.subfolders), 'folder')} ({list_names(map(str, folder.subfolders))})"
+    names = (
+        f"{count_of(len(folder.subfolders), 'folder')} ({list_names(map(str, folder.subfolders))})"
+    )
     next_step = f"to look into them: {command('check', folder.root, '', '--recursive')}"
     if verb != "check":
         checkpoints = [*_intact_names(folder.root)]
         if folder.root in checkpoints:
-            # A pipeline or a download that lacks a part: the command for it is the one that was typed.
+            # A pipeline or a download that lacks a part: the command for it is the one that was
+            # typed.
             raise UsageError(
-                f"{folder.root} holds no file of a checkpoint; to see what it lacks: {command('check', folder.root)}"
+                f"{folder.root} holds no file of a checkpoint; to see what it lacks: "
+                f"{command('check', folder.root)}"
             )
         next_step = commands_for(checkpoints, verb, after) or next_step
     raise UsageError(
@@ -110,7 +118,9 @@ _ENDING = re.compile(r"(.+)(~|\.[0-9]{1,2}|\.(?:bak|backup|old|orig))", re.DOTAL
 
 
 def _without_ending(folder: CheckpointFolder) -> str:
-    """Return the command that renames all files of a folder in which each has one ending more, "" for other folders."""
+    """Return the command that renames all files of a folder in which each has one ending more, ""
+    for other folders.
+    """
     matches = [_ENDING.fullmatch(path.name) for path in folder.strays]
     endings = {match[2] if match else "" for match in matches}
     names = (parse_file_name(match[1]) for match in matches if match)
@@ -126,7 +136,9 @@ def _without_ending(folder: CheckpointFolder) -> str:
 
 
 def commands_for(checkpoints: Iterable[Path], verb: str, after: str = "") -> str:
-    """Return the next step in words: the command for each of several checkpoints, of many the first; "" for none."""
+    """Return the next step in words: the command for each of several checkpoints, of many the
+    first; "" for none.
+    """
     checkpoints = iter(checkpoints)
     commands = [f"{command(verb, path)}{after}" for path in islice(checkpoints, 3)]
     more = sum(1 for _ in checkpoints)
@@ -137,11 +149,17 @@ def commands_for(checkpoints: Iterable[Path], verb: str, after: str = "") -> str
 def _intact_names(root: Path) -> Iterator[Path]:
     """Yield the checkpoints below a folder, without staging folders and those without weights."""
     with suppress(UsageError):
-        yield from (path for path in find_checkpoints(root) if not (is_temporary(path.name) or is_bare(path)))
+        yield from (
+            path
+            for path in find_checkpoints(root)
+            if not (is_temporary(path.name) or is_bare(path))
+        )
 
 
 def holds_checkpoint(folder: CheckpointFolder) -> bool:
-    """Return whether a folder holds a file of a checkpoint, or a folder in which a library keeps its states."""
+    """Return whether a folder holds a file of a checkpoint, or a folder in which a library keeps
+    its states.
+    """
     return (
         bool(folder.components)
         or any(kind != PLAIN_FOLDER for kind in folder.subfolders.values())
@@ -153,9 +171,14 @@ def holds_checkpoint(folder: CheckpointFolder) -> bool:
 def nested_checkpoint(folder: CheckpointFolder) -> Path | None:
     """Return the checkpoint in a sub-folder that is all a folder holds, None for any other folder.
 
-    An archive that is unpacked in a folder of its name leaves it so, and ``cp -r`` of a checkpoint onto itself.
+    An archive that is unpacked in a folder of its name leaves it so, and ``cp -r`` of a checkpoint
+    onto itself.
     """
-    below = [path for path in folder.subfolders if not path.name.startswith(".") and path.name != OF_ARCHIVES]
+    below = [
+        path
+        for path in folder.subfolders
+        if not path.name.startswith(".") and path.name != OF_ARCHIVES
+    ]
     is_alone = len(below) == 1 and all(path.name.startswith(".") for path in folder.strays)
     if not is_alone or folder.only is not None or holds_checkpoint(folder):
         return None
@@ -173,20 +196,24 @@ def _listed(root: Path) -> int:
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
+    """Yield every folder at or below ``path`` that holds a component or is a DCP folder, parents
+    first.
 
-    And those that are named as checkpoints and hold no weights (``is_bare``), or lack the mark of a complete save: a
-    save that was killed leaves them. And downloads that did not end, pipelines of diffusers that lack one of their
-    models, and ``path`` itself where ``lost_model`` finds one.
+    And those that are named as checkpoints and hold no weights (``is_bare``), or lack the mark of a
+    complete save: a save that was killed leaves them. And downloads that did not end, pipelines of
+    diffusers that lack one of their models, and ``path`` itself where ``lost_model`` finds one.
 
     Each is yielded while the others are still being listed: there may be 100,000 of them.
-    Accelerate's DCP and DeepSpeed folders belong to the checkpoint around them, and so does a folder that
-    DeepSpeed's ``latest`` names. Staging folders of guarded saves are yielded, and not searched. Raises
-    UsageError when ``path`` is not a folder, or, at the end, when it holds no checkpoint.
+    Accelerate's DCP and DeepSpeed folders belong to the checkpoint around them, and so does a
+    folder that DeepSpeed's ``latest`` names. Staging folders of guarded saves are yielded, and not
+    searched. Raises UsageError when ``path`` is not a folder, or, at the end, when it holds no
+    checkpoint.
     """
     top = Path(path)
     if listed_names(top) is None and not existing(path).is_dir():
-        raise UsageError(f"{path} is not a folder; to check one file: {command('check', Path(path))}")
+        raise UsageError(
+            f"{path} is not a folder; to check one file: {command('check', Path(path))}"
+        )
     around: list[Path] = []  # the checkpoints that the present folder lies in
     refused: list[Path] = []
     is_empty = True
@@ -205,7 +232,11 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
         staging = sorted(here / name for name in folders if is_temporary(name))
         temporary = {one.name for one in staging}
         folders[:] = sorted(name for name in folders if name != JOURNAL and name not in temporary)
-        sharded = {name for name in folders if parse_folder_name(name) is not None and holds_dcp(here / name)}
+        sharded = {
+            name
+            for name in folders
+            if parse_folder_name(name) is not None and holds_dcp(here / name)
+        }
         below = deepspeed_below(here, [PurePosixPath(name) for name in folders])
         sharded.update(str(where) for _, where in below if where.parts)
         folders[:] = [name for name in folders if name not in sharded]
@@ -218,13 +249,17 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
             is_bare(here, holds)
             or (not {PIPELINE, MODULES}.isdisjoint(files) and _lacks_part_of_list(here, folders))
             or (may_be_download(here, folders) and any(half_downloads(here)))
-            or (split_number(here.name) is not None and missing_marker(siblings.of(here)) is not None)
+            or (
+                split_number(here.name) is not None
+                and missing_marker(siblings.of(here)) is not None
+            )
         ):
             found.append(here)
         is_empty &= not found
         yield from found
     yield from refused
-    # A config alone below a folder may be stored next to code. The folder that was asked for is meant to be a model.
+    # A config alone below a folder may be stored next to code. The folder that was asked for is
+    # meant to be a model.
     if is_empty and not refused and _lacks_all_weights(top):
         yield top
     elif is_empty and not refused:
@@ -242,6 +277,8 @@ def _lacks_part_of_list(folder: Path, subfolders: Iterable[str]) -> bool:
 
 
 def _lacks_all_weights(folder: Path) -> bool:
-    """Return whether a folder has the config of a model or the list of a pipeline, and no weights."""
+    """Return whether a folder has the config of a model or the list of a pipeline, and no
+    weights.
+    """
     is_listed = listed_names(folder) is not None
     return not is_listed and (bool(pipeline_components(folder)) or lost_model(folder) is not None)

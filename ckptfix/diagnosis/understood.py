@@ -1,7 +1,8 @@
 """Summary of a checkpoint as a check understood it: models, optimizers, processes, step, libraries.
 
-A person who reads it sees a mistake that no rule knows: another model's config, an optimizer of half the parameters, a
-step of yesterday. All of it is from headers that a check reads anyway, the manifest, and three small JSON files.
+A person who reads it sees a mistake that no rule knows: another model's config, an optimizer of
+half the parameters, a step of yesterday. All of it is from headers that a check reads anyway, the
+manifest, and three small JSON files.
 """
 
 from collections import Counter
@@ -34,28 +35,33 @@ READ_BY_UNDERSTAND = (CONFIG, ADAPTER)
 
 
 class _Recorded(Serialized):
-    """Base of values whose keys are left out where nothing is recorded; 0 and empty lists are values."""
+    """Base of values whose keys are left out where nothing is recorded; 0 and empty lists are
+    values.
+    """
 
     __slots__ = ()
 
     def json_items(self, at: str = "") -> Iterator[tuple[str, object]]:
         """Yield the keys that have a value."""
-        return ((key, value) for key, value in super().json_items(at) if value not in (None, "", {}))
+        return (
+            (key, value) for key, value in super().json_items(at) if value not in (None, "", {})
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnderstoodModel(_Recorded):
-    """A model, or another file with tensors (``is_model`` off). ``path``: its file, folder, or the index of its files.
+    """A model, or another file with tensors (``is_model`` off). ``path``: its file, folder, or the
+    index of its files.
 
-    ``unread``: how many of its files are missing or damaged, whose tensors are not counted. ``ranks``: how many saved
-    it, each its parts of the tensors in files of its own. ``kind``: its class, as a
-    config or the manifest records it. ``format``: of a folder. ``nbytes``: of the tensors,
-    None where no header has their shapes.
+    ``unread``: how many of its files are missing or damaged, whose tensors are not counted.
+    ``ranks``: how many saved it, each its parts of the tensors in files of its own. ``kind``: its
+    class, as a config or the manifest records it. ``format``: of a folder. ``nbytes``: of the
+    tensors, None where no header has their shapes.
     """
 
     json_keys: ClassVar = (
-        "path is_model files unread ranks class=kind format layers vocabulary rank base tensors bytes=nbytes "
-        "dtypes"
+        "path is_model files unread ranks class=kind format layers vocabulary rank base tensors "
+        "bytes=nbytes dtypes"
     )
 
     path: PurePosixPath
@@ -94,7 +100,11 @@ class UnderstoodModel(_Recorded):
             count_of(self.tensors, "tensor"),
             dtypes,
             human_size(self.nbytes) if self.nbytes is not None else "",
-            count_of(self.files, "file") if self.files is not None and self.files + self.unread > 1 else "",
+            (
+                count_of(self.files, "file")
+                if self.files is not None and self.files + self.unread > 1
+                else ""
+            ),
             f"{self.unread} not read" if self.unread else "",
         ]
         return f"{name}{f' ({about})' if about else ''}: {', '.join(filter(None, numbers))}"
@@ -104,8 +114,8 @@ class UnderstoodModel(_Recorded):
 class UnderstoodOptimizer(_Recorded):
     """An optimizer. ``kind``: its class by the manifest, else by its keys; "" for an unknown one.
 
-    ``key``: the keys that lead to it in a file that holds more. ``states``: the names of what it keeps for a
-    parameter.
+    ``key``: the keys that lead to it in a file that holds more. ``states``: the names of what it
+    keeps for a parameter.
     """
 
     json_keys: ClassVar = "path key class=kind format parameters states step"
@@ -119,8 +129,20 @@ class UnderstoodOptimizer(_Recorded):
     step: int | None = None
 
     def __str__(self) -> str:
-        name = f"{self.path}/" if self.format else f"{self.path}: {self.key}" if self.key else str(self.path)
-        states = "" if self.kind else f"states {', '.join(self.states[:4])}" if self.states else "no states"
+        name = (
+            f"{self.path}/"
+            if self.format
+            else f"{self.path}: {self.key}"
+            if self.key
+            else str(self.path)
+        )
+        states = (
+            ""
+            if self.kind
+            else f"states {', '.join(self.states[:4])}"
+            if self.states
+            else "no states"
+        )
         about = ", ".join(filter(None, (self.format, self.kind or states)))
         step = f", step {self.step}" if self.step is not None else ""
         return f"{name} ({about}): {count_of(self.parameters, 'parameter')}{step}"
@@ -130,8 +152,8 @@ class UnderstoodOptimizer(_Recorded):
 class Understood(_Recorded):
     """Facts about one folder, as they were understood.
 
-    ``libraries``: name -> version. ``problems``: of small JSON files, and random states that are missing, in
-    words. ``config``: the model of a config, where several models may be it.
+    ``libraries``: name -> version. ``problems``: of small JSON files, and random states that are
+    missing, in words. ``config``: the model of a config, where several models may be it.
     """
 
     json_keys: ClassVar = "models optimizers config processes step epoch libraries problems"
@@ -149,7 +171,8 @@ class Understood(_Recorded):
         """Return this with what was understood of a sub-folder, by its paths from here."""
         return replace(
             self,
-            models=self.models + tuple(replace(one, path=folder / one.path) for one in below.models),
+            models=self.models
+            + tuple(replace(one, path=folder / one.path) for one in below.models),
             optimizers=self.optimizers
             + tuple(replace(one, path=folder / one.path) for one in below.optimizers),
             libraries={**below.libraries, **self.libraries},
@@ -184,7 +207,9 @@ def understand(diagnosis: Diagnosis) -> Understood:
     """Return what is known of a diagnosed folder. Reads up to two small JSON files, each once."""
     folder, manifest, progress = diagnosis.folder, diagnosis.manifest, diagnosis.trainer
     names = {path.name for path in folder.strays} if folder.only is None else set()
-    configs = {name: read_model_config(folder.root, name) for name in (CONFIG, ADAPTER) if name in names}
+    configs = {
+        name: read_model_config(folder.root, name) for name in (CONFIG, ADAPTER) if name in names
+    }
     models = list(_models(diagnosis))
     described, config = _described(models, configs)
     libraries = {library: version for one in configs.values() for library, version in one.libraries}
@@ -209,8 +234,12 @@ def understand(diagnosis: Diagnosis) -> Understood:
 
 
 def _processes(folder: CheckpointFolder) -> int | None:
-    """Return the number of processes that left random states; one process of the Trainer has no number."""
-    is_of_one = any(one.role is Role.RNG_STATE and one.name.rank is None for one in folder.components)
+    """Return the number of processes that left random states; one process of the Trainer has no
+    number.
+    """
+    is_of_one = any(
+        one.role is Role.RNG_STATE and one.name.rank is None for one in folder.components
+    )
     return folder.processes or (1 if is_of_one else None)
 
 
@@ -232,10 +261,16 @@ def _models(diagnosis: Diagnosis) -> Iterator[UnderstoodModel]:
             )
 
 
-def _of_files(group: ModelFiles, members: Sequence[Component], manifest: Manifest | None) -> UnderstoodModel:
+def _of_files(
+    group: ModelFiles, members: Sequence[Component], manifest: Manifest | None
+) -> UnderstoodModel:
     first = members[0]
     is_indexed = group.index is not None or len(group.members) > 1
-    path = group.index_path if group.index_path is not None and is_indexed else PurePosixPath(group.label)
+    path = (
+        group.index_path
+        if group.index_path is not None and is_indexed
+        else PurePosixPath(group.label)
+    )
     own = first.role is Role.MODEL or first.name.is_of_library or first.whole is not None
     files = (*group.members, *([group.index] if group.index is not None else []))
     nbytes, dtypes = 0, Counter[str]()
@@ -276,13 +311,19 @@ def _of_dcp(state: DcpFolder, manifest: Manifest | None) -> UnderstoodModel:
         kind=_recorded(manifest, str(state.path), _sizes(state)),
         format="DCP",
         tensors=len(tensors) or len(scope.names),
-        nbytes=_bounded(sum(_bytes_of(one.dtype or "", one.shape) for one in tensors)) if tensors else None,
+        nbytes=(
+            _bounded(sum(_bytes_of(one.dtype or "", one.shape) for one in tensors))
+            if tensors
+            else None
+        ),
         dtypes=Counter(one.dtype or one.torch_dtype for one in tensors),
     )
 
 
 def _bounded(nbytes: int) -> int | None:
-    """Return a number of bytes, None for one that shapes of a hostile ``.metadata`` can claim and no disk holds."""
+    """Return a number of bytes, None for one that shapes of a hostile ``.metadata`` can claim and
+    no disk holds.
+    """
     return nbytes if nbytes < 1 << 63 else None
 
 
@@ -297,12 +338,15 @@ def _optimizers(diagnosis: Diagnosis) -> Iterator[UnderstoodOptimizer]:
         state = in_folders.get(saved.path)
         sizes = {str(saved.path): files[saved.path]} if saved.path in files else {}
         states = {name: None for own in saved.states.values() for name in own}
-        # Before the first step there are only options, and a wrapper such as SAM has those of what it wraps.
+        # Before the first step there are only options, and a wrapper such as SAM has those of what
+        # it wraps.
         is_shown = bool(states.keys() - {"step"}) or saved.is_plain
         yield UnderstoodOptimizer(
             path=saved.path,
             key=saved.key,
-            kind=_recorded(diagnosis.manifest, str(saved.path), _sizes(state) if state is not None else sizes)
+            kind=_recorded(
+                diagnosis.manifest, str(saved.path), _sizes(state) if state is not None else sizes
+            )
             or (name_of(saved.options, states) if is_shown else ""),
             format="DCP" if state is not None else "",
             parameters=len(set(saved.parameters)) or len(saved.states),
@@ -316,8 +360,14 @@ def _sizes(state: DcpFolder) -> dict[str, int]:
 
 
 def _recorded(manifest: Manifest | None, label: str, sizes: Mapping[str, int]) -> str:
-    """Return the class that a save recorded for an entry, "" where its files are not those that the save wrote."""
-    if manifest is None or not sizes or any(manifest.files.get(path) != size for path, size in sizes.items()):
+    """Return the class that a save recorded for an entry, "" where its files are not those that the
+    save wrote.
+    """
+    if (
+        manifest is None
+        or not sizes
+        or any(manifest.files.get(path) != size for path, size in sizes.items())
+    ):
         return ""
     entries = (*manifest.models, *manifest.optimizers)
     recorded = next((one.type for one in entries if one.file == label), "")
@@ -327,7 +377,9 @@ def _recorded(manifest: Manifest | None, label: str, sizes: Mapping[str, int]) -
 def _described(
     models: list[UnderstoodModel], configs: Mapping[str, ModelConfig]
 ) -> tuple[tuple[UnderstoodModel, ...], str]:
-    """Return the models with the facts of the configs, and in words a config that cannot be matched with one."""
+    """Return the models with the facts of the configs, and in words a config that cannot be matched
+    with one.
+    """
     left: list[str] = []
     for name, config in configs.items():
         of_name = [

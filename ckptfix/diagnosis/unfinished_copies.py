@@ -1,4 +1,6 @@
-"""Saves, copies, downloads and uploads that were cut short, by the temporary names and marks that they leave."""
+"""Saves, copies, downloads and uploads that were cut short, by the temporary names and marks that
+they leave.
+"""
 
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -30,7 +32,8 @@ _SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")
 """Temporary names of ``save_file`` of safetensors."""
 
 _COPYING = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}|(.+)\.(?:part|incomplete|tmp)", re.DOTALL)
-"""Temporary names of interrupted copies: ``.NAME.XXXXXX`` of rsync, and the suffixes of downloads and atomic writers.
+"""Temporary names of interrupted copies: ``.NAME.XXXXXX`` of rsync, and the suffixes of downloads
+and atomic writers.
 """
 
 _DOWNLOADING = re.compile(
@@ -38,10 +41,12 @@ _DOWNLOADING = re.compile(
     r"|(.+)_\.gstmp|(.+)\.(?=[0-9]*[A-Fa-f])[0-9A-Fa-f]{8}",
     re.DOTALL,
 )
-"""Temporary names of downloads: by browsers, aria2, torrents, WinSCP and rclone; and by the clients of object stores.
+"""Temporary names of downloads: by browsers, aria2, torrents, WinSCP and rclone; and by the clients
+of object stores.
 
-Those are gsutil's ``NAME_.gstmp``, and ``NAME.6eB15D0c`` of boto3 and the AWS client. ``NAME.download`` is a folder of
-Safari. aria2 gives the file its name at once, and ``NAME.aria2`` exists until all of it is there.
+Those are gsutil's ``NAME_.gstmp``, and ``NAME.6eB15D0c`` of boto3 and the AWS client.
+``NAME.download`` is a folder of Safari. aria2 gives the file its name at once, and ``NAME.aria2``
+exists until all of it is there.
 """
 
 _JSON = (CONFIG, ADAPTER, GENERATION, PIPELINE, TRAINER_STATE)
@@ -49,7 +54,9 @@ _JSON = (CONFIG, ADAPTER, GENERATION, PIPELINE, TRAINER_STATE)
 
 
 def is_unfinished(name: str) -> bool:
-    """Return whether a name is a temporary one of a checkpoint's file. DCP's own ``.metadata.tmp`` is not."""
+    """Return whether a name is a temporary one of a checkpoint's file. DCP's own ``.metadata.tmp``
+    is not.
+    """
     if name == METADATA_UNFINISHED:
         return False
     return bool(_SAVING.fullmatch(name)) or _is_of_checkpoint(_intended(_COPYING, name))
@@ -84,7 +91,8 @@ def unmarked(neighbours: Neighbours) -> Iterator[UnmarkedSave]:
 def _unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[InterruptedSave]:
     """Yield a finding for each file of the checkpoint that still has a temporary name.
 
-    A download next to its file is left over: the file came by another one. aria2 alone writes to the file itself.
+    A download next to its file is left over: the file came by another one. aria2 alone writes to
+    the file itself.
     """
     loose = dict.fromkeys([*folder.strays, *(path for state in states for path in state.files)])
     there = {*loose, *(one.path for one in folder.components), *folder.subfolders}
@@ -112,7 +120,9 @@ def half_downloaded(
     beside = _Beside(root)
     for half in halves:
         names = tuple(
-            name for name in half.names if not any((root / name).is_relative_to(path) for path in reported)
+            name
+            for name in half.names
+            if not any((root / name).is_relative_to(path) for path in reported)
         )
         if half.names and not names:
             continue
@@ -122,7 +132,9 @@ def half_downloaded(
 
 
 class _Beside:
-    """The weights next to half downloads. Each folder is listed once: for each of 800 halves anew, it took seconds."""
+    """The weights next to half downloads. Each folder is listed once: for each of 800 halves anew,
+    it took seconds.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -131,7 +143,9 @@ class _Beside:
         self._holds_model = cache(_holds_model)
 
     def is_spare(self, half: HalfDownload) -> bool:
-        """Return whether nothing needs a half download, as the weights next to it are complete, by names alone."""
+        """Return whether nothing needs a half download, as the weights next to it are complete, by
+        names alone.
+        """
         if half.have is None or any(map(_is_needed, half.names)):
             return False
         if not half.names:
@@ -142,7 +156,9 @@ class _Beside:
 
 
 def _holds_model(folder: Path) -> bool:
-    """Return whether names in a folder are of a model. One that does not exist lacks nothing, a closed one may."""
+    """Return whether names in a folder are of a model. One that does not exist lacks nothing, a
+    closed one may.
+    """
     try:
         return any(map(names_weights, names_in(folder)))
     except (FileNotFoundError, NotADirectoryError):
@@ -152,7 +168,9 @@ def _holds_model(folder: Path) -> bool:
 
 
 def _is_needed(name: str) -> bool:
-    """Return whether a load needs a file next to complete weights: a config, a state of the run, or a shard."""
+    """Return whether a load needs a file next to complete weights: a config, a state of the run, or
+    a shard.
+    """
     parsed = parse_file_name(PurePosixPath(name).name)
     is_part = parsed is not None and (parsed.role not in NOT_STATES or parsed.shard is not None)
     return is_part or name.endswith(_READ_WITH_WEIGHTS)

@@ -1,7 +1,8 @@
-"""Models in shards in a folder of ``save_state``: ``load_state`` reads one file a model, and never an index.
+"""Models in shards in a folder of ``save_state``: ``load_state`` reads one file a model, and never
+an index.
 
-A save hook that removes the weights and calls ``save_pretrained`` leaves such a folder, and its load hook reads it.
-Configs next to the shards show that, or the other checkpoints of the run.
+A save hook that removes the weights and calls ``save_pretrained`` leaves such a folder, and its
+load hook reads it. Configs next to the shards show that, or the other checkpoints of the run.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from ckptfix.diagnosis.findings.incomplete import UnreadShards
 
 
 def unread_index(folder: CheckpointFolder) -> FileName | None:
-    """Return the index of a model of which ``load_state`` finds no file (accelerate 1.15), None without one.
+    """Return the index of a model of which ``load_state`` finds no file (accelerate 1.15), None
+    without one.
 
     FSDP and DeepSpeed keep the model in a folder.
     """
@@ -25,7 +27,9 @@ def unread_index(folder: CheckpointFolder) -> FileName | None:
     names = [one.name for one in folder.components]
     single = {name.index for name in names if is_loaded_model(name)}
     indexes = (name for name in names if name.role is Role.WEIGHTS_INDEX)
-    return next((name for name in indexes if name.load_order and name.load_order[0] not in single), None)
+    return next(
+        (name for name in indexes if name.load_order and name.load_order[0] not in single), None
+    )
 
 
 def unchecked_shards(folder: CheckpointFolder) -> Iterator[str]:
@@ -33,15 +37,24 @@ def unchecked_shards(folder: CheckpointFolder) -> Iterator[str]:
     index = unread_index(folder)
     if index is not None:
         yield (
-            f"whether the script loads the shards: load_state reads one file a model, and not {index}; a load hook can"
+            "whether the script loads the shards: load_state reads one file a model, and not "
+            f"{index}; a load hook can"
         )
 
 
-def diagnose_unread_shards(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[UnreadShards]:
-    """Yield the file of a model that a folder has in shards alone, but where a hook of the script saves it so."""
+def diagnose_unread_shards(
+    folder: CheckpointFolder, neighbours: Neighbours
+) -> Iterator[UnreadShards]:
+    """Yield the file of a model that a folder has in shards alone, but where a hook of the script
+    saves it so.
+    """
     index = unread_index(folder) if folder.only is None else None
     manifest = usable_manifest(folder.root)
-    if index is None or index.load_order is None or (manifest is not None and manifest.is_of_a_save):
+    if (
+        index is None
+        or index.load_order is None
+        or (manifest is not None and manifest.is_of_a_save)
+    ):
         return
     near = neighbours.nearest()
     position = index.load_order[0]

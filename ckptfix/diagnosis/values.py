@@ -1,4 +1,6 @@
-"""Damage in the values of tensors: NaN, Inf, weights of zeros, lost pages, a LoRA that was never trained."""
+"""Damage in the values of tensors: NaN, Inf, weights of zeros, lost pages, a LoRA that was never
+trained.
+"""
 
 import os
 import re
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
 
 _NEAR = 16
-"""Bytes next to a run of zeros that show if the zeros go on, as in a row of zeros, or if a page ends there."""
+"""Bytes next to a run of zeros that show if the zeros go on, as in a row of zeros, or if a page
+ends there.
+"""
 
 
 class _Lost(Enum):
@@ -42,7 +46,9 @@ class _Lost(Enum):
     END = "fill it from there to its end"
 
 
-def _lost(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> _Lost | None:
+def _lost(
+    tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool
+) -> _Lost | None:
     """Return the sign that a run of zero pages was lost; None for zeros that a model may have.
 
     ``may_be_zero``: a tensor of that key and dtype is intentionally all zero in many models.
@@ -58,8 +64,8 @@ def _lost(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: b
 def _is_torn(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> bool:
     """Return whether zeros end where a page ends, as in a page that was never written.
 
-    An intentional row of zeros goes beyond. Where the tensor, or its part in that file, begins or ends inside of a
-    page, its zeros reach that far.
+    An intentional row of zeros goes beyond. Where the tensor, or its part in that file, begins or
+    ends inside of a page, its zeros reach that far.
     """
     from ckptfix.tensors.scanning import PAGE
 
@@ -73,12 +79,16 @@ def _is_torn(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero
         return not may_be_zero  # all that one file holds of it
     row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) > 1 else 0
     if from_start and row >= PAGE and end % row == 0 and any(after[:1]):
-        return False  # the first rows, as that of a padding token, in a tensor that begins where a page does
+        # The first rows, as that of a padding token, in a tensor that begins where a page does.
+        return False
     return (from_start or any(before[-_NEAR:])) and (to_end or any(after[:_NEAR]))
 
 
-def _is_cut(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> _Lost | None:
-    """Say whether zeros begin or end where no row does, as those of a cut file that was made long again.
+def _is_cut(
+    tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool
+) -> _Lost | None:
+    """Say whether zeros begin or end where no row does, as those of a cut file that was made long
+    again.
 
     Rows that are zero begin and end as rows; columns that are zero are zero in the row above, too.
     """
@@ -120,7 +130,8 @@ class _Tail(NamedTuple):
 def _lost_tails(
     tensors: Sequence[tuple[StoredTensor, Hashed]], files: OpenFiles
 ) -> Iterator[tuple[str, _Tail]]:
-    """Yield the tensors in which the zeros begin that go on to the end of the file, as where its last bytes were lost.
+    """Yield the tensors in which the zeros begin that go on to the end of the file, as where its
+    last bytes were lost.
 
     Each zero tensor behind it may be meant, such as a bias; zeros inside of its last row are not.
     """
@@ -147,7 +158,8 @@ def _lost_tails(
 def _tail_in(
     tensor: StoredTensor, piece: Piece, scan: "Scan", files: OpenFiles, is_followed: bool
 ) -> int | None:
-    """Return where the zeros at the end of a tensor begin, None where they may be values of a model.
+    """Return where the zeros at the end of a tensor begin, None where they may be values of a
+    model.
 
     ``is_followed``: by a tensor of zeros that no model means. Without it, a vector may be padded.
     """
@@ -166,7 +178,11 @@ def _tail_in(
     lengths = [length for length in tensor.shape if length > 1] or [1]
     row = width * lengths[-1]
     is_flat = len(lengths) < 2 or begin < row
-    if size < _LEAST_TAIL * width or (is_flat and not is_followed) or (not is_flat and begin % row == 0):
+    if (
+        size < _LEAST_TAIL * width
+        or (is_flat and not is_followed)
+        or (not is_flat and begin % row == 0)
+    ):
         return None
     before = _read(files, piece, max(0, begin - min(size, _MOST_BEFORE)), begin)
     # Columns that are zero are zero in the row above, too.
@@ -183,7 +199,9 @@ def _zeros_in(data: bytes, width: int) -> int:
 
 
 def _exact(files: OpenFiles, run: "ZeroRun", width: int) -> tuple[int, int]:
-    """Return where the zeros around a run of zero pages begin and end, in bytes of the piece, in whole elements."""
+    """Return where the zeros around a run of zero pages begin and end, in bytes of the piece, in
+    whole elements.
+    """
     from ckptfix.tensors.scanning import PAGE
 
     piece, begin, end = run
@@ -208,10 +226,13 @@ _MAY_BE_ZERO = re.compile(
 """In the last part of a name: what is zero in many sound models, as biases are at first."""
 
 _WEIGHT = re.compile(r"q?_?weight(_packed)?|kernel", re.IGNORECASE)
-"""The last part of a name: integers that are a quantised weight. Others are zero in many sound models, as ids are."""
+"""The last part of a name: integers that are a quantised weight. Others are zero in many sound
+models, as ids are.
+"""
 
 _SCALAR = 8
-"""Bytes of one number: the optimizer's file may keep its learning rate as a tensor before any step."""
+"""Bytes of one number: the optimizer's file may keep its learning rate as a tensor before any step.
+"""
 
 _COUNTERPARTS = 3
 """In so many other layers a tensor must have values before one of zeros is taken for lost."""
@@ -221,19 +242,29 @@ _LORA = re.compile(
     r"(^|[._])lora_?(A|B|up|down|embedding_A|embedding_B|magnitude_vector)([._]|$)", re.IGNORECASE
 )
 _LORA_ZERO = re.compile(r"(^|[._])lora_?(B|up|embedding_A)([._]|$)", re.IGNORECASE)
-"""The matrix of the two that begins with zeros: of an embedding it is A, as PEFT has it (``reset_lora_parameters``)."""
+"""The matrix of the two that begins with zeros: of an embedding it is A, as PEFT has it
+(``reset_lora_parameters``).
+"""
 
 
 _COPY = "copy the file again from where it came, or resume from an older checkpoint"
 ADVICE = {
-    "nonfinite": "resume from a checkpoint from before the values were lost; where the source of a copy has no NaN or "
-    "Inf, copy the file again",
-    "large-values": f"{_COPY}; where the source has these numbers, too, they were saved before they were copied from a "
-    "device, or the training diverged",
+    "nonfinite": (
+        "resume from a checkpoint from before the values were lost; where the source of a copy has "
+        "no NaN or Inf, copy the file again"
+    ),
+    "large-values": (
+        f"{_COPY}; where the source has these numbers, too, they were saved before they were "
+        "copied from a device, or the training diverged"
+    ),
     "zero-pages": _COPY,
     "all-zero": f"{_COPY}; where the script builds these weights as zeros, ignore this",
-    "empty-tensor": "save again with accelerator.save_state, which gathers the values of all ranks",
-    "untrained-lora": "check that the optimizer gets the parameters of the LoRA, then train and save again",
+    "empty-tensor": (
+        "save again with accelerator.save_state, which gathers the values of all ranks"
+    ),
+    "untrained-lora": (
+        "check that the optimizer gets the parameters of the LoRA, then train and save again"
+    ),
 }
 """The code of a finding about values -> what to do: no repair mends values."""
 
@@ -255,12 +286,14 @@ class ValueFinding(Serialized):
 
 
 def trained_for(root: Path, least: int = 0) -> int:
-    """Return the steps that the weights in a folder were trained for, 1 where its optimizer does not count them.
+    """Return the steps that the weights in a folder were trained for, 1 where its optimizer does
+    not count them.
 
     ``least``: what is known without the files.
 
-    Many models begin with weights of zeros: the norms of Gemma, the zero convolutions of ControlNet. After a step they
-    have other values. The optimizer may be next to the folder of a model.
+    Many models begin with weights of zeros: the norms of Gemma, the zero convolutions of
+    ControlNet. After a step they have other values. The optimizer may be next to the folder of a
+    model.
     """
     from ckptfix.diagnosis.optimizer_values import trained_steps
     from ckptfix.diagnosis.saved_optimizers import saved_optimizers
@@ -272,14 +305,18 @@ def trained_for(root: Path, least: int = 0) -> int:
     found = scan_folder(root, wanted=lambda name: name.role is Role.OPTIMIZER)
     steps = trained_steps(root, step, tuple(saved_optimizers(found, scan_dcp_folders(found))))
     has_folder = any(
-        kind != PLAIN_FOLDER and (name := parse_folder_name(path.name)) and name.role is Role.OPTIMIZER
+        kind != PLAIN_FOLDER
+        and (name := parse_folder_name(path.name))
+        and name.role is Role.OPTIMIZER
         for path, kind in found.subfolders.items()
     )
     return max(steps, least, bool(step) or has_folder or any(map(_has_moments, found.components)))
 
 
 def _has_moments(component: Component) -> bool:
-    """Return whether the file of an optimizer holds more than the options that it was made with, or cannot be read."""
+    """Return whether the file of an optimizer holds more than the options that it was made with, or
+    cannot be read.
+    """
     if not isinstance(component.content, TorchFile):
         return True
     return any(length > _SCALAR for _, length in component.content.storage_ranges.values())
@@ -290,7 +327,8 @@ def judge_values(
     tensors: Sequence[tuple[StoredTensor, Hashed]],
     steps: Callable[[], int] = int,
 ) -> Iterator[ValueFinding]:
-    """Yield what is wrong with the values of one model, each tensor with its scan. Reads a few bytes more.
+    """Yield what is wrong with the values of one model, each tensor with its scan. Reads a few
+    bytes more.
 
     ``steps``: as of ``trained_for``, asked for only where some are zero.
     """
@@ -310,7 +348,8 @@ def judge_values(
                 if tensor.fqn not in untrained and (found := _of_zeros(tensor, lone, steps)):
                     severity, text = found
                     words = (
-                        f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) is zero in every element{text}"
+                        f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) is zero in every "
+                        f"element{text}"
                     )
                     yield ValueFinding(
                         code="all-zero", severity=severity, label=label, fqn=tensor.fqn, text=words
@@ -318,11 +357,15 @@ def judge_values(
                 continue
             for code, severity, text in _of_one(tensor, hashed, files, tails.get(tensor.fqn)):
                 words = f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) {text}"
-                yield ValueFinding(code=code, severity=severity, label=label, fqn=tensor.fqn, text=words)
+                yield ValueFinding(
+                    code=code, severity=severity, label=label, fqn=tensor.fqn, text=words
+                )
 
 
 def _is_mask(fqn: str) -> bool:
-    """Return whether a tensor is a mask by its name: Inf and runs of zeros in it are intended, NaN is not."""
+    """Return whether a tensor is a mask by its name: Inf and runs of zeros in it are intended, NaN
+    is not.
+    """
     return _MASK.search(fqn.rpartition(".")[2]) is not None
 
 
@@ -336,11 +379,14 @@ def judge_moment(label: str, tensor: StoredTensor, hashed: Hashed) -> Iterator[V
 
 
 def _zero_alone(tensors: Sequence[tuple[StoredTensor, Hashed]]) -> dict[str, int]:
-    """Return the tensors of zeros of which most other layers have one with other values -> how many do."""
+    """Return the tensors of zeros of which most other layers have one with other values -> how many
+    do.
+    """
     groups: dict[tuple[str, str, tuple[int, ...]], tuple[list[str], list[str]]] = {}
     for tensor, hashed in tensors:
         before, number, after = layer_of(tensor.fqn)
-        # "layers.3.mlp.weight" has counterparts; those of "net.4.weight" in a Sequential are other things.
+        # "layers.3.mlp.weight" has counterparts; those of "net.4.weight" in a Sequential are other
+        # things.
         if hashed.scan is None or number is None or after.count(".") < 2:
             continue
         group = groups.setdefault((before, after, tensor.shape), ([], []))
@@ -356,7 +402,9 @@ def _zero_alone(tensors: Sequence[tuple[StoredTensor, Hashed]]) -> dict[str, int
 def _of_zeros(
     tensor: StoredTensor, lone: dict[str, int], steps: Callable[[], int]
 ) -> tuple[Severity, str] | None:
-    """Return how bad it is that a tensor is zero, and why; None where that is what the model's class makes."""
+    """Return how bad it is that a tensor is zero, and why; None where that is what the model's
+    class makes.
+    """
     from ckptfix.tensors.scanning import FLOATS
 
     if not _must_not_be_zero(tensor):
@@ -393,17 +441,23 @@ def _of_one(
     if scan.is_zero or _is_mask(tensor.fqn):
         return
     may_be_zero = not _must_not_be_zero(tensor)
-    # A constant stands for minus infinity in some models. Vectors may be physical quantities of a normalization.
+    # A constant stands for minus infinity in some models. Vectors may be physical quantities of a
+    # normalization.
     if (
         scan.largest != scan.least_large
         and not may_be_zero
         and prod(tensor.shape) > max(tensor.shape, default=1)
     ):
         words = (
-            f"holds {count_of(scan.large, 'number')} of 1e20 or more, whose squares are infinite in float32"
+            f"holds {count_of(scan.large, 'number')} of 1e20 or more, whose squares are infinite "
+            "in float32"
         )
         yield "large-values", Severity.WARNING, words
-    found = {run: kind for run in scan.zero_runs or () if (kind := _lost(tensor, run, files, may_be_zero))}
+    found = {
+        run: kind
+        for run in scan.zero_runs or ()
+        if (kind := _lost(tensor, run, files, may_be_zero))
+    }
     for kind in _Lost:
         runs = [run for run, of in found.items() if of is kind]
         if runs:
@@ -412,10 +466,14 @@ def _of_one(
             yield "zero-pages", Severity.WARNING, f"has {size} of zeros that {kind.value}, {where}"
     if tail is not None and not found:
         size, rest = human_size(tail.size), count_of(tail.after, "tensor")
-        follow = f", and {rest} behind it in its file {'is' if tail.after == 1 else 'are'} zero" * bool(
-            tail.after
+        follow = (
+            f", and {rest} behind it in its file {'is' if tail.after == 1 else 'are'} zero"
+            * bool(tail.after)
         )
-        words = f"has {size} of zeros that {_Lost.END.value}, the first at byte {tail.begin} of it{follow}"
+        words = (
+            f"has {size} of zeros that {_Lost.END.value}, the first at byte {tail.begin} of "
+            f"it{follow}"
+        )
         yield "zero-pages", Severity.WARNING, words
 
 
@@ -428,7 +486,11 @@ def _place(tensor: StoredTensor, run: "ZeroRun") -> str:
 
 def _nonfinite(scan: "Scan") -> str:
     firsts = [index for index in (scan.first_nan, scan.first_inf) if index is not None]
-    counts = [text for count, text in ((scan.nan, f"{scan.nan} NaN"), (scan.inf, f"{scan.inf} Inf")) if count]
+    counts = [
+        text
+        for count, text in ((scan.nan, f"{scan.nan} NaN"), (scan.inf, f"{scan.inf} Inf"))
+        if count
+    ]
     return f"holds {' and '.join(counts)}, the first at index {min(firsts)}"
 
 
@@ -442,7 +504,9 @@ def _must_not_be_zero(tensor: StoredTensor) -> bool:
 
 
 def _untrained(tensors: Iterable[tuple[StoredTensor, Hashed]]) -> list[str]:
-    """Return the matrices of a LoRA that begin with zeros, when all of them are zero as before the first step."""
+    """Return the matrices of a LoRA that begin with zeros, when all of them are zero as before the
+    first step.
+    """
     found = [
         (tensor.fqn, hashed.scan.is_zero)
         for tensor, hashed in tensors

@@ -21,7 +21,12 @@ from ckptfix.checkpoint.keys import (
 from ckptfix.checkpoint.model_configs import CONFIG, is_pretrained, library_of_names
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.duplicates import LostPrefix, NestedPrefix, UndecidedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.duplicates import (
+    LostPrefix,
+    NestedPrefix,
+    UndecidedPrefix,
+    WrapperPrefix,
+)
 from ckptfix.diagnosis.findings.incomplete import FlatParameters
 
 STATE_DICT = "state dict"
@@ -31,7 +36,9 @@ _OF_WEIGHTS = (Role.MODEL, Role.UNKNOWN, Role.WEIGHTS_INDEX)
 """Roles of files that show which wrappers the keys of a model should have."""
 
 NAMED_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
-"""Roles of files whose keys can have wrappers. The states of generators, schedulers and custom objects cannot."""
+"""Roles of files whose keys can have wrappers. The states of generators, schedulers and custom
+objects cannot.
+"""
 
 ScopeKey = tuple[PurePosixPath, tuple[str, ...], str]
 """Identity of a place for keys: the file, the path to the dict in it, the kind."""
@@ -43,17 +50,21 @@ def scope_key(component: Component, scope: NameScope) -> ScopeKey:
 
 
 def nested_evidence(processes: int | None) -> str:
-    """Return the evidence that nested wrappers are damage, "" if one process saved them: it adds no wrapper."""
+    """Return the evidence that nested wrappers are damage, "" if one process saved them: it adds no
+    wrapper.
+    """
     if processes is None:
         return "nothing shows how many processes saved it"
     return f"saved by {processes} processes" if processes > 1 else ""
 
 
 def _is_undecided(processes: int | None) -> bool:
-    """Return whether the number of processes, the only evidence for nested wrappers, leaves the decision to the user.
+    """Return whether the number of processes, the only evidence for nested wrappers, leaves the
+    decision to the user.
 
-    ``save_state`` takes one DistributedDataParallel off. So the script itself wraps its model as often as the keys
-    say, and looks for these keys. Without random states another program may have saved it, and this does not hold.
+    ``save_state`` takes one DistributedDataParallel off. So the script itself wraps its model as
+    often as the keys say, and looks for these keys. Without random states another program may have
+    saved it, and this does not hold.
     """
     return processes is not None and processes > 1
 
@@ -63,8 +74,8 @@ def diagnose_names(
 ) -> list[Finding]:
     """Find nested and single wrappers in every file that is neither a duplicate nor left over.
 
-    Only models have wrappers, and optimizers the keys of their models: the classes of custom objects,
-    samplers, schedulers and states of generators choose their own names.
+    Only models have wrappers, and optimizers the keys of their models: the classes of custom
+    objects, samplers, schedulers and states of generators choose their own names.
     """
     judged = [
         group
@@ -78,9 +89,13 @@ def diagnose_names(
     findings: list[Finding] = []
     for group in judged:
         for component in group.members:
-            flat = tuple(name for scope in component.scopes for name in scope.names if is_flat_name(name))
+            flat = tuple(
+                name for scope in component.scopes for name in scope.names if is_flat_name(name)
+            )
             if flat:
-                findings.append(FlatParameters(path=component.path, tensors=tuple(dict.fromkeys(flat))))
+                findings.append(
+                    FlatParameters(path=component.path, tensors=tuple(dict.fromkeys(flat)))
+                )
             for scope in component.scopes:
                 chain = group.chain(scope)
                 verdict = verdicts.of(group, scope) if is_nested(chain) else None
@@ -116,7 +131,9 @@ def diagnose_names(
 
 
 def _is_export(folder: CheckpointFolder) -> bool:
-    """Return whether ``from_pretrained`` loads the weights of a folder: its script need not wrap the model again."""
+    """Return whether ``from_pretrained`` loads the weights of a folder: its script need not wrap
+    the model again.
+    """
     return not folder.is_save_state and is_pretrained(folder.root)
 
 
@@ -131,7 +148,9 @@ class _Nested(NamedTuple):
 
 
 class _Verdicts:
-    """Verdicts about nested wrappers, by the folder's other files, siblings, and the number of processes."""
+    """Verdicts about nested wrappers, by the folder's other files, siblings, and the number of
+    processes.
+    """
 
     def __init__(self, evidence: Evidence, groups: Sequence[ModelFiles]) -> None:
         self._evidence = evidence
@@ -149,7 +168,8 @@ class _Verdicts:
         for group in groups:
             whole = group.members[0].whole
             if whole is not None and is_nested(group.chain(whole)):
-                # All entries of a list get the same keys: renamed differently, equal ones would look like duplicates.
+                # All entries of a list get the same keys: renamed differently, equal ones would
+                # look like duplicates.
                 entries = _list_of(group)
                 reference = self._reference(group, whole)
                 if reference is not None:
@@ -158,7 +178,9 @@ class _Verdicts:
                 self._bare[entries] = self._bare.get(entries, True) and has_bare
 
     def of(self, group: ModelFiles, scope: NameScope) -> _Nested | None:
-        """Return the verdict about a nested place; None where its wrappers may be modules of the script itself."""
+        """Return the verdict about a nested place; None where its wrappers may be modules of the
+        script itself.
+        """
         if scope.kind == STATE_DICT:
             return self._of_model(group, scope)
         chain, names = group.chain(scope), self._names(group, scope)
@@ -166,7 +188,11 @@ class _Verdicts:
         for model, other_scope in own:
             if names <= self._names(model, other_scope):
                 # The optimizer follows its model: other keys would not fit.
-                return self._of_model(model, other_scope) if is_nested(model.chain(other_scope)) else None
+                return (
+                    self._of_model(model, other_scope)
+                    if is_nested(model.chain(other_scope))
+                    else None
+                )
         return self._by_processes(chain)
 
     def _of_model(self, group: ModelFiles, scope: NameScope) -> _Nested | None:
@@ -186,26 +212,37 @@ class _Verdicts:
         return self._by_processes(chain, is_proven=_list_of(group) in self._proven)
 
     def _by_processes(self, chain: tuple[str, ...], *, is_proven: bool = False) -> _Nested | None:
-        """Return the verdict by the number of processes. ``is_proven``: an entry next to it was wrapped twice."""
+        """Return the verdict by the number of processes. ``is_proven``: an entry next to it was
+        wrapped twice.
+        """
         processes = self._folder.processes
         evidence = nested_evidence(processes)
         if not evidence:
             return None
         undecided = _is_undecided(processes) and not is_proven
-        if any(name.role in _OF_WEIGHTS for name in map(parse_file_name, self._folder.unscanned) if name):
+        if any(
+            name.role in _OF_WEIGHTS
+            for name in map(parse_file_name, self._folder.unscanned)
+            if name
+        ):
             # Another shard, the index, or the model that this one averages.
-            evidence, undecided = "the other weights of the folder, which may show why, were not read", True
+            evidence, undecided = (
+                "the other weights of the folder, which may show why, were not read",
+                True,
+            )
         return _Nested(collapse(chain), evidence, assumed=True, is_undecided=undecided)
 
     def _has_sibling(self, group: ModelFiles, scope: NameScope) -> bool:
-        """Return whether a model with the same keys and shapes has fewer wrappers: this one may be its average.
+        """Return whether a model with the same keys and shapes has fewer wrappers: this one may be
+        its average.
 
         In one file the average follows its model.
         """
         chain = group.chain(scope)
         shapes: Mapping[str, object] | None = None
         is_before = True
-        # Only these can have the same keys: 4,000 models in one file would be compared 16 million times.
+        # Only these can have the same keys: 4,000 models in one file would be compared 16 million
+        # times.
         for other_group, other_scope in self._by_names.get(self._names(group, scope), ()):
             other_chain = other_group.chain(other_scope)
             is_before = is_before and (other_group is not group or other_scope.path != scope.path)
@@ -221,7 +258,9 @@ class _Verdicts:
         """Return the keys of a place without their wrappers."""
         key = group, scope.path, scope.kind
         if key not in self._unwrapped:
-            self._unwrapped[key] = frozenset(map(KeyMap(remove=group.chain(scope)), group.names(scope)))
+            self._unwrapped[key] = frozenset(
+                map(KeyMap(remove=group.chain(scope)), group.names(scope))
+            )
         return self._unwrapped[key]
 
     @cached_property
@@ -231,14 +270,19 @@ class _Verdicts:
             by_names.setdefault(self._names(group, scope), []).append((group, scope))
         return by_names
 
-    def _reference(self, group: ModelFiles, scope: NameScope) -> tuple[PurePosixPath, tuple[str, ...]] | None:
-        """Return the index or container that has the keys of a model in fewer wrappers, and these wrappers."""
+    def _reference(
+        self, group: ModelFiles, scope: NameScope
+    ) -> tuple[PurePosixPath, tuple[str, ...]] | None:
+        """Return the index or container that has the keys of a model in fewer wrappers, and these
+        wrappers.
+        """
         chain = group.chain(scope)
         names = self._names(group, scope)
         candidates = (
             (path, own)
             for path, known in _references(self._folder, group)
-            if len(prepared(own := common_wrappers(known))) < len(prepared(chain)) and not is_nested(own)
+            if len(prepared(own := common_wrappers(known))) < len(prepared(chain))
+            and not is_nested(own)
             if names.issubset(map(KeyMap(remove=own), known))
         )
         return min(candidates, key=lambda candidate: len(candidate[1]), default=None)
@@ -247,7 +291,8 @@ class _Verdicts:
 def _are_of_one_save(group: ModelFiles, other_group: ModelFiles, is_before: bool) -> bool:
     """Return whether a place in ``group`` can be the average of a model in ``other_group``.
 
-    ``is_before``: the model comes first. They are in one file, in one list of entries, or in a file next to those.
+    ``is_before``: the model comes first. They are in one file, in one list of entries, or in a file
+    next to those.
     """
     if group is other_group:
         return is_before
@@ -255,17 +300,23 @@ def _are_of_one_save(group: ModelFiles, other_group: ModelFiles, is_before: bool
     return _list_of(group) == _list_of(other_group) or roles == {Role.MODEL, Role.UNKNOWN}
 
 
-def _unwrapped_shapes(group: ModelFiles, scope: NameScope, chain: tuple[str, ...]) -> dict[str, object]:
+def _unwrapped_shapes(
+    group: ModelFiles, scope: NameScope, chain: tuple[str, ...]
+) -> dict[str, object]:
     strip = KeyMap(remove=chain)
     shapes_of_names: dict[str, object] = {strip(name): None for name in group.names(scope)}
     for member in group.members:
-        shapes_of_names |= {strip(name): shape for name, shape in shapes_of(member, scope.path).items()}
+        shapes_of_names |= {
+            strip(name): shape for name, shape in shapes_of(member, scope.path).items()
+        }
     return shapes_of_names
 
 
 def _list_of(group: ModelFiles) -> object:
     first = group.members[0]
-    return first.path if len(group.members) > 1 else (first.role, first.name.stem, first.name.suffix)
+    return (
+        first.path if len(group.members) > 1 else (first.role, first.name.stem, first.name.suffix)
+    )
 
 
 def _references(
@@ -273,9 +324,10 @@ def _references(
 ) -> Iterator[tuple[PurePosixPath, Collection[str]]]:
     """Yield the key sets of the same model: its index, and the entries in the other container.
 
-    Their numbers do not count: closing a gap must not change a verdict. Next to what ``save_state`` wrote, the other
-    container shows nothing. Its keys can be those of an export, by a script whose model has two modules called
-    'module': ``load_state`` takes only the nested keys into that model.
+    Their numbers do not count: closing a gap must not change a verdict. Next to what ``save_state``
+    wrote, the other container shows nothing. Its keys can be those of an export, by a script whose
+    model has two modules called 'module': ``load_state`` takes only the nested keys into that
+    model.
     """
     if group.listed and group.index_path is not None:
         yield group.index_path, group.listed.keys()

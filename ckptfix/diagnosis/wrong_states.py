@@ -46,7 +46,9 @@ _EFFECTS = {
     Content.TRAINER_RANDOM_STATES: "the Trainer's resume fails",
     Content.SAMPLER: "the data loader cannot use it",
     Content.DATALOADER: "the data loader cannot use it",
-    Content.MODEL: "from_pretrained and the Trainer fail, or leave the weights random without an error",
+    Content.MODEL: (
+        "from_pretrained and the Trainer fail, or leave the weights random without an error"
+    ),
 }
 """Consequences of a wrong content for a load, by the content that the name of the file promises."""
 
@@ -72,8 +74,8 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
                 holds="random states without 'step'",
                 expected=Content.RANDOM_STATES.value,
                 effect=(
-                    "gradient accumulation does not continue at the saved batch (accelerate before 0.34 fails with "
-                    "KeyError: 'step')"
+                    "gradient accumulation does not continue at the saved batch (accelerate before "
+                    "0.34 fails with KeyError: 'step')"
                 ),
             )
     problems = {path: problem for path, problem in judged.items() if problem is not None}
@@ -98,16 +100,20 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
     contents = {path: content_of(file) for path, file in files.items()}
     is_pretrained_model = _is_pretrained(folder)
     tag = next((str(where) for _, where in deepspeed_folders(folder)), "")
-    # Scripts give such names to files of their own: an unknown content is judged where a library wrote the folder.
+    # Scripts give such names to files of their own: an unknown content is judged where a library
+    # wrote the folder.
     is_of_library = (
         bool(folder.ranks)
         or folder.has_file(TRAINER_STATE)
         or any(name.is_of_trainer and name.role is Role.RNG_STATE for name in folder.file_names)
     )
     of_kind: dict[tuple[Content, Content | None], dict[int, str]] = {}
-    """First file that can be exchanged with a problem of a kind, by its number: 3,000 problems can have as many."""
+    """First file that can be exchanged with a problem of a kind, by its number: 3,000 problems can
+    have as many.
+    """
     for path, problem in problems.items():
-        # The Trainer leaves it with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off (transformers 5.23).
+        # The Trainer leaves it with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off
+        # (transformers 5.23).
         if tag and (problem is NO_TENSORS or path in placeholders):
             effect = problem.effect or "from_pretrained leaves the weights random"
             yield EmptyExport(
@@ -115,12 +121,15 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
                 holds=problem.holds,
                 expected=problem.expected.value,
                 effect=f"a resume with DeepSpeed reads {tag}/, and {effect}",
-                remedy=f"to export the weights, merge those in {tag}/ with DeepSpeed's zero_to_fp32.py",
+                remedy=(
+                    f"to export the weights, merge those in {tag}/ with DeepSpeed's zero_to_fp32.py"
+                ),
             )
             continue
         kind = problem.expected, problem.content
         if kind not in of_kind:
-            # The right state is where this one belongs. The file of a custom object may rightly hold anything.
+            # The right state is where this one belongs. The file of a custom object may rightly
+            # hold anything.
             partners = [
                 partner
                 for partner, content in contents.items()
@@ -135,7 +144,9 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
                     )
                 )
             ]
-            of_kind[kind] = {names[partner].index: str(partner) for partner in sorted(partners, reverse=True)}
+            of_kind[kind] = {
+                names[partner].index: str(partner) for partner in sorted(partners, reverse=True)
+            }
         by_number = of_kind[kind]
         exchanged_with = by_number.get(names[path].index) or min(by_number.values(), default="")
         is_judged = (
@@ -155,7 +166,8 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
             path=path,
             holds=problem.holds,
             expected=problem.expected.value,
-            effect=problem.effect or ("load_state fails" if is_of_save_state else effects[problem.expected]),
+            effect=problem.effect
+            or ("load_state fails" if is_of_save_state else effects[problem.expected]),
             exchanged_with=exchanged_with,
             remedy=remedy_for_placeholders(folder) if path in placeholders else problem.remedy,
         )
@@ -182,30 +194,41 @@ _ON_EXCHANGED_RANKS = "the Trainer gives a process the random states of another 
 def diagnose_renamed(
     folder: CheckpointFolder, known: Collection[PurePosixPath]
 ) -> Iterator[WrongState | UnknownState]:
-    """Yield the states of ``save_state`` or the Trainer that were saved under the name of another file that is there.
+    """Yield the states of ``save_state`` or the Trainer that were saved under the name of another
+    file that is there.
 
-    ``torch.save`` names the folder in its zip file after the file (torch 2.13): ``random_states_0/data.pkl``.
-    The name stays when the file is copied, renamed or repaired. In 420 saves of accelerate 1.6 to 1.15 each state has
-    its own. So the files of registered objects can be judged, though a class may save anything: one that keeps its own
-    random states has them under its own name. A file that was written to a stream has ``archive``.
+    ``torch.save`` names the folder in its zip file after the file (torch 2.13):
+    ``random_states_0/data.pkl``. The name stays when the file is copied, renamed or repaired. In
+    420 saves of accelerate 1.6 to 1.15 each state has its own. So the files of registered objects
+    can be judged, though a class may save anything: one that keeps its own random states has them
+    under its own name. A file that was written to a stream has ``archive``.
 
-    A renamed file is healthy where a script has an object less, so that all later ones moved up, and where it prepares
-    what it registered before. Then the name in the file is that of no file which is still there.
-    ``known``: files whose content has another finding.
+    A renamed file is healthy where a script has an object less, so that all later ones moved up,
+    and where it prepares what it registered before. Then the name in the file is that of no file
+    which is still there. ``known``: files whose content has another finding.
     """
     components = {
         component.path: component
         for component in folder.components
         if component.role in _NOUNS and component.name.is_state_file
     }
-    is_of_accelerate = folder.is_save_state or any(one.role is Role.CUSTOM for one in components.values())
-    # Next to states of accelerate the names of the Trainer are a script's, and without them those of accelerate are.
+    is_of_accelerate = folder.is_save_state or any(
+        one.role is Role.CUSTOM for one in components.values()
+    )
+    # Next to states of accelerate the names of the Trainer are a script's, and without them those
+    # of accelerate are.
     components = {
-        path: one for path, one in components.items() if one.name.is_of_trainer is not is_of_accelerate
+        path: one
+        for path, one in components.items()
+        if one.name.is_of_trainer is not is_of_accelerate
     }
-    files = {path: one.content for path, one in components.items() if isinstance(one.content, TorchFile)}
+    files = {
+        path: one.content for path, one in components.items() if isinstance(one.content, TorchFile)
+    }
     saved_as = {
-        path: file.container.root for path, file in files.items() if isinstance(file.container, TorchZip)
+        path: file.container.root
+        for path, file in files.items()
+        if isinstance(file.container, TorchZip)
     }
     by_stem = {path.stem: path for path in saved_as}
     effect = _ON_RENAMED if is_of_accelerate else _ON_RENAMED_BY_TRAINER
@@ -219,9 +242,9 @@ def diagnose_renamed(
             is_copy = saved_as[partner] == name
             is_reported = is_exchanged and (partner in known or partner < path)
             is_same_role = role is components[partner].role
-            # A copy of another state of its role is compared with it elsewhere: it is a duplicate. A registered module
-            # may be exported: its copy is under a model's name.
-            # No resume reads training arguments.
+            # A copy of another state of its role is compared with it elsewhere: it is a duplicate.
+            # A registered module may be exported: its copy is under a model's name. No resume reads
+            # training arguments.
             is_free = role in (Role.MODEL, Role.TRAINING_ARGUMENTS)
             is_judged = is_exchanged or (role is Role.CUSTOM if is_same_role else not is_free)
             if (is_exchanged or is_copy) and is_judged and not is_reported:
@@ -259,7 +282,9 @@ def _lacks_step(file: TorchFile) -> bool:
 
 
 def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
-    """Yield the states without numbers in files whose content a script chooses. No loader knows their names."""
+    """Yield the states without numbers in files whose content a script chooses. No loader knows
+    their names.
+    """
     for path, file in _files_of_scripts(folder):
         for key, problem in problems_inside(file):
             yield UnknownState(
@@ -273,7 +298,9 @@ def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
 
 
 def unchecked_weights(folder: CheckpointFolder) -> Iterator[str]:
-    """Yield in words what of the weights in a folder of ``save_state`` only the script's model shows."""
+    """Yield in words what of the weights in a folder of ``save_state`` only the script's model
+    shows.
+    """
     if not folder.is_save_state:
         return
     has_optimizer = any(component.role is Role.OPTIMIZER for component in folder.components)
@@ -282,20 +309,25 @@ def unchecked_weights(folder: CheckpointFolder) -> Iterator[str]:
         if component.name.load_order is None or not isinstance(file, SafetensorsFile | TorchFile):
             continue
         if holds_no_tensor(file) and not has_optimizer:
-            yield f"whether {component.path} lost its tensors: it has none, as a module without parameters"
+            yield (
+                f"whether {component.path} lost its tensors: it has none, as a module without "
+                "parameters"
+            )
         elif (
             isinstance(file, TorchFile)
             and state_problem(component.name, file) is None
             and (keys := _odd_keys(file))
         ):
             yield (
-                f"whether the model of {component.path} takes {list_names(keys)}: load_state fails, unless a hook of "
-                "the model does"
+                f"whether the model of {component.path} takes {list_names(keys)}: load_state "
+                "fails, unless a hook of the model does"
             )
 
 
 def _odd_keys(file: TorchFile) -> list[str]:
-    """Return the keys at the root of a state dict that have a number, a text or None next to tensors."""
+    """Return the keys at the root of a state dict that have a number, a text or None next to
+    tensors.
+    """
     with suppress(FormatError):
         root = file.tree.root
         entries = (
@@ -316,7 +348,8 @@ def _odd_keys(file: TorchFile) -> list[str]:
 
 
 def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
-    """Yield the states in files of scripts that lie under the key of another kind, as two exchanged ones do.
+    """Yield the states in files of scripts that lie under the key of another kind, as two exchanged
+    ones do.
 
     The script chooses the keys, and reads them: no name that a library looks for is wrong.
     """
@@ -333,7 +366,8 @@ def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
             )
             name = ".".join(keys)
             exchange = (
-                f"load the file with torch, exchange the values under {name} and {partner}, and save it"
+                f"load the file with torch, exchange the values under {name} and {partner}, and "
+                "save it"
             )
             yield UnknownState(
                 path=path,
@@ -364,14 +398,17 @@ _HALVES = re.compile(r"(.+\.lora[._](?:embedding_)?)(A|B|down|up)((?:\.weight)?)
 
 
 def diagnose_lora(folder: CheckpointFolder) -> Iterator[UnknownState]:
-    """Yield the LoRA weights of diffusers whose two matrices have each other's key. A config shows it of PEFT's."""
+    """Yield the LoRA weights of diffusers whose two matrices have each other's key. A config shows
+    it of PEFT's.
+    """
     for component in folder.components:
         if component.name.model is not None and component.name.model.stem == LORA:
             yield from _exchanged_halves(component)
 
 
 def _exchanged_halves(component: Component) -> Iterator[UnknownState]:
-    """Yield an adapter whose A has the rank as its second dimension, and whose B as its first one, in all pairs.
+    """Yield an adapter whose A has the rank as its second dimension, and whose B as its first one,
+    in all pairs.
 
     Of a square module both orders look the same, so that another one must show it.
     """
@@ -386,8 +423,8 @@ def _exchanged_halves(component: Component) -> Iterator[UnknownState]:
         yield UnknownState(
             path=component.path,
             holds=(
-                f"LoRA matrices A and B under each other's key, such as A of shape {list(first)} and B of "
-                f"{list(second)}"
+                f"LoRA matrices A and B under each other's key, such as A of shape {list(first)} "
+                f"and B of {list(second)}"
             ),
             expected="the rank as the first dimension of A and the second of B",
             effect="the load fails",

@@ -1,7 +1,7 @@
 """Advice of the doctor: a stable code, a severity, a sentence, the evidence, and what to do.
 
-Severities are those of ``check``: ERROR is proven to fail or to be silently wrong, WARNING is likely to, NOTE is worth
-knowing and changes no exit status.
+Severities are those of ``check``: ERROR is proven to fail or to be silently wrong, WARNING is
+likely to, NOTE is worth knowing and changes no exit status.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,9 @@ MAX_EVIDENCE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice(Serialized):
-    """One problem, or something worth knowing. ``evidence``: what was read, and where. ``fix``: what to do."""
+    """One problem, or something worth knowing. ``evidence``: what was read, and where. ``fix``:
+    what to do.
+    """
 
     json_keys: ClassVar = "code severity message=sentence evidence fix"
 
@@ -40,16 +42,24 @@ class Advice(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topic:
-    """One line of the catalogue. ``severities``: those that its advice can have, the gravest first."""
+    """One line of the catalogue. ``severities``: those that its advice can have, the gravest
+    first.
+    """
 
     code: str
     severities: tuple[Severity, ...]
     meaning: str
 
     def advice(
-        self, sentence: str, *, evidence: tuple[str, ...], fix: str, severity: Severity | None = None
+        self,
+        sentence: str,
+        *,
+        evidence: tuple[str, ...],
+        fix: str,
+        severity: Severity | None = None,
     ) -> Advice:
-        """Return an advice on this topic; with the gravest severity unless ``severity`` names another.
+        """Return an advice on this topic; with the gravest severity unless ``severity`` names
+        another.
 
         Raises ValueError for a severity that the catalogue does not announce.
         """
@@ -58,10 +68,16 @@ class Topic:
             raise ValueError(f"{self.code} is never of severity {given.value}")
         shown = evidence
         if len(evidence) > MAX_EVIDENCE:
-            shown = (*evidence[: MAX_EVIDENCE - 1], f"and {len(evidence) - MAX_EVIDENCE + 1} more like these")
+            shown = (
+                *evidence[: MAX_EVIDENCE - 1],
+                f"and {len(evidence) - MAX_EVIDENCE + 1} more like these",
+            )
         return Advice(code=self.code, severity=given, sentence=sentence, evidence=shown, fix=fix)
 
     @property
     def row(self) -> str:
         """The topic as a row of the documentation's table."""
-        return f"| `{self.code}` | {' or '.join(level.value for level in self.severities)} | {self.meaning} |"
+        return (
+            f"| `{self.code}` | {' or '.join(level.value for level in self.severities)} | "
+            f"{self.meaning} |"
+        )

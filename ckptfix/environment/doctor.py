@@ -8,7 +8,14 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.environment.advice import Advice, Topic
 from ckptfix.environment.checks import accelerators as devices
-from ckptfix.environment.checks import configuration, folders, peers, resume_advice, scripts, software
+from ckptfix.environment.checks import (
+    configuration,
+    folders,
+    peers,
+    resume_advice,
+    scripts,
+    software,
+)
 from ckptfix.environment.facts import Facts, gather
 from ckptfix.environment.facts.launch import VARIABLES, script_of, variables_of
 from ckptfix.environment.facts.machine import parse_torch
@@ -52,9 +59,15 @@ def _not_seen(facts: Facts) -> Iterator[str]:
     elif torch.verdicts is None:
         yield "whether copies between devices are right (ckptfix doctor --peer-copies)"
     else:
-        yield "copies between devices in this run: their verdicts are those of the last ckptfix doctor --peer-copies"
+        yield (
+            "copies between devices in this run: their verdicts are those of the last ckptfix "
+            "doctor --peer-copies"
+        )
     if len(machine.bus.gpus) > 1 and machine.bus.hidden:
-        yield f"ACS above {', '.join(machine.bus.hidden)}: only root may read it (sudo ckptfix doctor)"
+        yield (
+            f"ACS above {', '.join(machine.bus.hidden)}: only root may read it (sudo ckptfix "
+            "doctor)"
+        )
     if machine.is_virtual and len(machine.bus.gpus) > 1:
         yield "IOMMU and ACS of the host: this is a virtual machine, and they do not show here"
     if len(machine.bus.gpus) > 1 and machine.bus.linked is None:
@@ -86,7 +99,9 @@ _GRAVEST_FIRST = tuple(Severity)
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DoctorReport(Printable, Serialized):
-    """Report of the doctor: advice, the gravest first. ``not_checked``: in words, what was not looked at."""
+    """Report of the doctor: advice, the gravest first. ``not_checked``: in words, what was not
+    looked at.
+    """
 
     json_keys: ClassVar = "advice not_checked environment"
 
@@ -104,7 +119,8 @@ class DoctorReport(Printable, Serialized):
         """The environment in one line."""
         software, torch = self.facts.software, self.facts.torch
         versions = [
-            f"{name} {software.packages[name].version if name in software.packages else 'not installed'}"
+            f"{name} "
+            f"{software.packages[name].version if name in software.packages else 'not installed'}"
             for name in ("torch", "accelerate")
         ]
         python = ".".join(str(part) for part in software.python)
@@ -118,7 +134,9 @@ class DoctorReport(Printable, Serialized):
         return f"Python {python}, {', '.join(versions)}, {seen}"
 
     def lines(self) -> Iterator[Line]:
-        """Yield the environment, each advice with its evidence and what to do, and what was not looked at."""
+        """Yield the environment, each advice with its evidence and what to do, and what was not
+        looked at.
+        """
         yield line(self.summary, bold=True)
         for advice in self.advice:
             yield from advice.lines()
@@ -132,13 +150,20 @@ class DoctorReport(Printable, Serialized):
         return {
             "python": ".".join(str(part) for part in facts.software.python),
             "executable": facts.software.executable,
-            "packages": {name: package.version for name, package in facts.software.packages.items()},
+            "packages": {
+                name: package.version for name, package in facts.software.packages.items()
+            },
             "accelerate_config": facts.config.path if facts.config.exists else None,
             "variables": dict(facts.variables),
             "builds": list(facts.torch.builds),
             "accelerator": facts.torch.kind or None,
             "devices": [
-                {"index": device.index, "name": device.name, "pci": device.pci, "bytes": device.memory}
+                {
+                    "index": device.index,
+                    "name": device.name,
+                    "pci": device.pci,
+                    "bytes": device.memory,
+                }
                 for device in facts.torch.devices
             ],
             "driver": facts.machine.driver or None,
@@ -153,11 +178,13 @@ def doctor(
     device_map: str | os.PathLike[str] | None = None,
     in_process: bool = False,
 ) -> DoctorReport:
-    """Find problems of this environment, and of the checkpoint, script, command or device map that is named.
+    """Find problems of this environment, and of the checkpoint, script, command or device map that
+    is named.
 
-    ``launch`` is the command that starts training: it is read, never run, and names the script where ``script`` does
-    not. torch is asked in a process of its own, which a broken driver may crash; ``in_process`` asks it here.
-    Nothing is changed. Raises UsageError for what makes no sense, OSError for what cannot be read.
+    ``launch`` is the command that starts training: it is read, never run, and names the script
+    where ``script`` does not. torch is asked in a process of its own, which a broken driver may
+    crash; ``in_process`` asks it here. Nothing is changed. Raises UsageError for what makes no
+    sense, OSError for what cannot be read.
     """
     said = _asked(variables_of(launch) if launch is not None else {}, in_process=in_process)
     facts = gather(

@@ -1,9 +1,10 @@
-"""The items inside of DCP's ``.distcp`` files (tensors and other objects), and whether they cover every tensor.
+"""The items inside of DCP's ``.distcp`` files (tensors and other objects), and whether they cover
+every tensor.
 
-Facts from torch 2.13, ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``): each item is a file of
-torch.save, one after the other; a chunk of a tensor is saved alone, with its own strides; with
-``SerializationFormat.SAFETENSORS`` the tensors of a file follow together as one safetensors file, and all have its
-offset.
+Facts from torch 2.13, ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``): each item
+is a file of torch.save, one after the other; a chunk of a tensor is saved alone, with its own
+strides; with ``SerializationFormat.SAFETENSORS`` the tensors of a file follow together as one
+safetensors file, and all have its offset.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,9 +31,10 @@ _MAX_SHAPES = 4096
 class SavedTensor(NamedTuple):
     """A tensor that was saved alone. Offsets count from the start of its item.
 
-    ``storage``: offset and length of its storage. ``first`` and ``stride`` count elements. ``run``: first and end
-    offset of its bytes when they are one run, else None. ``record``: the length of the record that its storage is, and
-    the CRC-32 that the item has for it; (0, 0) where it has none.
+    ``storage``: offset and length of its storage. ``first`` and ``stride`` count elements. ``run``:
+    first and end offset of its bytes when they are one run, else None. ``record``: the length of
+    the record that its storage is, and the CRC-32 that the item has for it; (0, 0) where it has
+    none.
     """
 
     dtype: str
@@ -47,7 +49,8 @@ class SavedTensor(NamedTuple):
 class KnownItem(NamedTuple):
     """An item that was read in full: the bytes and offsets that an equal item must have.
 
-    ``crc``: where in the tail the CRC-32 of its storage is. ``save_id``: where in the tail the id of the save is.
+    ``crc``: where in the tail the CRC-32 of its storage is. ``save_id``: where in the tail the id
+    of the save is.
     """
 
     head: bytes
@@ -61,12 +64,14 @@ class KnownItem(NamedTuple):
 class ItemReader:
     """Reader of the tensors of one ``.distcp`` file.
 
-    An item that holds the same bytes as an earlier one but for its data and their checksums is not parsed again:
-    ranks save chunks of the same shape by the thousand.
+    An item that holds the same bytes as an earlier one but for its data and their checksums is not
+    parsed again: ranks save chunks of the same shape by the thousand.
     """
 
     def __init__(self, reader: FileReader, known: dict[object, KnownItem]) -> None:
-        """Prepare to read an open file; ``known``: what was learned, from other files too, empty in the beginning."""
+        """Prepare to read an open file; ``known``: what was learned, from other files too, empty in
+        the beginning.
+        """
         self._reader = reader
         self._known = known
         self._safetensors: dict[int, dict[str, TensorInfo]] = {}
@@ -74,13 +79,13 @@ class ItemReader:
     def tensor(self, item: StoredItem, shape: tuple[int, ...]) -> SavedTensor:
         """Return where the tensor of an item lies, a chunk that should have this shape.
 
-        Raises UnsupportedFormat for unsupported kinds, TruncatedError or FormatError for anything but an item of
-        torch's.
+        Raises UnsupportedFormat for unsupported kinds, TruncatedError or FormatError for anything
+        but an item of torch's.
         """
         if item.transforms:
             raise UnsupportedFormat(
-                f"its bytes went through {', '.join(item.transforms)}, which is not read; load it with "
-                "torch.distributed.checkpoint and save it again without extensions"
+                f"its bytes went through {', '.join(item.transforms)}, which is not read; load it "
+                "with torch.distributed.checkpoint and save it again without extensions"
             )
         in_front = min(8 + 1, self._reader.size - item.offset)
         if in_front > 0 and looks_like_safetensors(self._reader.read(item.offset, in_front)):
@@ -88,7 +93,9 @@ class ItemReader:
         end = item.offset + item.length
         if end > self._reader.size:
             raise TruncatedError(
-                f"it ends at byte {end}, the file has {self._reader.size}", have=self._reader.size, need=end
+                f"it ends at byte {end}, the file has {self._reader.size}",
+                have=self._reader.size,
+                need=end,
             )
         window = self._reader.window(item.offset, item.length)
         key = (item.length, shape)
@@ -104,7 +111,9 @@ class ItemReader:
     def _of_safetensors(self, item: StoredItem) -> SavedTensor:
         tensors = self._safetensors.get(item.offset)
         if tensors is None:
-            file = read_safetensors(self._reader.window(item.offset, self._reader.size - item.offset))
+            file = read_safetensors(
+                self._reader.window(item.offset, self._reader.size - item.offset)
+            )
             tensors = self._safetensors[item.offset] = {one.fqn: one for one in file.tensors}
         one = tensors.get(item.fqn)
         if one is None or one.data_offsets is None:
@@ -142,7 +151,13 @@ def _saved_tensor(window: FileReader) -> tuple[TorchZip, ZipRecord, SavedTensor]
         run = (begin + tensor.begin, begin + tensor.end)
     checked = (record.size, record.crc) if record.crc else (0, 0)
     saved = SavedTensor(
-        tensor.dtype, tensor.shape, tensor.stride, tensor.storage_offset, (begin, nbytes), run, checked
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride,
+        tensor.storage_offset,
+        (begin, nbytes),
+        run,
+        checked,
     )
     return archive, record, saved
 
@@ -152,8 +167,9 @@ def _learned(
 ) -> KnownItem | None:
     """Return the bytes shared by items that differ from this one in their data alone.
 
-    None when data other than the tensor's are large. These items differ in the CRC-32 of the storage, in its
-    descriptor and in the directory, and the id that torch makes of all checksums, with its own CRC-32.
+    None when data other than the tensor's are large. These items differ in the CRC-32 of the
+    storage, in its descriptor and in the directory, and the id that torch makes of all checksums,
+    with its own CRC-32.
     """
     end = record.data_offset + record.packed
     if record.data_offset > _HEAD or window.size - end > _HEAD:
@@ -172,7 +188,9 @@ def _learned(
                 save_id = slice(*free[-1])
             if one.size:  # a record without bytes has no descriptor
                 free.append((behind + _CRC_IN_DESCRIPTOR, behind + _CRC_IN_DESCRIPTOR + 4))
-            free.append((directory + one.entry + _CRC_IN_ENTRY, directory + one.entry + _CRC_IN_ENTRY + 4))
+            free.append(
+                (directory + one.entry + _CRC_IN_ENTRY, directory + one.entry + _CRC_IN_ENTRY + 4)
+            )
     kept = []
     position = 0
     for begin, stop in [*sorted(free), (len(tail), len(tail))]:
@@ -185,7 +203,9 @@ def _learned(
 
 
 def _same_but_data(known: KnownItem, window: FileReader) -> SavedTensor | None:
-    """Return the tensor of an item of the same length, None when more than its data and their checksums differ."""
+    """Return the tensor of an item of the same length, None when more than its data and their
+    checksums differ.
+    """
     tail = window.read(known.tail_start, window.size - known.tail_start)
     if window.read(0, len(known.head)) != known.head:
         return None
@@ -204,9 +224,11 @@ class ItemProblem(NamedTuple):
 
 
 class ItemCheck:
-    """Check of items by all but the numbers of tensors: DCP loads each by ``torch.load`` of its bytes alone.
+    """Check of items by all but the numbers of tensors: DCP loads each by ``torch.load`` of its
+    bytes alone.
 
-    An item that equals an earlier one but for its numbers is compared with it: a save of 400 ranks has a million items.
+    An item that equals an earlier one but for its numbers is compared with it: a save of 400 ranks
+    has a million items.
     """
 
     def __init__(self) -> None:
@@ -215,7 +237,11 @@ class ItemCheck:
         self._seen: set[bytes] = set()
 
     def problem(
-        self, reader: FileReader, item: StoredItem, chunk: Chunk | None = None, dtype: str | None = None
+        self,
+        reader: FileReader,
+        item: StoredItem,
+        chunk: Chunk | None = None,
+        dtype: str | None = None,
     ) -> ItemProblem | None:
         """Return what is wrong with an item. ``chunk``, ``dtype``: of a tensor, by the metadata."""
         key = (item.length, chunk, dtype)
@@ -251,7 +277,9 @@ class ItemCheck:
             self._seen.add(raw)
         return None
 
-    def _tensor_problem(self, window: FileReader, chunk: Chunk, dtype: str | None) -> ItemProblem | None:
+    def _tensor_problem(
+        self, window: FileReader, chunk: Chunk, dtype: str | None
+    ) -> ItemProblem | None:
         archive, record, saved = _saved_tensor(window)
         if saved.shape != chunk.lengths:
             return ItemProblem(
@@ -275,7 +303,9 @@ def _is_same_but_data(known: KnownItem, reader: FileReader, item: StoredItem) ->
 
 
 _SMALL_ITEM = 1 << 14
-"""Longest item of an object whose bytes are remembered: an option of a group is saved once for each parameter."""
+"""Longest item of an object whose bytes are remembered: an option of a group is saved once for each
+parameter.
+"""
 
 MAX_ITEM = 1 << 26
 """Longest item that is read, in bytes. The names of a million parameters take about 40 million."""
@@ -288,10 +318,13 @@ NAME_KEYS = (PARAMS_KEY, "param_names")
 def read_item(reader: FileReader, item: StoredItem) -> TorchFile:
     """Parse an item of an open ``.distcp``; nothing is unpickled.
 
-    Raises FormatError when it is none, TruncatedError or UnsupportedFormat with the reason when it cannot be read.
+    Raises FormatError when it is none, TruncatedError or UnsupportedFormat with the reason when it
+    cannot be read.
     """
     if item.transforms:
-        raise UnsupportedFormat(f"its bytes went through {', '.join(item.transforms)}, which is not read")
+        raise UnsupportedFormat(
+            f"its bytes went through {', '.join(item.transforms)}, which is not read"
+        )
     if item.length > MAX_ITEM:
         raise UnsupportedFormat(f"it has {item.length} bytes, at most {MAX_ITEM} are read")
     return read_torch_file(reader.window(item.offset, item.length))
@@ -307,10 +340,12 @@ def listed_names(file: TorchFile) -> tuple[Text, ...] | None:
 
 
 def grouped_names(file: TorchFile) -> dict[str, tuple[Text, ...]]:
-    """Return the names in all groups of an optimizer that is one item, by the key that holds them; empty for any other.
+    """Return the names in all groups of an optimizer that is one item, by the key that holds them;
+    empty for any other.
 
-    A planner saves it so that takes an object without tensors as one, such as that of torch before 2.4
-    (``_traverse.traverse_state_dict_v_2_3`` of 2.13): the list of the groups, or the dict that holds it.
+    A planner saves it so that takes an object without tensors as one, such as that of torch before
+    2.4 (``_traverse.traverse_state_dict_v_2_3`` of 2.13): the list of the groups, or the dict that
+    holds it.
     """
     root = file.tree.root
     groups = child(root, GROUPS_KEY) if is_dict_like(root) else root
@@ -330,7 +365,9 @@ def grouped_names(file: TorchFile) -> dict[str, tuple[Text, ...]]:
 
 
 def renamed_item(reader: FileReader, item: StoredItem, new_names: Mapping[int, str]) -> bytes:
-    """Return the bytes of an item with these strings at these push sites. Raises as ``read_item`` does."""
+    """Return the bytes of an item with these strings at these push sites. Raises as ``read_item``
+    does.
+    """
     window = reader.window(item.offset, item.length)
     edit = read_item(reader, item).edit(window, new_names)
     old = window.read(0, window.size)
@@ -340,7 +377,8 @@ def renamed_item(reader: FileReader, item: StoredItem, new_names: Mapping[int, s
 
 
 MAX_COMPARISONS = 10_000_000
-"""Most pairs of chunks of one checkpoint that are compared; a grid of 32 x 32 chunks takes 32,000."""
+"""Most pairs of chunks of one checkpoint that are compared; a grid of 32 x 32 chunks takes 32,000.
+"""
 
 
 class DcpProblem(NamedTuple):
@@ -354,12 +392,14 @@ def dcp_problems(metadata: DcpMetadata) -> Iterator[DcpProblem]:
     """Yield every item that is incomplete or saved twice by the metadata alone."""
     budget = _Budget()
     for tensor in metadata.tensors:
-        absent = [chunk for chunk in tensor.chunks if (tensor.fqn, chunk.offsets) not in metadata.stored]
+        absent = [
+            chunk for chunk in tensor.chunks if (tensor.fqn, chunk.offsets) not in metadata.stored
+        ]
         if absent:
             yield DcpProblem(
                 tensor.fqn,
-                f"{len(absent)} of its {len(tensor.chunks)} chunks are stored in no file, the first at "
-                f"{list(absent[0].offsets)}",
+                f"{len(absent)} of its {len(tensor.chunks)} chunks are stored in no file, the "
+                f"first at {list(absent[0].offsets)}",
             )
         problem = _coverage_problem(tensor, budget)
         if problem:
@@ -386,7 +426,8 @@ class _Budget:
 
 
 def _coverage_problem(tensor: DcpTensor, budget: _Budget) -> str | None:
-    # A rank without a part of a tensor may have written a chunk without elements, several ranks the same one.
+    # A rank without a part of a tensor may have written a chunk without elements, several ranks the
+    # same one.
     chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.lengths]
     whole = prod(tensor.shape)
     axis = _cut(tensor.shape, chunks)
@@ -398,15 +439,21 @@ def _coverage_problem(tensor: DcpTensor, budget: _Budget) -> str | None:
         lost = whole - sum(prod(chunk.lengths) for chunk in chunks) + 1
         gap = f", and at least {lost} of its {whole} elements are in no chunk" if lost > 0 else ""
         return (
-            f"its chunk at {list(one.offsets)} of {list(one.lengths)} and the one at {list(other.offsets)} of "
-            f"{list(other.lengths)} overlap{gap}"
+            f"its chunk at {list(one.offsets)} of {list(one.lengths)} and the one at "
+            f"{list(other.offsets)} of {list(other.lengths)} overlap{gap}"
         )
     if budget.left < 0:
-        return f"its {len(tensor.chunks)} chunks lie so that they are not compared, which no torch makes"
+        return (
+            f"its {len(tensor.chunks)} chunks lie so that they are not compared, which no torch "
+            "makes"
+        )
     covered = sum(prod(chunk.lengths) for chunk in chunks)
     if covered == whole:
         return None
-    return f"{whole - covered} of its {whole} elements are in no chunk{_gap(tensor.shape, chunks, axis)}"
+    return (
+        f"{whole - covered} of its {whole} elements are in no "
+        f"chunk{_gap(tensor.shape, chunks, axis)}"
+    )
 
 
 def _cut(shape: tuple[int, ...], chunks: list[Chunk]) -> int:
@@ -441,7 +488,10 @@ def _meet(one: Chunk, other: Chunk) -> bool:
 def _gap(shape: tuple[int, ...], chunks: list[Chunk], axis: int) -> str:
     """Return the first gap of a tensor that is cut along one dimension; "" for any other."""
     full = (*shape[:axis], *shape[axis + 1 :])
-    if any((*chunk.lengths[:axis], *chunk.lengths[axis + 1 :]) != full for chunk in chunks) or not shape:
+    if (
+        any((*chunk.lengths[:axis], *chunk.lengths[axis + 1 :]) != full for chunk in chunks)
+        or not shape
+    ):
         return ""
     end = 0
     for chunk in chunks:

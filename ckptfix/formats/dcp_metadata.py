@@ -1,9 +1,11 @@
-"""The ``.metadata`` file of torch.distributed.checkpoint (DCP): read by its opcodes, and the meaning of its names.
+"""The ``.metadata`` file of torch.distributed.checkpoint (DCP): read by its opcodes, and the
+meaning of its names.
 
-torch itself unpickles it. Facts from torch 2.13, ``torch/distributed/checkpoint``: ``metadata.py`` (the classes that
-are pickled, by protocol 4), ``filesystem.py`` (``_StorageInfo``), ``_nested_dict.py`` (``planner_data``; nested dicts
-are flattened to names that are their keys with dots between, and it keeps the keys of each), ``planner_helpers.py``
-(a rank without a part of a tensor may still write a chunk without elements). Older versions leave out ``version``,
+torch itself unpickles it. Facts from torch 2.13, ``torch/distributed/checkpoint``: ``metadata.py``
+(the classes that are pickled, by protocol 4), ``filesystem.py`` (``_StorageInfo``),
+``_nested_dict.py`` (``planner_data``; nested dicts are flattened to names that are their keys with
+dots between, and it keeps the keys of each), ``planner_helpers.py`` (a rank without a part of a
+tensor may still write a chunk without elements). Older versions leave out ``version``,
 ``storage_meta`` and ``transform_descriptors``, and those before 2.3 had ``TensorProperties`` in
 ``torch.distributed._shard``.
 """
@@ -37,20 +39,23 @@ from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.reading import FileReader
 
 METADATA_NAME = ".metadata"
-"""The name of the file; torch writes ``.metadata.tmp`` first, when all data is on disk, and renames it."""
+"""The name of the file; torch writes ``.metadata.tmp`` first, when all data is on disk, and renames
+it.
+"""
 
 MAX_METADATA = 1 << 29
 """Longest file that is read, in bytes. A chunk of a tensor takes about 200."""
 
 _MAX_DESCRIPTORS = 16
-_RETOLD = 1 << 22  # longest file, in bytes, that is certain to have fewer opcodes than are read one by one
+# Longest file, in bytes, that is certain to have fewer opcodes than are read one by one.
+_RETOLD = 1 << 22
 
 
 class DcpTensor(NamedTuple):
     """A tensor of the checkpoint. ``site`` is where its name was pushed (``Text.site``).
 
-    ``dtype``: in safetensors' nouns, None for a ``torch_dtype`` without one. ``chunks``: in the order of the file;
-    they lie inside the tensor, but may overlap or leave gaps (``dcp_chunks``).
+    ``dtype``: in safetensors' nouns, None for a ``torch_dtype`` without one. ``chunks``: in the
+    order of the file; they lie inside the tensor, but may overlap or leave gaps (``dcp_chunks``).
     """
 
     fqn: str
@@ -62,7 +67,9 @@ class DcpTensor(NamedTuple):
 
 
 class DcpBytes(NamedTuple):
-    """An item that is not a tensor: any object, pickled by torch.save. ``site`` as in ``DcpTensor``."""
+    """An item that is not a tensor: any object, pickled by torch.save. ``site`` as in
+    ``DcpTensor``.
+    """
 
     fqn: str
     site: int
@@ -71,7 +78,8 @@ class DcpBytes(NamedTuple):
 class PlannedPath(NamedTuple):
     """The keys that lead to an item in the state dict that was saved: ``("model", "fc.weight")``.
 
-    ``sites``: where each key was pushed, None for the index of a list. ``site`` is where the name was pushed.
+    ``sites``: where each key was pushed, None for the index of a list. ``site`` is where the name
+    was pushed.
     """
 
     fqn: str
@@ -84,10 +92,10 @@ class PlannedPath(NamedTuple):
 class DcpMetadata:
     """A parsed ``.metadata``; every tuple is in the order of the file, and no name is twice in one.
 
-    ``planned``: None when the planner left no paths, as with ``flatten_state_dict=False``; then the names are the keys
-    of the state dict. ``stored``: by name and first index, as torch looks it up. ``save_id``: a UUID of the save,
-    None of older ones. ``tree``: the tree in which names are rewritten (``pickle_rewrite``), at the sites of all
-    parts.
+    ``planned``: None when the planner left no paths, as with ``flatten_state_dict=False``; then the
+    names are the keys of the state dict. ``stored``: by name and first index, as torch looks it up.
+    ``save_id``: a UUID of the save, None of older ones. ``tree``: the tree in which names are
+    rewritten (``pickle_rewrite``), at the sites of all parts.
     """
 
     tree: PickleTree = field(repr=False)
@@ -112,7 +120,9 @@ class DcpMetadata:
 
 
 def read_dcp_metadata(reader: FileReader) -> DcpMetadata:
-    """Parse an open ``.metadata``. Raises as ``parse_dcp_metadata`` does, UnsupportedFormat when it is too long."""
+    """Parse an open ``.metadata``. Raises as ``parse_dcp_metadata`` does, UnsupportedFormat when it
+    is too long.
+    """
     if reader.size > MAX_METADATA:
         raise BeyondLimits(f"it has {reader.size} bytes, at most {MAX_METADATA} are read")
     return parse_dcp_metadata(reader.read(0, reader.size))
@@ -120,11 +130,12 @@ def read_dcp_metadata(reader: FileReader) -> DcpMetadata:
 
 @paused_gc()
 def parse_dcp_metadata(data: bytes, *, opcode_by_opcode: bool = False) -> DcpMetadata:
-    """Parse the bytes of a ``.metadata``; ``opcode_by_opcode``: its tree says where every single string was pushed.
+    """Parse the bytes of a ``.metadata``; ``opcode_by_opcode``: its tree says where every single
+    string was pushed.
 
-    Raises TruncatedError when they end too early, UnsupportedFormat for what was written by no planner or writer that
-    is known here, FormatError for a chunk that is not inside of its tensor, a path that leaves the folder, and
-    everything else that torch's writers do not make.
+    Raises TruncatedError when they end too early, UnsupportedFormat for what was written by no
+    planner or writer that is known here, FormatError for a chunk that is not inside of its tensor,
+    a path that leaves the folder, and everything else that torch's writers do not make.
     """
     if not opcode_by_opcode:
         tree = read_stream(data)
@@ -138,8 +149,10 @@ def parse_dcp_metadata(data: bytes, *, opcode_by_opcode: bool = False) -> DcpMet
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _NAMES = {
-    f"{_CHECKPOINT}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
-    "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    f"{_CHECKPOINT}.metadata": (
+        "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+        "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
+    ),
     f"{_CHECKPOINT}.filesystem": "_StorageInfo",
     "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
     "torch.distributed._shard.metadata": "TensorProperties MEM_FORMAT_ENCODING",
@@ -153,7 +166,9 @@ _NAMES = {
 
 
 _NEVER_READ = frozenset({"NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4"})
-"""Opcodes that need what ``pickle.load`` of a file alone does not have: buffers, a registry of extensions."""
+"""Opcodes that need what ``pickle.load`` of a file alone does not have: buffers, a registry of
+extensions.
+"""
 
 
 def _metadata(tree: PickleTree) -> DcpMetadata:
@@ -161,10 +176,12 @@ def _metadata(tree: PickleTree) -> DcpMetadata:
         raise FormatError("the pickle holds what pickle.load of a file alone cannot make")
     if not _frames_fit(tree):
         raise FormatError(
-            "a frame of the pickle ends inside a value, which pickle.load of a file then reads wrongly"
+            "a frame of the pickle ends inside a value, which pickle.load of a file then reads "
+            "wrongly"
         )
     if tree.last_memo > len(tree.data):
-        # CPython keeps the memo in an array as long as its highest entry: a MemoryError for 0x65616368.
+        # CPython keeps the memo in an array as long as its highest entry: a MemoryError for
+        # 0x65616368.
         raise FormatError(f"the pickle writes memo entry {tree.last_memo}, which no pickler does")
     if any(node.kind is Kind.NEW and type(node.args) is not tuple for node in tree.calls):
         # Such as True: an EMPTY_TUPLE with one changed bit or byte.
@@ -173,8 +190,9 @@ def _metadata(tree: PickleTree) -> DcpMetadata:
         )
     unknown = next((pair for pair in tree.globals if not _is_known(*pair)), None)
     if unknown is not None:
-        # FileSystemReader.read_metadata unpickles all of it, and fails where a class does not exist. A planner or a
-        # writer of another package may write one; two changed letters of pathlib look the same.
+        # FileSystemReader.read_metadata unpickles all of it, and fails where a class does not
+        # exist. A planner or a writer of another package may write one; two changed letters of
+        # pathlib look the same.
         raise BeyondLimits(
             f"it names {'.'.join(unknown)!r:.200}, which torch up to 2.13 does not write there"
         )
@@ -184,7 +202,9 @@ def _metadata(tree: PickleTree) -> DcpMetadata:
             # Such as APPEND on a StorageMeta: no class of torch takes items there.
             raise FormatError(f"the pickle has the opcode {words}, so pickle.load fails")
     if not is_instance(tree.root, "Metadata"):
-        raise FormatError("a pickle, but none of torch.distributed.checkpoint: no Metadata at its root")
+        raise FormatError(
+            "a pickle, but none of torch.distributed.checkpoint: no Metadata at its root"
+        )
     try:
         return _Reading(tree).metadata()
     except BeyondLimits:
@@ -194,16 +214,21 @@ def _metadata(tree: PickleTree) -> DcpMetadata:
 
 
 _UNFRAMED = 4
-"""A pickler writes fewer bytes than this without a frame (``Lib/pickle.py``, ``_Framer._FRAME_SIZE_MIN``)."""
+"""A pickler writes fewer bytes than this without a frame (``Lib/pickle.py``,
+``_Framer._FRAME_SIZE_MIN``).
+"""
 
 _LARGE = {b"X": 4, b"B": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
-"""Opcode -> bytes of its length: what a pickler writes between frames from 64 KiB on (``_FRAME_SIZE_TARGET``)."""
+"""Opcode -> bytes of its length: what a pickler writes between frames from 64 KiB on
+(``_FRAME_SIZE_TARGET``).
+"""
 
 
 def _frames_fit(tree: PickleTree) -> bool:
     """Return whether each frame ends where a pickler ends one.
 
-    CPython drops the rest of a frame that is too short for the next value, and goes on in the file behind it.
+    CPython drops the rest of a frame that is too short for the next value, and goes on in the file
+    behind it.
     """
     data, starts = tree.data, {offset for offset, _ in tree.frames}
     end = 0
@@ -215,7 +240,9 @@ def _frames_fit(tree: PickleTree) -> bool:
             continue
         payloads = [(data[at : at + 1], at + 1) for at in range(end, end + _UNFRAMED)]
         lengths = [
-            int.from_bytes(data[at : at + _LARGE[code]], "little") for code, at in payloads if code in _LARGE
+            int.from_bytes(data[at : at + _LARGE[code]], "little")
+            for code, at in payloads
+            if code in _LARGE
         ]
         if not any(length >= 1 << 16 for length in lengths):
             return False
@@ -227,7 +254,9 @@ def _is_known(module: str, name: str) -> bool:
 
 
 class _Reading:
-    """One walk over a tree. ``_left`` bounds it: a few bytes can refer to a long list again and again."""
+    """One walk over a tree. ``_left`` bounds it: a few bytes can refer to a long list again and
+    again.
+    """
 
     def __init__(self, tree: PickleTree) -> None:
         self._tree = tree
@@ -261,12 +290,16 @@ class _Reading:
         for node in every_node(meta):
             # The path of the save: pathlib raises a TypeError for a number among its parts.
             is_path = (
-                node.kind in CALLS and type(node.head) is Node and node.head.head[0].startswith("pathlib")
+                node.kind in CALLS
+                and type(node.head) is Node
+                and node.head.head[0].startswith("pathlib")
             )
             if is_path and (
                 type(node.args) is not tuple or not all(type(part) is Text for part in node.args)
             ):
-                raise FormatError(f"storage_meta calls {words_for(node)} with something else than text")
+                raise FormatError(
+                    f"storage_meta calls {words_for(node)} with something else than text"
+                )
         save_id = fields_of(meta).get("save_id") if meta is not None else None
         return DcpMetadata(
             tree=self._tree,
@@ -296,7 +329,9 @@ class _Reading:
     def _spend(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise FormatError("the metadata refers to the same lists again and again, as no torch writes it")
+            raise FormatError(
+                "the metadata refers to the same lists again and again, as no torch writes it"
+            )
 
     def _tensor(self, name: Text, node: Node) -> DcpTensor:
         values = fields_of(node)
@@ -304,20 +339,27 @@ class _Reading:
         shape = size_of(values.get("size"), name.value)
         listed = values.get("chunks")
         if type(listed) is not Node or listed.kind is not Kind.LIST:
-            raise FormatError(f"the chunks of {name.value!r:.200} are not a list, but {words_for(listed)}")
+            raise FormatError(
+                f"the chunks of {name.value!r:.200} are not a list, but {words_for(listed)}"
+            )
         found = listed.items or []
         self._spend(len(found))
         chunks = tuple([_chunk(chunk, name.value, shape) for chunk in found])
-        return DcpTensor(name.value, TORCH_DTYPES.get(torch_dtype), torch_dtype, shape, chunks, name.site)
+        return DcpTensor(
+            name.value, TORCH_DTYPES.get(torch_dtype), torch_dtype, shape, chunks, name.site
+        )
 
-    def _stored(self, root: Mapping[str, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
+    def _stored(
+        self, root: Mapping[str, Any]
+    ) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
         found: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
         for key, value in self._pairs(root, "storage_data"):
             if value is PACKED and type(key) is StoredItem:
                 item = key
             elif not is_instance(key, "MetadataIndex") or not is_instance(value, "_StorageInfo"):
                 raise UnsupportedFormat(
-                    f"storage_data leads from {words_for(key)} to {words_for(value)}: no file writer of torch's made it"
+                    f"storage_data leads from {words_for(key)} to {words_for(value)}: no file "
+                    "writer of torch's made it"
                 )
             else:
                 item = self._stored_item(fields_of(key), fields_of(value))
@@ -330,11 +372,13 @@ class _Reading:
         path, offset, length = value.get("relative_path"), value.get("offset"), value.get("length")
         if type(name) is not Text or type(path) is not Text:
             raise FormatError(
-                f"storage_data leads from {words_for(name)} to {words_for(path)}, where names belong"
+                f"storage_data leads from {words_for(name)} to {words_for(path)}, where names "
+                "belong"
             )
         if not is_count(offset) or not is_count(length):
             raise FormatError(
-                f"{name.value!r:.200} is said to be {length!r:.40} bytes from {offset!r:.40} of its file"
+                f"{name.value!r:.200} is said to be {length!r:.40} bytes from {offset!r:.40} of "
+                "its file"
             )
         where = self._paths.get(path.value)
         if where is None:
@@ -356,7 +400,11 @@ class _Reading:
             return ()
         found = value.items or () if type(value) is Node and value.kind is Kind.LIST else value
         # A text is a NamedTuple.
-        if not isinstance(found, list | tuple) or type(found) is Text or len(found) > _MAX_DESCRIPTORS:
+        if (
+            not isinstance(found, list | tuple)
+            or type(found) is Text
+            or len(found) > _MAX_DESCRIPTORS
+        ):
             raise FormatError("the transform_descriptors of an item are not a short list")
         if not all(type(one) is Text for one in found):
             raise FormatError("the transform_descriptors of an item are not names")
@@ -365,16 +413,20 @@ class _Reading:
     def _planned(self, root: Mapping[str, Any]) -> tuple[PlannedPath, ...]:
         found = []
         for name, steps in self._dict(root, "planner_data"):
-            if type(steps) is not tuple or not all(type(step) is Text or type(step) is int for step in steps):
+            if type(steps) is not tuple or not all(
+                type(step) is Text or type(step) is int for step in steps
+            ):
                 raise UnsupportedFormat(
                     f"planner_data has {words_for(steps)} as the path of {name.value!r:.200}"
                 )
             self._spend(len(steps))
             path = tuple([step.value if type(step) is Text else step for step in steps])
             if (flat := ".".join(map(str, path))) != name.value:
-                # Loads go by the name, and names here by the path: a tensor would be verified as another one.
+                # Loads go by the name, and names here by the path: a tensor would be verified as
+                # another one.
                 raise UnsupportedFormat(
-                    f"planner_data puts {name.value!r:.200} at {flat!r:.200}, but torch loads it by its name"
+                    f"planner_data puts {name.value!r:.200} at {flat!r:.200}, but torch loads it "
+                    "by its name"
                 )
             sites = tuple([step.site if type(step) is Text else None for step in steps])
             found.append(PlannedPath(name.value, path, sites, name.site))
@@ -385,8 +437,9 @@ class _Reading:
 def _ensure_nested(paths: Mapping[str, tuple[str | int, ...]], names: Sequence[str]) -> None:
     """Raise FormatError where the paths do not make the state dict that was saved.
 
-    ``set_element`` of ``_traverse.py`` puts every item at its path, and ``flatten_state_dict`` makes its name of that
-    again: a list has every index from 0, a dict no numbers, and nothing is both an item and a container.
+    ``set_element`` of ``_traverse.py`` puts every item at its path, and ``flatten_state_dict``
+    makes its name of that again: a list has every index from 0, a dict no numbers, and nothing is
+    both an item and a container.
     """
     inside: dict[tuple[str | int, ...], set[str | int]] = {}
     for name in names:
@@ -396,7 +449,9 @@ def _ensure_nested(paths: Mapping[str, tuple[str | int, ...]], names: Sequence[s
     for where, steps in inside.items():
         numbers = [step for step in steps if type(step) is int]
         if numbers and (not where or sorted(numbers) != list(range(len(steps)))):
-            raise FormatError(f"planner_data does not count the items of {'.'.join(map(str, where))!r:.200}")
+            raise FormatError(
+                f"planner_data does not count the items of {'.'.join(map(str, where))!r:.200}"
+            )
     for name in names:
         if paths.get(name, (name,)) in inside:
             raise FormatError(f"planner_data has {name!r:.200} as an item and as a dict")
@@ -439,7 +494,8 @@ def _chunk(node: object, name: str, shape: tuple[int, ...]) -> Chunk:
 
 
 MODEL_KEY = "model"
-"""The key under which Accelerate saves a model's state dict (1.0 to 1.15, ``utils/fsdp_utils.py``)."""
+"""The key under which Accelerate saves a model's state dict (1.0 to 1.15, ``utils/fsdp_utils.py``).
+"""
 
 STATE_KEY, GROUPS_KEY = "state", "param_groups"
 """The keys of ``Optimizer.state_dict()``."""
@@ -449,7 +505,9 @@ _FLATTENED = (f"{STATE_KEY}.", f"{GROUPS_KEY}.")
 
 
 class ModelNames(NamedTuple):
-    """The part of a checkpoint that is a model: the keys that lead to it, and DCP's name -> name in its state dict."""
+    """The part of a checkpoint that is a model: the keys that lead to it, and DCP's name -> name in
+    its state dict.
+    """
 
     prefix: tuple[str | int, ...]
     names: dict[str, str]
@@ -458,24 +516,31 @@ class ModelNames(NamedTuple):
 def model_names(metadata: DcpMetadata) -> ModelNames | None:
     """Return the model in a checkpoint, None when it has only an optimizer or nothing.
 
-    Goes down through dicts whose values are dicts: into ``model`` where there is one, else into the only one outside
-    of optimizers. Where several are left, all are the model, and the names keep the keys. Tensors of a single number
-    next to a dict ``model`` are a script's own, such as its step.
+    Goes down through dicts whose values are dicts: into ``model`` where there is one, else into the
+    only one outside of optimizers. Where several are left, all are the model, and the names keep
+    the keys. Tensors of a single number next to a dict ``model`` are a script's own, such as its
+    step.
     """
     tensors = {tensor.fqn: tensor.shape for tensor in metadata.tensors}
     if metadata.planned is None:
         every = [*tensors, *(item.fqn for item in metadata.items)]
         return ModelNames((), {fqn: fqn for fqn in every}) if tensors else None
     paths = {one.fqn: one.path for one in metadata.planned}
-    known = {fqn: paths.get(fqn, (fqn,)) for fqn in (*tensors, *(item.fqn for item in metadata.items))}
+    known = {
+        fqn: paths.get(fqn, (fqn,)) for fqn in (*tensors, *(item.fqn for item in metadata.items))
+    }
     prefix: tuple[str | int, ...] = ()
     skipped: frozenset[str | int]
     while True:
         depth = len(prefix)
-        inside = {fqn: path for fqn, path in known.items() if path[:depth] == prefix and len(path) > depth}
+        inside = {
+            fqn: path for fqn, path in known.items() if path[:depth] == prefix and len(path) > depth
+        }
         skipped = _optimizers(inside, depth)
         flattened = flattened_keys(path[depth] for path in inside.values())
-        steps = {path[depth] for fqn, path in inside.items() if fqn in tensors} - skipped - flattened
+        steps = (
+            {path[depth] for fqn, path in inside.items() if fqn in tensors} - skipped - flattened
+        )
         if not steps:
             return None
         by_name = {
@@ -518,22 +583,28 @@ def flattened_keys(keys: Iterable[str | int]) -> frozenset[str | int]:
     """Return those keys of a dict that are an optimizer's in one string: ``state.<fqn>.exp_avg``.
 
     So does ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict`` (torch 2.4 to 2.13,
-    ``distributed/checkpoint/state_dict.py``), which always leaves ``param_groups.<fqn>.<option>``; without one of those
-    the dict is a model's with a module called "state".
+    ``distributed/checkpoint/state_dict.py``), which always leaves ``param_groups.<fqn>.<option>``;
+    without one of those the dict is a model's with a module called "state".
     """
     found = frozenset(key for key in keys if isinstance(key, str) and key.startswith(_FLATTENED))
     return found if any(str(key).startswith(_FLATTENED[1]) for key in found) else frozenset()
 
 
 def flattened_names(keys: Iterable[str | int]) -> tuple[str, ...]:
-    """Return the names of the parameters that the flattened keys of a dict refer to: each has options in a group."""
+    """Return the names of the parameters that the flattened keys of a dict refer to: each has
+    options in a group.
+    """
     begin = _FLATTENED[1]
-    names = (str(key)[len(begin) :].rpartition(".")[0] for key in keys if str(key).startswith(begin))
+    names = (
+        str(key)[len(begin) :].rpartition(".")[0] for key in keys if str(key).startswith(begin)
+    )
     return tuple(dict.fromkeys(name for name in names if name))
 
 
 def flattened_parts(key: str, names: Set[str]) -> tuple[str, str, str] | None:
-    """Cut ``state.<fqn>.exp_avg`` in front of and behind its name, the longest of ``names`` that fits, else None."""
+    """Cut ``state.<fqn>.exp_avg`` in front of and behind its name, the longest of ``names`` that
+    fits, else None.
+    """
     begin = next((begin for begin in _FLATTENED if key.startswith(begin)), None)
     name = key[len(begin) :].rpartition(".")[0] if begin is not None else ""
     while name and name not in names:

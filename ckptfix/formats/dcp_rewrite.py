@@ -1,7 +1,9 @@
-"""Other names, and other places of items, in the ``.metadata`` of a DCP checkpoint; nothing else of it changes.
+"""Other names, and other places of items, in the ``.metadata`` of a DCP checkpoint; nothing else of
+it changes.
 
 A name is in four places (``metadata.py`` and ``_nested_dict.py`` of torch 2.4 to 2.13): as a key of
-``state_dict_metadata``, as a key of ``planner_data``, in the path there, and in the keys of ``storage_data``.
+``state_dict_metadata``, as a key of ``planner_data``, in the path there, and in the keys of
+``storage_data``.
 """
 
 from collections.abc import Mapping
@@ -35,7 +37,9 @@ class Renamed(NamedTuple):
 
 
 def paths_of(metadata: DcpMetadata) -> dict[str, Steps]:
-    """Return the keys that lead to each item, by its name; a name that the planner left no path of is its own key."""
+    """Return the keys that lead to each item, by its name; a name that the planner left no path of
+    is its own key.
+    """
     planned = {one.fqn: one.path for one in metadata.planned or ()}
     every = (*(tensor.fqn for tensor in metadata.tensors), *(item.fqn for item in metadata.items))
     return {fqn: planned.get(fqn, (fqn,)) for fqn in every}
@@ -44,7 +48,8 @@ def paths_of(metadata: DcpMetadata) -> dict[str, Steps]:
 def with_paths(metadata: DcpMetadata, new_paths: Mapping[str, Steps]) -> DcpMetadata:
     """Return the metadata with other paths of its items; its bytes and locations are as before."""
     names = {
-        fqn: ".".join(map(str, new_paths[fqn])) if fqn in new_paths else fqn for fqn in paths_of(metadata)
+        fqn: ".".join(map(str, new_paths[fqn])) if fqn in new_paths else fqn
+        for fqn in paths_of(metadata)
     }
     planned = metadata.planned
     if planned is not None:
@@ -63,11 +68,12 @@ def with_paths(metadata: DcpMetadata, new_paths: Mapping[str, Steps]) -> DcpMeta
 def rewrite_metadata(
     metadata: DcpMetadata, new_paths: Mapping[str, Steps], places: Mapping[str, ItemLocation]
 ) -> Renamed:
-    """Return a ``.metadata`` in which items have other paths, names with them, and bytes items lie elsewhere.
+    """Return a ``.metadata`` in which items have other paths, names with them, and bytes items lie
+    elsewhere.
 
-    ``new_paths``: by name, as long as the old ones. ``places``: by old name. Raises UnsupportedFormat when a name
-    cannot be changed alone or two would become one; FormatError when the result, read again, does not say exactly
-    that: a fault of this module.
+    ``new_paths``: by name, as long as the old ones. ``places``: by old name. Raises
+    UnsupportedFormat when a name cannot be changed alone or two would become one; FormatError when
+    the result, read again, does not say exactly that: a fault of this module.
     """
     names = _new_names(metadata, new_paths)
     try:
@@ -75,7 +81,8 @@ def rewrite_metadata(
     except UnsupportedFormat:
         raise
     except FormatError:
-        # A name may be one object with a key of torch's own, as of a parameter called "offset": then all must be known.
+        # A name may be one object with a key of torch's own, as of a parameter called "offset":
+        # then all must be known.
         whole = parse_dcp_metadata(metadata.tree.data, opcode_by_opcode=True)
         return Renamed(_rewritten(whole, names, new_paths, places, opcode_by_opcode=True), names)
 
@@ -118,8 +125,8 @@ def _rewritten(
 
 
 class _Walk(TreeWalk):
-    """Comparison of the trees of two metadata, without the parts matched at once (``dcp_stream``), which are in the
-    values.
+    """Comparison of the trees of two metadata, without the parts matched at once (``dcp_stream``),
+    which are in the values.
 
     ``moved``: the new values in the dict of an item that moves, by the id of its node.
     """
@@ -164,7 +171,9 @@ def _expected(
     new_paths: Mapping[str, Steps],
     places: Mapping[str, ItemLocation],
 ) -> tuple[object, ...]:
-    """Return the expected contents of a metadata with new names, and with bytes items in other places."""
+    """Return the expected contents of a metadata with new names, and with bytes items in other
+    places.
+    """
     planned = metadata.planned
     stored = []
     for item in metadata.stored.values():
@@ -174,9 +183,13 @@ def _expected(
     return (
         [one._replace(fqn=names[one.fqn], site=0) for one in metadata.tensors],
         [names[one.fqn] for one in metadata.items],
-        None
-        if planned is None
-        else [(names.get(one.fqn, one.fqn), new_paths.get(one.fqn, one.path)) for one in planned],
+        (
+            None
+            if planned is None
+            else [
+                (names.get(one.fqn, one.fqn), new_paths.get(one.fqn, one.path)) for one in planned
+            ]
+        ),
         stored,
     )
 
@@ -189,18 +202,23 @@ def _new_names(metadata: DcpMetadata, new_paths: Mapping[str, Steps]) -> dict[st
         names[fqn] = ".".join(map(str, new))
         first = origin.setdefault(names[fqn], fqn)
         if first != fqn:
-            raise UnsupportedFormat(f"{first!r:.200} and {fqn!r:.200} would both become {names[fqn]!r:.200}")
+            raise UnsupportedFormat(
+                f"{first!r:.200} and {fqn!r:.200} would both become {names[fqn]!r:.200}"
+            )
     return names
 
 
-def _sites(metadata: DcpMetadata, names: Mapping[str, str], new_paths: Mapping[str, Steps]) -> dict[int, str]:
+def _sites(
+    metadata: DcpMetadata, names: Mapping[str, str], new_paths: Mapping[str, Steps]
+) -> dict[int, str]:
     """Return every push of a name, or of a key in a path, with its new value."""
     wanted: dict[int, str] = {}
 
     def want(site: int, new: str) -> None:
         if wanted.setdefault(site, new) != new:
             raise UnsupportedFormat(
-                f"two names share the string at byte {site} of the metadata: {new!r:.200} and {wanted[site]!r:.200}"
+                f"two names share the string at byte {site} of the metadata: {new!r:.200} and "
+                f"{wanted[site]!r:.200}"
             )
 
     pushes = [(one.site, one.fqn) for one in metadata.tensors]
@@ -210,7 +228,9 @@ def _sites(metadata: DcpMetadata, names: Mapping[str, str], new_paths: Mapping[s
         want(site, names.get(fqn, fqn))
     for planned in metadata.planned or ():
         want(planned.site, names.get(planned.fqn, planned.fqn))
-        for where, step in zip(planned.sites, new_paths.get(planned.fqn, planned.path), strict=True):
+        for where, step in zip(
+            planned.sites, new_paths.get(planned.fqn, planned.path), strict=True
+        ):
             if where is not None:
                 want(where, str(step))
     return wanted
@@ -224,14 +244,21 @@ def _infos(tree: PickleTree, places: Mapping[str, ItemLocation]) -> dict[str, No
         if type(name) is Text and name.value in places:
             found[name.value] = info
     if found.keys() != places.keys():
-        raise FormatError(f"the metadata has no place of {min(places.keys() - found.keys())!r:.200}")
+        raise FormatError(
+            f"the metadata has no place of {min(places.keys() - found.keys())!r:.200}"
+        )
     return found
 
 
 def _key(info: Node, name: str) -> Text:
     """Return the push of the name of an attribute."""
     states: list[Any] = info.states or []
-    keys = [key for state in states for key, _ in pairs(state) if type(key) is Text and key.value == name]
+    keys = [
+        key
+        for state in states
+        for key, _ in pairs(state)
+        if type(key) is Text and key.value == name
+    ]
     if len(keys) != 1:
         raise UnsupportedFormat(f"the place of an item has {len(keys)} attributes called {name!r}")
     return keys[0]

@@ -1,16 +1,18 @@
-"""The pickle of a DCP ``.metadata`` file, in which each chunk of a tensor is read at once instead of by its forty
-opcodes.
+"""The pickle of a DCP ``.metadata`` file, in which each chunk of a tensor is read at once instead
+of by its forty opcodes.
 
-A checkpoint of 400 ranks and 3,000 tensors has 1.2 million chunks. What torch's classes pickle (protocol 4, which is
-``pickle.dump``'s own since Python 3.8) is alike for all of them, so two patterns find nearly everything:
-``ChunkStorageMetadata`` in the lists of ``state_dict_metadata``, and a ``MetadataIndex`` with its ``_StorageInfo`` in
-``storage_data``. Both are matched from their NEWOBJ on, where the class is known; every reference is resolved through
-the memo. What does not fit is left to the machine of ``pickle_stream``, opcode by opcode, and when that meets what it
-cannot know here (a part of a chunk that is used again elsewhere, a memo written by PUT), the whole pickle is.
+A checkpoint of 400 ranks and 3,000 tensors has 1.2 million chunks. What torch's classes pickle
+(protocol 4, which is ``pickle.dump``'s own since Python 3.8) is alike for all of them, so two
+patterns find nearly everything: ``ChunkStorageMetadata`` in the lists of ``state_dict_metadata``,
+and a ``MetadataIndex`` with its ``_StorageInfo`` in ``storage_data``. Both are matched from their
+NEWOBJ on, where the class is known; every reference is resolved through the memo. What does not fit
+is left to the machine of ``pickle_stream``, opcode by opcode, and when that meets what it cannot
+know here (a part of a chunk that is used again elsewhere, a memo written by PUT), the whole pickle
+is.
 
-A reference is BINGET or LONG_BINGET, a number one of BININT1, BININT2, BININT and LONG1, a size the call of
-``torch.Size``, or a reference to an earlier one. Facts from CPython's ``Modules/_pickle.c``: how protocol 4 writes
-instances, tuples and numbers.
+A reference is BINGET or LONG_BINGET, a number one of BININT1, BININT2, BININT and LONG1, a size the
+call of ``torch.Size``, or a reference to an earlier one. Facts from CPython's
+``Modules/_pickle.c``: how protocol 4 writes instances, tuples and numbers.
 """
 
 import re
@@ -38,11 +40,12 @@ def _pattern(*parts: bytes) -> Callable[[bytes, int], "re.Match[bytes] | None"]:
     return re.compile(b"".join(parts), re.DOTALL).match
 
 
-# Each begins at the NEWOBJ of an instance, and is cut where a string may be pushed: a pattern cannot count its bytes.
+# Each begins at the NEWOBJ of an instance, and is cut where a string may be pushed: a pattern
+# cannot count its bytes.
 CHUNK = _pattern(_OBJECT, _REF, _SIZE, _REF, _SIZE, b"ub")
 TENSOR = _pattern(
-    _OBJECT, _REF, _REF, rb"\)\x81\x94\(", _REF, _REF, rb"([\x88\x89])", _REF, rb"([\x88\x89])", rb"t\x94b",
-    _REF, _SIZE, _REF, rb"\]\x94",
+    _OBJECT, _REF, _REF, rb"\)\x81\x94\(", _REF, _REF, rb"([\x88\x89])", _REF, rb"([\x88\x89])",
+    rb"t\x94b", _REF, _SIZE, _REF, rb"\]\x94",
 )  # fmt: skip
 NEXT = _pattern(_REF, rb"\)(?=\x81)")
 INDEX = _pattern(_OBJECT, _REF)
@@ -58,8 +61,8 @@ class Unknown(FormatError):
 class Memo(dict[int, Any]):
     """The memo of a pickle in which nothing but MEMOIZE writes.
 
-    ``count``: how many entries it has; those of what was matched are found again when they are asked for: ``starts``
-    has the first entry of each match, ``positions`` where it is.
+    ``count``: how many entries it has; those of what was matched are found again when they are
+    asked for: ``starts`` has the first entry of each match, ``positions`` where it is.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -144,7 +147,9 @@ class _Finder:
 
 
 def literal(data: bytes, position: int) -> tuple[str, int, bool]:
-    """Return a string that is pushed by its bytes, the end of the push, and whether MEMOIZE follows."""
+    """Return a string that is pushed by its bytes, the end of the push, and whether MEMOIZE
+    follows.
+    """
     width = 1 if data[position] == 0x8C else 4
     begin = position + 1 + width
     end = begin + int.from_bytes(data[position + 1 : begin], "little")
@@ -159,8 +164,8 @@ def literal(data: bytes, position: int) -> tuple[str, int, bool]:
 
 
 def memoized(raw: bytes) -> int:
-    """Return the number of entries that a size writes: of its tuple, unless that is empty, of the arguments and the
-    result.
+    """Return the number of entries that a size writes: of its tuple, unless that is empty, of the
+    arguments and the result.
     """
     if len(raw) in (2, 5):
         return 0
@@ -203,7 +208,9 @@ def is_instance(node: object, name: str) -> TypeGuard[Node]:
 
 
 def fields_of(node: Node) -> dict[str, Any]:
-    """Return the attributes of an instance. Raises FormatError when there are many, or other state than a dict."""
+    """Return the attributes of an instance. Raises FormatError when there are many, or other state
+    than a dict.
+    """
     states = node.states or []
     if not states:
         return {}
@@ -236,25 +243,33 @@ _LAYOUTS = frozenset(
 def torch_dtype_of(properties: object) -> str:
     """Return the name of a dtype, the first value of ``TensorProperties.__getstate__``.
 
-    Raises FormatError for a state that its ``__setstate__`` refuses: dtype, layout, whether it has gradients, the
-    memory format as a number of an enum, whether it is pinned.
+    Raises FormatError for a state that its ``__setstate__`` refuses: dtype, layout, whether it has
+    gradients, the memory format as a number of an enum, whether it is pinned.
     """
     if is_instance(properties, "TensorProperties"):
         states = properties.states or [None]
         state = states[0] if len(states) == 1 else None
-        dtype, layout, _, memory, _ = state if type(state) is tuple and len(state) == 5 else (None,) * 5
-        is_format = type(memory) is Node and memory.kind is Kind.CALL and memory.args in ((0,), (1,), (2,))
+        dtype, layout, _, memory, _ = (
+            state if type(state) is tuple and len(state) == 5 else (None,) * 5
+        )
+        is_format = (
+            type(memory) is Node and memory.kind is Kind.CALL and memory.args in ((0,), (1,), (2,))
+        )
         names = layout.args if type(layout) is Node and layout.kind is Kind.CALL else ()
         is_layout = type(names) is tuple and len(names) == 1 and text_of(names[0]) in _LAYOUTS
         if type(dtype) is Node and dtype.kind is Kind.GLOBAL and is_format and is_layout:
             module, name = dtype.head
             if module == "torch" and name in DTYPES:
                 return str(name)
-    raise FormatError(f"the properties of a tensor name no dtype of torch's: {words_for(properties)}")
+    raise FormatError(
+        f"the properties of a tensor name no dtype of torch's: {words_for(properties)}"
+    )
 
 
 def size_of(value: object, name: str) -> tuple[int, ...]:
-    """Return the numbers of a ``torch.Size``. Raises FormatError for anything else, or a number below 0."""
+    """Return the numbers of a ``torch.Size``. Raises FormatError for anything else, or a number
+    below 0.
+    """
     if type(value) is Node and value.kind is Kind.CALL and type(value.head) is Node:
         args = value.args
         if value.head.is_global("torch", "Size") and type(args) is tuple and len(args) == 1:
@@ -280,7 +295,9 @@ def path_inside(text: str) -> PurePosixPath:
     except UnicodeEncodeError:
         sound = False
     if not sound or not path.parts or path.is_absolute() or ".." in path.parts:
-        raise FormatError(f"an item is said to be in {text!r:.200}, which is not a file of the folder")
+        raise FormatError(
+            f"an item is said to be in {text!r:.200}, which is not a file of the folder"
+        )
     return path
 
 
@@ -301,18 +318,21 @@ def words_for(value: object) -> str:
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor that was saved in one piece: its first index and its length in every dimension."""
+    """A part of a tensor that was saved in one piece: its first index and its length in every
+    dimension.
+    """
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
 
 class StoredItem(NamedTuple):
-    """The position of a chunk or of a bytes item: ``length`` bytes from ``offset`` of the file ``path`` of the folder.
+    """The position of a chunk or of a bytes item: ``length`` bytes from ``offset`` of the file
+    ``path`` of the folder.
 
-    ``offsets``: the first index of the chunk, None for a bytes item. ``hint``: the place in the list of chunks,
-    which torch looks at first. ``transforms``: the stream extensions its bytes went through, such as ``zstd``. ``site``
-    is where the name was pushed.
+    ``offsets``: the first index of the chunk, None for a bytes item. ``hint``: the place in the
+    list of chunks, which torch looks at first. ``transforms``: the stream extensions its bytes went
+    through, such as ``zstd``. ``site`` is where the name was pushed.
     """
 
     fqn: str
@@ -348,8 +368,9 @@ _MAX_KEPT = 1 << 16  # of what is decoded once and met again
 def read_stream(data: bytes) -> PickleTree:
     """Read the pickle of a ``.metadata``, as ``pickle_stream.parse`` does and with the same errors.
 
-    In the lists of chunks a ``Chunk`` may replace the instance of torch's class, and in ``storage_data`` a
-    ``StoredItem`` for a key, followed by ``PACKED``. Time and memory grow with the number of bytes.
+    In the lists of chunks a ``Chunk`` may replace the instance of torch's class, and in
+    ``storage_data`` a ``StoredItem`` for a key, followed by ``PACKED``. Time and memory grow with
+    the number of bytes.
     """
     if data[:2] in (b"\x80\x04", b"\x80\x05"):
         with paused_gc():
@@ -363,7 +384,9 @@ def read_stream(data: bytes) -> PickleTree:
 
 
 class _Reader:
-    """One pass. ``machine`` calls ``_newobj`` at each NEWOBJ, which matches as many as follow one another."""
+    """One pass. ``machine`` calls ``_newobj`` at each NEWOBJ, which matches as many as follow one
+    another.
+    """
 
     def __init__(self, data: bytes) -> None:
         handlers = HANDLERS | {0x94: _memoize, 0x81: self._newobj}
@@ -381,7 +404,8 @@ class _Reader:
         try:
             return run(self.machine)
         finally:
-            self.machine.handlers = {}  # this object and the machine refer to each other, and to all values read
+            # This object and the machine refer to each other, and to all values read.
+            self.machine.handlers = {}
 
     def _newobj(self, machine: Machine) -> None:
         args = machine.stack.pop()
@@ -413,7 +437,9 @@ class _Reader:
                 return
 
     def _value(self, ref: bytes) -> Any:
-        """Return what the memo holds, MISSING when nothing; entries are written once, so that it stays true."""
+        """Return what the memo holds, MISSING when nothing; entries are written once, so that it
+        stays true.
+        """
         known = self._known
         value = known.get(ref, MISSING)
         if value is MISSING:
@@ -432,7 +458,9 @@ class _Reader:
         return type(value) is Text and value[0] == word
 
     def _tensor(self, head: Node) -> bool:
-        """Read a tensor up to the begin of its list of chunks, as the machine itself would; False for another one."""
+        """Read a tensor up to the begin of its list of chunks, as the machine itself would; False
+        for another one.
+        """
         machine = self.machine
         match = TENSOR(machine.data, machine.position)
         if match is None:
@@ -451,7 +479,9 @@ class _Reader:
         self._memo.memoize_all((tensor, state, properties, parts, *passed, chunks))
         first, second, third = (
             Text(word, match.start(group), source)
-            for group, (word, source) in zip((1, _SIZE_GROUP - 1, _SIZE_GROUP + 1), keys, strict=True)
+            for group, (word, source) in zip(
+                (1, _SIZE_GROUP - 1, _SIZE_GROUP + 1), keys, strict=True
+            )
         )
         machine.texts += (first, second, third)
         machine.stack[-1] = tensor
@@ -474,16 +504,22 @@ class _Reader:
         size: bytes,
         chunks: bytes,
     ) -> _TensorParts | None:
-        """Return what these refer to: the class and the state of the properties, and the keys with their sources."""
+        """Return what these refer to: the class and the state of the properties, and the keys with
+        their sources.
+        """
         value = self._value
         words = {properties: "properties", size: "size", chunks: "chunks"}
         parts = (value(dtype), value(layout), grad == b"\x88", value(memory), pinned == b"\x88")
-        keys = tuple((value(ref)[0], value(ref)[1]) for ref, word in words.items() if self._says(ref, word))
+        keys = tuple(
+            (value(ref)[0], value(ref)[1]) for ref, word in words.items() if self._says(ref, word)
+        )
         if len(keys) < 3 or MISSING in parts or not _is_class(value(kind), "TensorProperties"):
             return None
         if len(self._tensors) >= _MAX_KEPT:
             self._tensors.clear()
-        found = self._tensors[properties, kind, dtype, layout, grad, memory, pinned, size, chunks] = (
+        found = self._tensors[
+            properties, kind, dtype, layout, grad, memory, pinned, size, chunks
+        ] = (
             value(kind),
             parts,
             keys,
@@ -491,7 +527,9 @@ class _Reader:
         return found
 
     def _chunk(self) -> bool:
-        """Put a chunk in the place of its class on the stack. False when no such chunk begins here."""
+        """Put a chunk in the place of its class on the stack. False when no such chunk begins
+        here.
+        """
         machine = self.machine
         match = CHUNK(machine.data, machine.position)
         if match is None:
@@ -510,7 +548,9 @@ class _Reader:
         return True
 
     def _place(self) -> bool:
-        """Put a chunk's key of ``storage_data``, and the value to it, in the place of the class of the key."""
+        """Put a chunk's key of ``storage_data``, and the value to it, in the place of the class of
+        the key.
+        """
         machine = self.machine
         data, start = machine.data, machine.position
         begin = INDEX(data, start)
@@ -522,7 +562,16 @@ class _Reader:
             return False
         hint_key, hint, offset_key, raw, info, path_key = middle.groups()
         begin_key, offset, length_key, length, transforms_key = end.groups()
-        keys = (begin[1], hint_key, offset_key, info, path_key, begin_key, length_key, transforms_key)
+        keys = (
+            begin[1],
+            hint_key,
+            offset_key,
+            info,
+            path_key,
+            begin_key,
+            length_key,
+            transforms_key,
+        )
         is_one = keys in self._keys or self._are_keys(*keys)
         first = self._size(raw) if is_one else None
         path = self._path(file[0].value) if is_one else None
@@ -552,8 +601,16 @@ class _Reader:
         length: bytes,
         transforms: bytes | None,
     ) -> bool:
-        """Return whether these refer to the names of the attributes of ``MetadataIndex`` and ``_StorageInfo``."""
-        words = {fqn: "fqn", index: "index", first: "offset", path: "relative_path", length: "length"}
+        """Return whether these refer to the names of the attributes of ``MetadataIndex`` and
+        ``_StorageInfo``.
+        """
+        words = {
+            fqn: "fqn",
+            index: "index",
+            first: "offset",
+            path: "relative_path",
+            length: "length",
+        }
         is_one = (
             len(words) == 5
             and all(self._says(ref, word) for ref, word in words.items())
@@ -566,7 +623,9 @@ class _Reader:
         return is_one
 
     def _name(self, data: bytes, position: int) -> tuple[Text, int, int] | None:
-        """Return the string that is pushed at a position, where the push ends, and how many entries it wrote."""
+        """Return the string that is pushed at a position, where the push ends, and how many entries
+        it wrote.
+        """
         code = data[position : position + 1]
         if code in (b"h", b"j"):
             end = position + (2 if code == b"h" else 5)

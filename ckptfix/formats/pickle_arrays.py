@@ -1,12 +1,15 @@
-"""Calls by which numpy pickles arrays, torch what describes a DTensor and DeepSpeed its states, and what follows them.
+"""Calls by which numpy pickles arrays, torch what describes a DTensor and DeepSpeed its states, and
+what follows them.
 
-Facts from numpy 1.26 and 2.4: ``arraydescr_reduce``, ``arraydescr_setstate`` (``descriptor.c``), ``array_reduce`` and
-``array_setstate`` (``methods.c``), ``array__reconstruct`` and ``array_scalar`` (``multiarraymodule.c``). A class of the
-user's has its own states, and what numpy takes from no pickler of its own is judged where that is simple.
+Facts from numpy 1.26 and 2.4: ``arraydescr_reduce``, ``arraydescr_setstate`` (``descriptor.c``),
+``array_reduce`` and ``array_setstate`` (``methods.c``), ``array__reconstruct`` and ``array_scalar``
+(``multiarraymodule.c``). A class of the user's has its own states, and what numpy takes from no
+pickler of its own is judged where that is simple.
 
-Facts from torch 2.13: ``_dtensor_spec.py`` and ``placement_types.py`` in ``torch/distributed/tensor``,
-``device_mesh.py`` and ``_mesh_layout.py`` in ``torch/distributed``. They are pickled as ``cls.__new__(cls)`` with a
-dict of its attributes, and the two named tuples with their values. The placements read their attributes in C++.
+Facts from torch 2.13: ``_dtensor_spec.py`` and ``placement_types.py`` in
+``torch/distributed/tensor``, ``device_mesh.py`` and ``_mesh_layout.py`` in ``torch/distributed``.
+They are pickled as ``cls.__new__(cls)`` with a dict of its attributes, and the two named tuples
+with their values. The placements read their attributes in C++.
 """
 
 import re
@@ -35,10 +38,13 @@ _LISTED = 2
 """The flag ``NPY_LIST_PICKLE`` of a dtype: its arrays are pickled as lists."""
 
 _OF_OBJECTS = 27
-"""The flags that numpy gives to each dtype with objects: ``NPY_FROM_FIELDS`` (``ndarraytypes.h``)."""
+"""The flags that numpy gives to each dtype with objects: ``NPY_FROM_FIELDS`` (``ndarraytypes.h``).
+"""
 
 _WITH_DTYPES = ("ml_dtypes", "quaternion")
-"""Libraries with dtypes of their own, which are named by their classes. No load with ``weights_only`` allows these."""
+"""Libraries with dtypes of their own, which are named by their classes. No load with
+``weights_only`` allows these.
+"""
 
 _MOST_PARTS = 1000
 """Dtypes of fields that are looked at. A few bytes can refer to one dtype again and again."""
@@ -79,14 +85,18 @@ _NO_ARGUMENTS = NUMPY_DTYPES - {
 
 
 class _Layout(NamedTuple):
-    """The bytes of an element of a dtype, and whether its arrays are lists; each None where that does not show."""
+    """The bytes of an element of a dtype, and whether its arrays are lists; each None where that
+    does not show.
+    """
 
     size: int | None
     is_listed: bool | None
 
 
 def problem_of_array_states(function: tuple[str, str], node: Node) -> str:
-    """Return what is wrong with the states of what a function of numpy made, in words; "" for nothing."""
+    """Return what is wrong with the states of what a function of numpy made, in words; "" for
+    nothing.
+    """
     if not node.states:
         return ""
     if function == ("numpy", "dtype") or function[0] == "numpy.dtypes":
@@ -110,7 +120,11 @@ def is_array(node: Node) -> bool:
         node.kind is Kind.CALL
         and type(head) is Node
         and head.kind is Kind.GLOBAL
-        and head.head in (("numpy.core.numeric", "_frombuffer"), ("numpy._core.numeric", "_frombuffer"))
+        and head.head
+        in (
+            ("numpy.core.numeric", "_frombuffer"),
+            ("numpy._core.numeric", "_frombuffer"),
+        )
     )
     return is_of_protocol_5 or kind_of(node) == "numpy.ndarray"
 
@@ -123,13 +137,17 @@ def shape_of_array(node: Node) -> tuple[int, ...] | None:
     else:
         shape = node.args[2] if type(node.args) is tuple and len(node.args) == 4 else None
     sizes = members(shape)
-    if kind_of(shape) not in ("tuple", "torch.Size") or not all(type(size) is int for size in sizes):
+    if kind_of(shape) not in ("tuple", "torch.Size") or not all(
+        type(size) is int for size in sizes
+    ):
         return None
     return tuple(sizes)
 
 
 def _holds_objects(dtype: Any) -> bool | None:
-    """Return whether an element of a dtype is or has a Python object, None where that does not show."""
+    """Return whether an element of a dtype is or has a Python object, None where that does not
+    show.
+    """
     waiting = [dtype]
     is_known = True
     for _ in range(_MOST_PARTS):
@@ -149,11 +167,19 @@ def _holds_objects(dtype: Any) -> bool | None:
 
 
 def _is_object(specification: Any) -> bool | None:
-    """Return whether ``numpy.dtype`` makes a dtype of objects from a name or a class, None where that does not show."""
+    """Return whether ``numpy.dtype`` makes a dtype of objects from a name or a class, None where
+    that does not show.
+    """
     name = specification.value if type(specification) is Text else specification
     if isinstance(name, str | bytes):
         text = name if isinstance(name, str) else name.decode("latin1")
-        return False if _OF_NUMBERS.fullmatch(text) else True if _OF_NAMED_OBJECTS.fullmatch(text) else None
+        return (
+            False
+            if _OF_NUMBERS.fullmatch(text)
+            else True
+            if _OF_NAMED_OBJECTS.fullmatch(text)
+            else None
+        )
     if type(specification) is not Node or specification.kind is not Kind.GLOBAL:
         return None
     module, name = python_3_name(*specification.head)
@@ -164,13 +190,17 @@ def _is_object(specification: Any) -> bool | None:
 
 
 def _inside(dtype: Node) -> list[Any] | None:
-    """Return what a dtype is made from: the name, and the dtypes of its fields; None where that does not show."""
+    """Return what a dtype is made from: the name, and the dtypes of its fields; None where that
+    does not show.
+    """
     if type(dtype.args) is not tuple:
         return None
     inside = list(dtype.args[:1])
     if function_of(dtype.head) != ("numpy", "dtype"):
         name = dtype.head.head[1]
-        inside = [Text("O" if name == "ObjectDType" else "T" if name == "StringDType" else "V", 0, 0)]
+        inside = [
+            Text("O" if name == "ObjectDType" else "T" if name == "StringDType" else "V", 0, 0)
+        ]
     for state in dtype.states or ():
         if type(state) is not tuple or len(state) not in _PARTS:
             return None
@@ -180,12 +210,16 @@ def _inside(dtype: Node) -> list[Any] | None:
             return None
         in_fields = (fields.entries or [])[1::2] if fields is not None else []
         for pair in (parts["subarray"], *in_fields):
-            inside += members(pair)[:1] if kind_of(pair) == "tuple" else [] if pair is None else [pair]
+            inside += (
+                members(pair)[:1] if kind_of(pair) == "tuple" else [] if pair is None else [pair]
+            )
     return inside
 
 
 def _knows_of_objects(state: Any) -> bool:
-    """Return whether numpy counts the objects in a dtype after it got a state: it believes the flags of the file."""
+    """Return whether numpy counts the objects in a dtype after it got a state: it believes the
+    flags of the file.
+    """
     if type(state) is not tuple or len(state) not in _PARTS:
         return False
     parts = dict(zip(_PARTS[len(state)].split(), state, strict=True))
@@ -303,7 +337,9 @@ def _is_data(data: Any, layout: _Layout, shape: Any) -> bool:
 
 
 def _length(data: Any) -> int | None:
-    """Return how many bytes a value gives as the content of an array, None where that does not show, -1 for none."""
+    """Return how many bytes a value gives as the content of an array, None where that does not
+    show, -1 for none.
+    """
     if type(data) is bytes:
         return len(data)
     text = data
@@ -320,7 +356,9 @@ def _length(data: Any) -> int | None:
 
 
 def _code(dtype: Node) -> str:
-    """Return the name that a dtype is made from: "f4", "" for one that is made from something else."""
+    """Return the name that a dtype is made from: "f4", "" for one that is made from something
+    else.
+    """
     first = dtype.args[0] if type(dtype.args) is tuple and dtype.args else None
     return first.value if type(first) is Text else ""
 
@@ -331,13 +369,19 @@ def _layout(dtype: Any) -> _Layout:
     states = dtype.states or []
     match = _CODE.fullmatch(_code(dtype))
     # numpy gives each new dtype one state. Its bytes are those of its fields, or of its characters.
-    state = states[0] if len(states) == 1 and type(states[0]) is tuple and len(states[0]) > 7 else None
+    state = (
+        states[0] if len(states) == 1 and type(states[0]) is tuple and len(states[0]) > 7 else None
+    )
     if match is None or state is None:
         return _Layout(None, None)
     kind, digits = match.groups()
     size = state[5] if kind in "SUV" else int(digits or 0)
     is_plain = (
-        state[2] is None and type(size) is int and size >= 0 and kind != "O" and (digits or kind in "SUV")
+        state[2] is None
+        and type(size) is int
+        and size >= 0
+        and kind != "O"
+        and (digits or kind in "SUV")
     )
     is_listed = bool(state[7] & _LISTED) if type(state[7]) is int else None
     return _Layout(size if is_plain else None, is_listed)
@@ -363,17 +407,25 @@ def _is_dtype(value: Any) -> bool:
             return type(value) is not Text or _DTYPE_NAME.fullmatch(value.value) is not None
         case "bytes":
             text = (
-                value.args[0] if type(value) is Node and type(value.args) is tuple and value.args else value
+                value.args[0]
+                if type(value) is Node and type(value.args) is tuple and value.args
+                else value
             )
             if type(text) is Text:
                 return _DTYPE_NAME.fullmatch(text.value) is not None
-            return type(text) is not bytes or _DTYPE_NAME.fullmatch(text.decode("latin1")) is not None
+            return (
+                type(text) is not bytes or _DTYPE_NAME.fullmatch(text.decode("latin1")) is not None
+            )
         case "list":
-            return all(kind_of(field) in ("", "tuple") and count(field) != 1 for field in members(value))
+            return all(
+                kind_of(field) in ("", "tuple") and count(field) != 1 for field in members(value)
+            )
         case "function or class":
             name = (function_of(value) or ("", ""))[1]
             return (
-                not name.startswith("_") and name not in ("encode", "scalar") and not name.endswith("Storage")
+                not name.startswith("_")
+                and name not in ("encode", "scalar")
+                and not name.endswith("Storage")
             )
         case _:
             return True
@@ -393,7 +445,9 @@ def _of_scalar(args: tuple[Any, ...], pickle: Pickle) -> str:
 
 
 def _of_array(args: tuple[Any, ...], pickle: Pickle) -> str:
-    """Refuse a buffer whose bytes become objects. numpy's own pickles call ``_reconstruct`` instead."""
+    """Refuse a buffer whose bytes become objects. numpy's own pickles call ``_reconstruct``
+    instead.
+    """
     has_buffer = len(args) > 2 and args[2] is not None
     return RAW_OBJECTS if has_buffer and _holds_objects(args[1]) is not False else ""
 
@@ -415,7 +469,9 @@ _RECONSTRUCT = Rule(
     ),
     3,
 )
-_SCALAR = Rule((Parameter("a numpy.dtype", ("numpy.dtype",), None, tuple(Kind)), _ANYTHING), 1, _of_scalar)
+_SCALAR = Rule(
+    (Parameter("a numpy.dtype", ("numpy.dtype",), None, tuple(Kind)), _ANYTHING), 1, _of_scalar
+)
 
 SCALARS = frozenset({("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar")})
 """Functions that make a scalar of numpy."""
@@ -453,7 +509,9 @@ _READ: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def problem_of_instance(name: str, node: Node) -> str:
-    """Return what is wrong with a call of a class of DTensors' or of DeepSpeed's, in words; "" for nothing."""
+    """Return what is wrong with a call of a class of DTensors' or of DeepSpeed's, in words; "" for
+    nothing.
+    """
     if node.kind is Kind.NEW_EX or (type(node.args) is not tuple and not kind_of(node.args)):
         return ""
     expected = _TUPLES.get(name, 0)
@@ -466,7 +524,9 @@ def problem_of_instance(name: str, node: Node) -> str:
     if name in _READ and not states:
         return "and gives it no state"
     return (
-        "" if all(_is_state(name, state) for state in states) else "and gives it a state that is not its own"
+        ""
+        if all(_is_state(name, state) for state in states)
+        else "and gives it a state that is not its own"
     )
 
 
@@ -482,4 +542,6 @@ def _is_state(name: str, state: Any) -> bool:
         groups = values["_dim_group_names"]
         is_listed = kind_of(groups) in ("", "list", "tuple")
         return is_listed and {*map(kind_of, members(groups))} <= {"", "str"}
-    return all(key in values and kind_of(values[key]) in ("", *kinds) for key, kinds in read.items())
+    return all(
+        key in values and kind_of(values[key]) in ("", *kinds) for key, kinds in read.items()
+    )

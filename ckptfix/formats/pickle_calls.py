@@ -1,13 +1,15 @@
 """Calls of a pickle that ``torch.load`` cannot make, found without making any.
 
-A changed byte can leave a pickle readable as opcodes, and turn a number of a call into a string, or drop an argument.
-No checksum shows that where the file has none, or was packed again. Each call of a function that torch allows by
-default, or that numpy pickles by, is compared with the parameters of that function; no other call is judged.
+A changed byte can leave a pickle readable as opcodes, and turn a number of a call into a string, or
+drop an argument. No checksum shows that where the file has none, or was packed again. Each call of
+a function that torch allows by default, or that numpy pickles by, is compared with the parameters
+of that function; no other call is judged.
 
-Facts from torch 2.13: ``torch/_weights_only_unpickler.py`` (what may be called, built and filled), ``torch/_utils.py``
-and ``torch/_tensor.py`` (parameters of ``_rebuild_*``), ``torch/serialization.py`` (``persistent_load``, the devices).
-Both unpicklers refuse what is refused here, with and without ``weights_only``, but for states and arguments of kinds
-that no pickler writes: there, one of them does.
+Facts from torch 2.13: ``torch/_weights_only_unpickler.py`` (what may be called, built and filled),
+``torch/_utils.py`` and ``torch/_tensor.py`` (parameters of ``_rebuild_*``),
+``torch/serialization.py`` (``persistent_load``, the devices). Both unpicklers refuse what is
+refused here, with and without ``weights_only``, but for states and arguments of kinds that no
+pickler writes: there, one of them does.
 """
 
 import codecs
@@ -52,14 +54,28 @@ _DEVICES = re.compile(
     r"(?:cpu|cuda|hip|mps|meta|xpu|hpu|mtia|maia|xla|lazy|ipu|ve|fpga|vulkan|opencl|opengl|ideep|mkldnn|privateuseone"
     r"|npu|mlu|musa|gcu|sdaa|ort|neuron|openreg|spyre|tpu)(?::(?:0|[1-9][0-9]*))?"
 )
-"""Places where a storage was: the device types of ``c10/core/DeviceType.h``, and known names of its private one."""
+"""Places where a storage was: the device types of ``c10/core/DeviceType.h``, and known names of its
+private one.
+"""
 
 _LAYOUTS = frozenset(
     f"torch.{name}"
-    for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
+    for name in (
+        "strided",
+        "sparse_coo",
+        "sparse_csr",
+        "sparse_csc",
+        "sparse_bsr",
+        "sparse_bsc",
+        "jagged",
+    )
 ) | {"torch._mkldnn"}
-_CALLED_STORAGES = frozenset({("torch.storage", "TypedStorage"), ("torch.storage", "UntypedStorage")})
-"""Classes of storages that torch calls; it replaces the others by an object that has a dtype and nothing else."""
+_CALLED_STORAGES = frozenset(
+    {("torch.storage", "TypedStorage"), ("torch.storage", "UntypedStorage")}
+)
+"""Classes of storages that torch calls; it replaces the others by an object that has a dtype and
+nothing else.
+"""
 
 _FILLED_LATER = frozenset(
     {
@@ -72,19 +88,25 @@ _FILLED_LATER = frozenset(
 """Classes whose ``__new__`` takes any arguments and looks at none."""
 
 _WITH_GRADIENTS = frozenset(
-    f"{name}Storage" for name in ("Double", "Float", "Half", "BFloat16", "ComplexFloat", "ComplexDouble")
+    f"{name}Storage"
+    for name in ("Double", "Float", "Half", "BFloat16", "ComplexFloat", "ComplexDouble")
 )
 _MANY_DIMENSIONS = 65
 _LOOKS = 8
-"""Most looks at a member of an argument for each byte of the pickle, which only shared ones reach."""
+"""Most looks at a member of an argument for each byte of the pickle, which only shared ones reach.
+"""
 
 _FEW = 16
 _INT64 = 1 << 63
 _SYMBOLS = 1 << 62
-"""torch takes smaller numbers than its negative for symbols (``c10/core/SymInt.h``), and refuses them as strides."""
+"""torch takes smaller numbers than its negative for symbols (``c10/core/SymInt.h``), and refuses
+them as strides.
+"""
 
 _ENCODINGS = frozenset({"latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"})
-"""Encodings that are tried, those which picklers write: others take time that grows with the square of a text."""
+"""Encodings that are tried, those which picklers write: others take time that grows with the square
+of a text.
+"""
 
 _MAX_WRAPPED = 8
 _READ_ONLY_TEXT = """
@@ -106,11 +128,14 @@ def ensure_calls(
 ) -> None:
     """Raise FormatError where torch cannot make what a pickle says.
 
-    ``known``: its storages. ``has_checksum``: nothing is only suspicious, as whoever wrote the pickle wrote it so.
+    ``known``: its storages. ``has_checksum``: nothing is only suspicious, as whoever wrote the
+    pickle wrote it so.
     """
     if not has_checksum:
         if tree.leftover:
-            raise FormatError("the pickle ends with values that belong to nothing, which no pickler leaves")
+            raise FormatError(
+                "the pickle ends with values that belong to nothing, which no pickler leaves"
+            )
         for node in tree.persistent:
             _, storage = read_storage(node)
             if not _DEVICES.fullmatch(storage.location):
@@ -123,7 +148,9 @@ def ensure_calls(
         raise FormatError(f"the pickle has {tree.impossible[0]}, so torch.load fails")
     pickle = Pickle(known, set())
     if not all(is_hashable(key, pickle.hashable) for key in tree.keys):
-        raise FormatError("the pickle has a key that cannot be one, such as a list, so torch.load fails")
+        raise FormatError(
+            "the pickle has a key that cannot be one, such as a list, so torch.load fails"
+        )
     left = _LOOKS * len(tree.data)
     for node in _unusual(tree):
         left -= _weight(node.args)
@@ -136,10 +163,11 @@ def ensure_calls(
 
 
 def _unusual(tree: PickleTree) -> Sequence[Node]:
-    """Return the calls of a pickle without those that are right at first sight: tensors, parameters, their hooks.
+    """Return the calls of a pickle without those that are right at first sight: tensors,
+    parameters, their hooks.
 
-    Written flat, as a model has 100,000s of them: their rules would take two thirds of the time of reading the file,
-    and this takes a twentieth.
+    Written flat, as a model has 100,000s of them: their rules would take two thirds of the time of
+    reading the file, and this takes a twentieth.
     """
     # All references to a global share its name, so that identity will do.
     names = {name: name for name in tree.globals}
@@ -197,7 +225,9 @@ def _weight(args: Any) -> int:
     if type(args) is not tuple:
         return count(args)
     parts = sum(map(count, args))
-    nested = sum(count(part) for arg in args if type(arg) is tuple and len(arg) < _FEW for part in arg)
+    nested = sum(
+        count(part) for arg in args if type(arg) is tuple and len(arg) < _FEW for part in arg
+    )
     return len(args) + parts + nested
 
 
@@ -208,7 +238,9 @@ def _name(head: object) -> str:
 
 
 def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
-    """Return what is wrong with a call, in words that follow its name; "" for one that torch can make."""
+    """Return what is wrong with a call, in words that follow its name; "" for one that torch can
+    make.
+    """
     function, args = function_of(node.head), node.args
     if node.kind is not Kind.NEW_EX and not _can_be_a_tuple(args):
         return "with arguments that are not a tuple"
@@ -222,7 +254,9 @@ def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
         return "as a function, which it is not"
     if function in OF_INSTANCES:
         return problem_of_instance(name, node)
-    problem = problem_of_array_states(function, node) or _problem_of_states(function, node.states or [])
+    problem = problem_of_array_states(function, node) or _problem_of_states(
+        function, node.states or []
+    )
     if problem:
         return problem
     if node.kind is Kind.NEW_EX:
@@ -270,28 +304,42 @@ def _problem_of_states(function: tuple[str, str], states: list[Any]) -> str:
         return "" if kinds <= MAPPINGS else "and gives it a state that is not a dict"
     if function == ("collections", "Counter"):
         of_slots = [part for state in states if type(state) is tuple for part in state]
-        is_right = kinds <= MAPPINGS | {"None", "tuple"} and {*map(kind_of, of_slots)} <= MAPPINGS | {"None"}
+        is_right = kinds <= MAPPINGS | {"None", "tuple"} and {
+            *map(kind_of, of_slots)
+        } <= MAPPINGS | {"None"}
         return "" if is_right else "and gives it a state that is not a dict"
     if function in OF_RESULTS:
         return "" if kinds <= {"None"} else "and gives it a state, which it cannot have"
     if function[1] == "Parameter" or function[1].endswith("Tensor"):
         # As torch wrote tensors before 0.4: made empty, and filled by their state.
-        is_right = kinds <= {"tuple", "list"} and all(3 <= len(members(state)) <= 5 for state in states)
+        is_right = kinds <= {"tuple", "list"} and all(
+            3 <= len(members(state)) <= 5 for state in states
+        )
         return "" if is_right else "and gives it a state that is not one of a tensor"
     return ""
 
 
 def _problem_of_class(args: tuple[Any, ...], *, is_sparse: bool) -> str:
-    """Compare the arguments of a class of tensors, as torch wrote some before 0.4, with sizes and data."""
+    """Compare the arguments of a class of tensors, as torch wrote some before 0.4, with sizes and
+    data.
+    """
     kinds = [kind_of(value) for value in args]
-    data = {"torch.Size"} if is_sparse else {"tuple", "list", "torch.Size", "tensor", "storage", "bytearray"}
-    is_sized = all(kind == "int" and 0 <= value < _INT64 for kind, value in zip(kinds, args, strict=True))
+    data = (
+        {"torch.Size"}
+        if is_sparse
+        else {"tuple", "list", "torch.Size", "tensor", "storage", "bytearray"}
+    )
+    is_sized = all(
+        kind == "int" and 0 <= value < _INT64 for kind, value in zip(kinds, args, strict=True)
+    )
     is_right = is_sized or "" in kinds or (len(args) == 1 and kinds[0] in data)
     return "" if is_right else "with something else than sizes or data"
 
 
 def _are_numbers(value: Any) -> bool:
-    """Return whether a value can be strides: numbers, or nothing for those of a contiguous tensor."""
+    """Return whether a value can be strides: numbers, or nothing for those of a contiguous
+    tensor.
+    """
     if value is None:
         return True
     numbers = members(value)
@@ -301,7 +349,9 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _are_sizes(value: Any) -> bool:
-    return _are_numbers(value) and all(type(size) is not int or size >= 0 for size in members(value))
+    return _are_numbers(value) and all(
+        type(size) is not int or size >= 0 for size in members(value)
+    )
 
 
 def _are_of_kinds(value: Any, *kinds: str) -> bool:
@@ -366,20 +416,30 @@ def _make_bytes(value: Any) -> bool:
 
 
 def _is_quantizer(value: Any) -> bool:
-    """Return whether a value describes a quantized tensor as ``torch._utils._rebuild_qtensor`` takes it."""
+    """Return whether a value describes a quantized tensor as ``torch._utils._rebuild_qtensor``
+    takes it.
+    """
     scheme, *numbers = members(value) or (None,)
     kinds = [kind_of(number) for number in numbers]
     match scheme.head[1] if type(scheme) is Node and kind_of(scheme) == "torch.qscheme" else "":
         case "per_tensor_affine":
             return len(kinds) == 2 and kinds[0] in ("", "float", "int") and kinds[1] in ("", "int")
         case "per_channel_affine" | "per_channel_affine_float_qparams":
-            return len(kinds) == 3 and {*kinds[:2]} <= {"", "tensor", "list"} and kinds[2] in ("", "int")
+            return (
+                len(kinds) == 3
+                and {*kinds[:2]} <= {"", "tensor", "list"}
+                and kinds[2] in ("", "int")
+            )
         case _:
             return not kind_of(scheme)
 
 
 def _is_class_of_tensors(value: Any) -> bool:
-    return function_of(value) in (DTENSOR, ("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
+    return function_of(value) in (
+        DTENSOR,
+        ("torch", "Tensor"),
+        ("torch.nn.parameter", "Parameter"),
+    )
 
 
 def _is_dtensor(value: Any) -> bool:
@@ -402,18 +462,27 @@ _CALL, _GLOBAL = (Kind.CALL,), (Kind.GLOBAL,)
 _STORAGE = Parameter("a storage", ("storage",))
 _OFFSET = Parameter("a number from 0", ("int",), lambda value: 0 <= value < _INT64)
 _SIZES = Parameter("a tuple of 64-bit numbers from 0", ("tuple", "torch.Size", "list"), _are_sizes)
-_STRIDES = Parameter("a tuple of 64-bit numbers", ("tuple", "torch.Size", "list", "None"), _are_numbers)
+_STRIDES = Parameter(
+    "a tuple of 64-bit numbers", ("tuple", "torch.Size", "list", "None"), _are_numbers
+)
 _FLAG = Parameter("a bool", ("bool",))
 _FLAG_OR_NONE = Parameter("a bool", ("bool", "None"))
 _DTYPE = Parameter("a torch.dtype", ("torch.dtype", "None"), None, _GLOBAL)
-_PLAIN_DTYPE = Parameter("a torch.dtype without a scale", ("torch.dtype", "None"), _is_plain_dtype, _GLOBAL)
+_PLAIN_DTYPE = Parameter(
+    "a torch.dtype without a scale", ("torch.dtype", "None"), _is_plain_dtype, _GLOBAL
+)
 _TENSOR = Parameter("a tensor", ("tensor",), None, _CALL)
 _TENSOR_OR_NONE = Parameter("a tensor", ("tensor", "None"), None, _CALL)
 _LAYOUT = Parameter("a torch.layout", ("torch.layout",))
 _DEVICE = Parameter("a device that torch knows", ("torch.device", "str", "None"), _is_device)
-_METADATA = Parameter("a dict of flags", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_flags)
+_METADATA = Parameter(
+    "a dict of flags", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_flags
+)
 _ATTRIBUTES = Parameter(
-    "a dict of attributes", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_attributes, _CALL
+    "a dict of attributes",
+    ("tuple", "None", "int", "list", "bool", *MAPPINGS),
+    _are_attributes,
+    _CALL,
 )
 _HOOKS = Parameter("anything", None)
 
@@ -447,7 +516,9 @@ def _problem_of_sizes(shape: Any, stride: Any) -> str:
 
 
 def _with_strides(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a tensor with the strides that torch takes where there are none: as contiguous."""
+    """Return the arguments of a tensor with the strides that torch takes where there are none: as
+    contiguous.
+    """
     sizes = members(args[2])
     if not _is_empty(args[3]) or len(sizes) >= _MANY_DIMENSIONS:
         return args
@@ -480,13 +551,18 @@ def _of_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
 def _of_tensor_v3(args: tuple[Any, ...], pickle: Pickle) -> str:
     dtype = args[6].head[1] if type(args[6]) is Node else ""
     if args[4] is True:
-        # torch.save writes it, and torch.load then sets the storage in place: "a leaf Variable that requires grad".
+        # torch.save writes it, and torch.load then sets the storage in place: "a leaf Variable that
+        # requires grad".
         return f"for a tensor of {dtype} with gradients"
     args = _with_strides(args)
     problem = _problem_of_sizes(*args[2:4])
     if not problem:
-        problem = _problem_of_metadata(args[7] if len(args) > 7 else None, dtype.startswith("complex"))
-        read_tensor(Text("", 0, 0), Node(Kind.CALL, Node(Kind.GLOBAL, _REBUILD_V3), args[:7]), pickle.known)
+        problem = _problem_of_metadata(
+            args[7] if len(args) > 7 else None, dtype.startswith("complex")
+        )
+        read_tensor(
+            Text("", 0, 0), Node(Kind.CALL, Node(Kind.GLOBAL, _REBUILD_V3), args[:7]), pickle.known
+        )
     return problem
 
 
@@ -501,8 +577,14 @@ def _of_quantized_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
             return "for numbers that are not quantized"
         # Types below a byte keep several numbers in one of their storage.
         is_packed = cls.head[1] in ("QUInt4x2Storage", "QUInt2x4Storage")
-        is_plain = type(shape) is type(stride) is tuple and len(shape) == len(stride) and 0 not in shape
-        if is_plain and not is_packed and offset + sum(map(mul, shape, stride)) - sum(stride) >= numel:
+        is_plain = (
+            type(shape) is type(stride) is tuple and len(shape) == len(stride) and 0 not in shape
+        )
+        if (
+            is_plain
+            and not is_packed
+            and offset + sum(map(mul, shape, stride)) - sum(stride) >= numel
+        ):
             return "for more numbers than its storage has"
     return _problem_of_sizes(shape, stride)
 
@@ -527,15 +609,20 @@ def _of_device_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
 def _of_type(args: tuple[Any, ...], pickle: Pickle) -> str:
     """Say why a tensor is not of its class, or attributes are not those of a DTensor."""
     if function_of(args[0]) == _WRAPPER:
-        # torch makes the tensor of the class in the arguments, and cannot turn it into one of another class.
+        # torch makes the tensor of the class in the arguments, and cannot turn it into one of
+        # another class.
         named = members(args[2])[:1]
-        both = [one.head for one in (args[1], *named) if type(one) is Node and one.kind is Kind.GLOBAL]
+        both = [
+            one.head for one in (args[1], *named) if type(one) is Node and one.kind is Kind.GLOBAL
+        ]
         if len(both) == 2 and both[0] != both[1]:
             return f"for a {both[0][1]:.80} made as a {both[1][1]:.80}"
     if not _is_dtensor(args[1]):
         return ""
     parts = args[3] if type(args[3]) is tuple else (args[3],)
-    attributes = {key.value: value for part in parts for key, value in pairs(part) if type(key) is Text}
+    attributes = {
+        key.value: value for part in parts for key, value in pairs(part) if type(key) is Text
+    }
     is_right = (
         kind_of(attributes.get("_local_tensor")) in ("", "tensor")
         and kind_of(attributes.get("_spec")) in ("", "DTensorSpec")
@@ -546,7 +633,11 @@ def _of_type(args: tuple[Any, ...], pickle: Pickle) -> str:
 
 def _of_sparse_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     layout, data = args[0], members(args[1])
-    name = layout.args[0] if type(layout) is Node and type(layout.args) is tuple and layout.args else None
+    name = (
+        layout.args[0]
+        if type(layout) is Node and type(layout.args) is tuple and layout.args
+        else None
+    )
     if type(name) is not Text:
         return ""
     if not name.value.startswith("torch.sparse_"):
@@ -559,7 +650,11 @@ def _of_sparse_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
 
 def _of_nested_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     for number, (tensor, dimensions) in enumerate(zip(args, (1, 2, 2, None), strict=True), 1):
-        if type(tensor) is not Node or type(tensor.head) is not Node or tensor.head.head != _REBUILD_V2:
+        if (
+            type(tensor) is not Node
+            or type(tensor.head) is not Node
+            or tensor.head.head != _REBUILD_V2
+        ):
             # A parameter has gradients, which the numbers of sizes cannot have.
             if kind_of(tensor) == "tensor" and function_of(tensor.head) == _REBUILD_PARAMETER:
                 return f"with a parameter as argument {number}"
@@ -602,7 +697,11 @@ def _of_pairs(args: tuple[Any, ...], pickle: Pickle) -> str:
 def _of_bytearray(args: tuple[Any, ...], pickle: Pickle) -> str:
     kind = kind_of(args[0]) if args else ""
     if kind and (kind == "str") != (len(args) > 1):
-        return "for a str without an encoding" if kind == "str" else "with an encoding of something else"
+        return (
+            "for a str without an encoding"
+            if kind == "str"
+            else "with an encoding of something else"
+        )
     return _of_encoded(args, pickle) if len(args) > 1 else ""
 
 
@@ -646,7 +745,9 @@ _RULES: Mapping[tuple[str, str], Rule] = {
         _of_bytearray,
     ),
     ("builtins", "complex"): Rule(
-        (Parameter("a number", ("int", "float", "bool", "complex", "str")), _NUMBER), 0, _of_complex
+        (Parameter("a number", ("int", "float", "bool", "complex", "str")), _NUMBER),
+        0,
+        _of_complex,
     ),
     ("_codecs", "encode"): Rule((_TEXT, _TEXT, _TEXT), 1, _of_encoded),
     ("torch", "Size"): Rule((Parameter("numbers", _MADE_OF[1:], _make_a_size),), 0),
@@ -665,7 +766,9 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("torch.nn.parameter", "Parameter"): Rule((_TENSOR_OR_NONE, _FLAG), 0, _of_parameter),
     ("torch._utils", "_rebuild_tensor"): Rule(_TENSOR_PARAMETERS[:4], 4, _of_tensor),
     _REBUILD_V2: Rule((*_TENSOR_PARAMETERS, _METADATA), 6, _of_tensor),
-    _REBUILD_V3: Rule((*_TENSOR_PARAMETERS[:4], _FLAG_OR_NONE, _HOOKS, _DTYPE, _METADATA), 7, _of_tensor_v3),
+    _REBUILD_V3: Rule(
+        (*_TENSOR_PARAMETERS[:4], _FLAG_OR_NONE, _HOOKS, _DTYPE, _METADATA), 7, _of_tensor_v3
+    ),
     _REBUILD_PARAMETER: Rule(_PARAMETER_PARAMETERS, 3, _of_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Rule(
         (*_PARAMETER_PARAMETERS, _ATTRIBUTES), 4, _of_parameter
@@ -673,7 +776,9 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("torch._utils", "_rebuild_qtensor"): Rule(
         (
             *(_STORAGE, _OFFSET, _SIZES, _SIZES),
-            Parameter("a scheme of quantization with its numbers", ("tuple", "list"), _is_quantizer),
+            Parameter(
+                "a scheme of quantization with its numbers", ("tuple", "list"), _is_quantizer
+            ),
             *(_FLAG, _HOOKS),
         ),
         7,
@@ -700,7 +805,9 @@ _RULES: Mapping[tuple[str, str], Rule] = {
         8,
     ),
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): Rule(
-        (Parameter("an array of numpy", ("numpy.ndarray",)), *_DEVICE_PARAMETERS), 4, _of_device_tensor
+        (Parameter("an array of numpy", ("numpy.ndarray",)), *_DEVICE_PARAMETERS),
+        4,
+        _of_device_tensor,
     ),
     ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): Rule(
         (_TENSOR, *_DEVICE_PARAMETERS), 4, _of_device_tensor
@@ -708,7 +815,12 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     _FROM_TYPE: Rule(
         (
             Parameter("a function", (KNOWN_GLOBAL,), None, (Kind.GLOBAL, Kind.CALL)),
-            Parameter("a class of tensors", (KNOWN_GLOBAL,), _is_class_of_tensors, (Kind.GLOBAL, Kind.CALL)),
+            Parameter(
+                "a class of tensors",
+                (KNOWN_GLOBAL,),
+                _is_class_of_tensors,
+                (Kind.GLOBAL, Kind.CALL),
+            ),
             Parameter("a tuple", ("tuple", "list", "torch.Size")),
             _ATTRIBUTES,
         ),

@@ -1,9 +1,10 @@
-"""The globals that a pickle names: which are harmless, and which can run code. Nothing is imported to find out.
+"""The globals that a pickle names: which are harmless, and which can run code. Nothing is imported
+to find out.
 
-The names that run code or touch the system are gathered from CPython's documentation, from what picklescan and fickling
-look for, and from the packages that accelerate brings along. A list of names is never complete: what is not on it is
-unknown, not safe. ``SAFE`` mirrors ``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares it with the
-installed torch.
+The names that run code or touch the system are gathered from CPython's documentation, from what
+picklescan and fickling look for, and from the packages that accelerate brings along. A list of
+names is never complete: what is not on it is unknown, not safe. ``SAFE`` mirrors
+``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares it with the installed torch.
 """
 
 import sys
@@ -14,7 +15,15 @@ from itertools import product
 from keyword import iskeyword
 from typing import Any
 
-from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, PickleTree, Text, every_node
+from ckptfix.formats.pickle_tree import (
+    CALLS,
+    UNRESOLVABLE,
+    Kind,
+    Node,
+    PickleTree,
+    Text,
+    every_node,
+)
 
 _UNSAFE_MODULES_TEXT = """
     os posix nt posixpath ntpath sys subprocess _posixsubprocess commands popen2 pty tty signal _signal atexit threading
@@ -55,10 +64,15 @@ _HARMLESS_STDLIB_TEXT = """
     queue random re secrets statistics string struct textwrap time traceback types typing unicodedata uuid warnings
     weakref zlib zoneinfo __main__ __future__ _collections_abc _weakrefset _pydecimal _pydatetime"""
 _HARMLESS_STDLIB = frozenset(_HARMLESS_STDLIB_TEXT.split())
-"""Modules of the standard library with classes that people keep; the rest has no place in a checkpoint."""
+"""Modules of the standard library with classes that people keep; the rest has no place in a
+checkpoint.
+"""
 
-_FUNCTIONS_RUN = frozenset({"accelerate", "transformers", "diffusers", "datasets", "peft", "safetensors"})
-"""Packages whose functions load, save and launch. Their classes are kept in ordinary checkpoints."""
+_FUNCTIONS_RUN = frozenset(
+    {"accelerate", "transformers", "diffusers", "datasets", "peft", "safetensors"}
+)
+"""Packages whose functions load, save and launch. Their classes are kept in ordinary checkpoints.
+"""
 
 
 def _named(module: str, names: str) -> set[tuple[str, str]]:
@@ -66,7 +80,10 @@ def _named(module: str, names: str) -> set[tuple[str, str]]:
 
 
 _UNSAFE_NAMES = frozenset(
-    _named("torch", "load save compile hub jit import_ir_module _import_dotted_name classes ops from_file")
+    _named(
+        "torch",
+        "load save compile hub jit import_ir_module _import_dotted_name classes ops from_file",
+    )
     | _named("torch.storage", "_load_from_bytes")
     | _named("torch._utils", "_import_dotted_name")
     | _named("torch.cuda.memory", "_dump_snapshot _record_memory_history")
@@ -92,7 +109,9 @@ _FILE_FUNCTIONS_TEXT = """
     load loads save savez savez_compressed savetxt loadtxt genfromtxt recfromcsv recfromtxt fromfile fromregex tofile
     memmap open_memmap DataSource read_pickle read_csv read_sql read_gpickle write_gpickle"""
 _FILE_FUNCTIONS = frozenset(_FILE_FUNCTIONS_TEXT.split())
-"""Functions by which numpy, pandas and networkx open files, whatever module of theirs it is taken from."""
+"""Functions by which numpy, pandas and networkx open files, whatever module of theirs it is taken
+from.
+"""
 
 _HARMLESS_TEXT = """
     bool bytes bytearray complex dict enumerate float frozenset int list object range reversed set slice str tuple zip
@@ -104,13 +123,26 @@ _HARMLESS = frozenset(
     | _named("zoneinfo", "ZoneInfo._unpickle")
     | _named("numpy.random._pickle", "__randomstate_ctor __generator_ctor __bit_generator_ctor")
     | _named("numpy.random", "__RandomState_ctor")
-    # A class of three numbers in jagged nested tensors; torch allows it where a script imported torch._dynamo.
+    # A class of three numbers in jagged nested tensors; torch allows it where a script imported
+    # torch._dynamo.
     | _named("torch._dynamo.decorators", "_DimRange")
 )
 _COMPILED = frozenset({"numpy", "scipy", "pandas", "sklearn"})
-"""Packages of classes that Cython compiled, whose ``__pyx_unpickle_Name`` makes an instance and sets its attributes."""
+"""Packages of classes that Cython compiled, whose ``__pyx_unpickle_Name`` makes an instance and
+sets its attributes.
+"""
 _RUNNERS = frozenset(
-    {"eval", "exec", "exec_", "execfile", "system", "popen", "builtins", "runstring", "execWrapper"}
+    {
+        "eval",
+        "exec",
+        "exec_",
+        "execfile",
+        "system",
+        "popen",
+        "builtins",
+        "runstring",
+        "execWrapper",
+    }
 )
 
 
@@ -119,26 +151,33 @@ def is_unsafe(module: str, name: str) -> bool:
     if (module, name) in _HARMLESS:
         return False
     parts = module.split(".")
-    # A name may be a path of attributes ("system.__call__"), and a module an attribute of another ("torch", "os").
+    # A name may be a path of attributes ("system.__call__"), and a module an attribute of another
+    # ("torch", "os").
     path = name.split(".")
     if _is_unsafe_module(parts) or f"{module}.{path[0]}" in _UNSAFE_MODULES:
         return True
     if parts[0] in ("builtins", "__builtin__", "__builtins__"):
-        is_class = path[0] in _HARMLESS_BUILTINS or path[0].endswith(("Error", "Exception", "Warning"))
+        is_class = path[0] in _HARMLESS_BUILTINS or path[0].endswith(
+            ("Error", "Exception", "Warning")
+        )
         return len(path) > 1 or not is_class
     if (module.lstrip("_"), path[0]) in _UNSAFE_NAMES or (module, path[0]) in _UNSAFE_NAMES:
         return True
     if parts[0] in ("numpy", "pandas", "networkx") and not _FILE_FUNCTIONS.isdisjoint(path):
         return True
     if not looks_like_class(name) and (len(path) > 1 or parts[0] in _FUNCTIONS_RUN):
-        return True  # a method, or a function of a module by way of another: pathlib's Path.unlink, random's _os.execv
+        # A method, or a function of a module by way of another: pathlib's Path.unlink, random's
+        # _os.execv.
+        return True
     if parts[0] in _COMPILED and len(path) == 1 and name.startswith("__pyx_unpickle_"):
         return False
     return any(map(_leads_outside, path))
 
 
 def _leads_outside(step: str) -> bool:
-    """Return whether an attribute may be a module, a function that runs text, or one of Python's own attributes."""
+    """Return whether an attribute may be a module, a function that runs text, or one of Python's
+    own attributes.
+    """
     bare = step.lstrip("_")
     return step.startswith("__") or bare in _UNSAFE_MODULES or bare in _RUNNERS
 
@@ -180,11 +219,20 @@ SAFE = frozenset(
     | _named("torch", "Size Tensor device ComplexFloatStorage ComplexDoubleStorage")
     | _named("torch", "QInt8Storage QInt32Storage QUInt8Storage QUInt4x2Storage QUInt2x4Storage")
     | _named("torch", _DTYPES)
-    | _named("torch", "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric")
+    | _named(
+        "torch", "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric"
+    )
     | _named("torch", "per_channel_affine_float_qparams")
     | _named("torch.cuda", "ComplexFloatStorage ComplexDoubleStorage")
-    | {(m, f"{t}{kind}") for m, t, kind in product(("torch", "torch.cuda"), _TYPES, ("Storage", "Tensor"))}
-    | {(m, f"{t}Tensor") for m, t in product(("torch.sparse", "torch.cuda.sparse"), _TYPES) if t != "Bool"}
+    | {
+        (m, f"{t}{kind}")
+        for m, t, kind in product(("torch", "torch.cuda"), _TYPES, ("Storage", "Tensor"))
+    }
+    | {
+        (m, f"{t}Tensor")
+        for m, t in product(("torch.sparse", "torch.cuda.sparse"), _TYPES)
+        if t != "Bool"
+    }
     | _named("torch.nn.parameter", "Parameter")
     | _named("torch.serialization", "_get_layout")
     | _named("torch.storage", "TypedStorage UntypedStorage")
@@ -205,7 +253,9 @@ SAFE_IN_FSDP = frozenset(
     | _named("torch.distributed.device_mesh", "DeviceMesh")
     | _named("torch.distributed._mesh_layout", "_FlatLayout _MeshLayout")
 )
-"""Globals that ``torch.load(weights_only=True)`` reads where FSDP2 was imported, as in every run that uses it."""
+"""Globals that ``torch.load(weights_only=True)`` reads where FSDP2 was imported, as in every run
+that uses it.
+"""
 
 DTENSOR = ("torch.distributed.tensor", "DTensor")
 """The class of tensors of FSDP2, which pickles name and never call."""
@@ -220,7 +270,9 @@ OF_DEEPSPEED = frozenset(
 """Classes whose instances the optimizer states of DeepSpeed hold."""
 
 OF_INSTANCES = OF_DTENSORS | OF_DEEPSPEED
-"""Classes of torch and of DeepSpeed whose instances are made without arguments, or from the values of a named tuple."""
+"""Classes of torch and of DeepSpeed whose instances are made without arguments, or from the values
+of a named tuple.
+"""
 
 ZERO_STAGE = ("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
@@ -249,7 +301,8 @@ _SAFE_IN_RNG_STATE = frozenset(
 _LOWERCASE_CLASSES = frozenset(
     _named(
         "builtins",
-        "bool bytes dict enumerate float frozenset int list object range reversed slice str tuple zip",
+        "bool bytes dict enumerate float frozenset int list object range reversed slice str "
+        "tuple zip",
     )
     | _named("collections", "defaultdict deque")
     | _named("datetime", "date datetime time timedelta timezone tzinfo")
@@ -257,7 +310,8 @@ _LOWERCASE_CLASSES = frozenset(
     | _named("torch", "dtype")
     | _named(
         "numpy",
-        "bool bool_ bytes_ complex64 complex128 datetime64 dtype float16 float32 float64 generic int8",
+        "bool bool_ bytes_ complex64 complex128 datetime64 dtype float16 float32 float64 generic "
+        "int8",
     )
     | _named("numpy", "int16 int32 int64 ndarray str_ timedelta64 uint8 uint16 uint32 uint64 void")
 )
@@ -290,17 +344,20 @@ def classify(module: str, name: str) -> GlobalSafety:
 
 _GETATTR, _PARTIAL = ("builtins", "getattr"), ("functools", "partial")
 _MAKERS = frozenset({_GETATTR, _PARTIAL}) | _named("operator", "itemgetter attrgetter methodcaller")
-"""Functions that make something to call later. Protocol 2 names nested classes and methods by ``getattr``."""
+"""Functions that make something to call later. Protocol 2 names nested classes and methods by
+``getattr``.
+"""
 
 _LONGEST_PATH = 16
 """Most nested classes that are followed from the outermost one; real code nests two or three."""
 
 
 def unsafe_globals(tree: PickleTree) -> tuple[tuple[str, str], ...]:
-    """Return the globals by which a load of this pickle can run code, in the order of its references.
+    """Return the globals by which a load of this pickle can run code, in the order of its
+    references.
 
-    ``getattr``, ``functools.partial`` and the getters of ``operator`` are harmless where the pickle stores what they
-    make and never calls it.
+    ``getattr``, ``functools.partial`` and the getters of ``operator`` are harmless where the pickle
+    stores what they make and never calls it.
     """
     unsafe = [pair for pair in tree.globals if classify(*pair) is GlobalSafety.UNSAFE]
     if any(python_3_name(*pair) in _MAKERS for pair in unsafe) and _stores_only(tree):
@@ -311,8 +368,8 @@ def unsafe_globals(tree: PickleTree) -> tuple[tuple[str, str], ...]:
 def _stores_only(tree: PickleTree) -> bool:
     """Return whether nothing of what the makers made can be called while this pickle is loaded.
 
-    Every function may call its arguments. BUILD sets attributes: those of a class can replace its methods, and those of
-    an instance what later opcodes call, ``__setstate__`` and ``extend``.
+    Every function may call its arguments. BUILD sets attributes: those of a class can replace its
+    methods, and those of an instance what later opcodes call, ``__setstate__`` and ``extend``.
     """
     made: set[int] = set()
     callable_there: list[object] = []
@@ -335,7 +392,9 @@ def _stores_only(tree: PickleTree) -> bool:
     if any(refused.endswith(f" on {Kind.GLOBAL.value}") for refused in tree.refused_opcodes):
         return False
     values = every_node((tree.root, *tree.calls), callees=False)
-    return not any(map(_maker, values)) and made.isdisjoint(map(id, every_node(tuple(callable_there))))
+    return not any(map(_maker, values)) and made.isdisjoint(
+        map(id, every_node(tuple(callable_there)))
+    )
 
 
 def _maker(node: object) -> tuple[str, str] | None:
@@ -347,7 +406,8 @@ def _maker(node: object) -> tuple[str, str] | None:
 
 
 def _path_of(call: Node) -> tuple[str, str] | None:
-    """Return the global that calls of ``getattr`` lead to, with "" as module for an attribute of an instance.
+    """Return the global that calls of ``getattr`` lead to, with "" as module for an attribute of an
+    instance.
 
     None for a call that may lead to a module or to an attribute of Python's own.
     """
@@ -375,16 +435,18 @@ def python_3_name(module: str, name: str) -> tuple[str, str]:
 
 
 def can_be_allowed(module: str, name: str) -> bool:
-    """Return whether a user may be told to allow a global: a class, or a function that is known to make only an object.
+    """Return whether a user may be told to allow a global: a class, or a function that is known to
+    make only an object.
 
-    Whoever allows ``yaml.unsafe_load`` lets every later file run code. A name that is no Python identifier comes from
-    the file and must not become code.
+    Whoever allows ``yaml.unsafe_load`` lets every later file run code. A name that is no Python
+    identifier comes from the file and must not become code.
     """
     if classify(module, name) is GlobalSafety.UNSAFE:
         return False
     module, name = python_3_name(module, name)
     if not all(
-        part.isidentifier() and not iskeyword(part) for part in (*module.split("."), *name.split("."))
+        part.isidentifier() and not iskeyword(part)
+        for part in (*module.split("."), *name.split("."))
     ):
         return False
     return looks_like_class(name) or (module, name) in _ALLOWED_BY_NAME
@@ -403,10 +465,12 @@ def _importable(module: str) -> str:
 
 
 def safe_globals_line(names: Iterable[tuple[str, str]]) -> str:
-    """Return the line of Python after which ``torch.load(weights_only=True)`` reads these globals as well.
+    """Return the line of Python after which ``torch.load(weights_only=True)`` reads these globals
+    as well.
 
-    What cannot be allowed (``can_be_allowed``) is left out; "" when nothing is left. For numpy it allows the types that
-    torch finds on the way: it looks at the type of a dtype, and each dtype has its own.
+    What cannot be allowed (``can_be_allowed``) is left out; "" when nothing is left. For numpy it
+    allows the types that torch finds on the way: it looks at the type of a dtype, and each dtype
+    has its own.
     """
     allowed = {python_3_name(*pair) for pair in names if can_be_allowed(*pair)}
     if not allowed:
@@ -423,7 +487,10 @@ def safe_globals_line(names: Iterable[tuple[str, str]]) -> str:
     if has_numpy:
         modules.add("numpy.dtypes")
         terms.append("*(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__)")
-    return f"import {', '.join(sorted(modules))}; torch.serialization.add_safe_globals([{', '.join(terms)}])"
+    return (
+        f"import {', '.join(sorted(modules))}; "
+        f"torch.serialization.add_safe_globals([{', '.join(terms)}])"
+    )
 
 
 _DTYPE = ("numpy", "dtype")
@@ -448,9 +515,9 @@ _OTHERS = {
 def refused_arrays(tree: PickleTree) -> dict[str, str]:
     """Return the first key and the dtype of each array that accelerate and the Trainer refuse.
 
-    Of the classes of dtypes both allow only that of uint32, which the states of numpy's generator need (accelerate 1.15
-    ``utils/other.py``, transformers 5.23 ``trainer_pt_utils.py``). torch 2.13 asks for the class where the pickle gives
-    a dtype its state (``_weights_only_unpickler.py``).
+    Of the classes of dtypes both allow only that of uint32, which the states of numpy's generator
+    need (accelerate 1.15 ``utils/other.py``, transformers 5.23 ``trainer_pt_utils.py``). torch 2.13
+    asks for the class where the pickle gives a dtype its state (``_weights_only_unpickler.py``).
     """
     if _DTYPE not in tree.globals:
         return {}

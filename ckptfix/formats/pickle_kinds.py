@@ -1,4 +1,6 @@
-"""Kinds of the values that a pickle makes, as far as they show without making any: "int", "tensor", "torch.Size"."""
+"""Kinds of the values that a pickle makes, as far as they show without making any: "int", "tensor",
+"torch.Size".
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -35,7 +37,16 @@ ITERABLE = frozenset(
 """Kinds whose members ``members`` returns."""
 
 _UNHASHABLE = frozenset(
-    {"list", "dict", "set", "bytearray", "OrderedDict", "Counter", "numpy.ndarray", "fragment_address"}
+    {
+        "list",
+        "dict",
+        "set",
+        "bytearray",
+        "OrderedDict",
+        "Counter",
+        "numpy.ndarray",
+        "fragment_address",
+    }
 )
 _OF_NODES = {
     Kind.LIST: "list",
@@ -61,7 +72,9 @@ OF_RESULTS = {
 """Functions and classes -> the kind of what they make; tensors and arrays apart."""
 
 KNOWN_GLOBAL, OTHER_GLOBAL = "function or class", "function or class of another package"
-"""Kinds of globals: one that torch or numpy pickles by, and any other. No pickler names a number or a dict so."""
+"""Kinds of globals: one that torch or numpy pickles by, and any other. No pickler names a number or
+a dict so.
+"""
 
 _JUDGED = SAFE | OF_NUMPY | OF_INSTANCES | {DTENSOR, ZERO_STAGE}
 
@@ -76,8 +89,8 @@ class Pickle(NamedTuple):
 class Parameter(NamedTuple):
     """A parameter in words, the kinds that fit it (None: all), and what a value of these must be.
 
-    ``of_others``: the kinds of nodes that fit it although their function or class is not known: of a class of the
-    user's, say, where a tensor can be one of a subclass.
+    ``of_others``: the kinds of nodes that fit it although their function or class is not known: of
+    a class of the user's, say, where a tensor can be one of a subclass.
     """
 
     words: str
@@ -97,7 +110,9 @@ class Parameter(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The parameters of a function, how many of them must be there, and what is wrong with them together."""
+    """The parameters of a function, how many of them must be there, and what is wrong with them
+    together.
+    """
 
     parameters: tuple[Parameter, ...]
     least: int
@@ -105,7 +120,9 @@ class Rule(NamedTuple):
 
 
 def function_of(head: object) -> tuple[str, str] | None:
-    """Return the Python 3 name of a global that torch allows by default or whose calls are known, or None."""
+    """Return the Python 3 name of a global that torch allows by default or whose calls are known,
+    or None.
+    """
     if type(head) is not Node or head.kind is not Kind.GLOBAL:
         return None
     name = python_3_name(*head.head)
@@ -123,7 +140,9 @@ def kind_of(value: Any) -> str:
     function = function_of(value if value.kind is Kind.GLOBAL else value.head)
     if function is None:
         # A later torch can have more dtypes.
-        is_of_others = value.kind is Kind.GLOBAL and value.head[0] != "torch" and value.head != UNRESOLVABLE
+        is_of_others = (
+            value.kind is Kind.GLOBAL and value.head[0] != "torch" and value.head != UNRESOLVABLE
+        )
         return OTHER_GLOBAL if is_of_others else ""
     module, name = function
     if value.kind is Kind.GLOBAL:
@@ -142,7 +161,9 @@ def kind_of(value: Any) -> str:
 
 
 def _kind_of_numpy(function: tuple[str, str], args: Any) -> str:
-    """Return the kind of what a function of numpy makes: "" for a scalar, or an array of a class of the user's."""
+    """Return the kind of what a function of numpy makes: "" for a scalar, or an array of a class of
+    the user's.
+    """
     module, name = function
     if name == "dtype" or module == "numpy.dtypes":
         return "numpy.dtype"
@@ -176,26 +197,33 @@ def is_hashable(value: Any, met: set[int]) -> bool:
 
 
 def count(value: Any) -> int:
-    """Return about how many members a value has, without looking at them: never fewer than ``members`` returns."""
+    """Return about how many members a value has, without looking at them: never fewer than
+    ``members`` returns.
+    """
     if type(value) is Text:
         return len(value.value)
     if type(value) is not Node:
         return len(value) if isinstance(value, tuple | bytes) else 0
-    source = value.args[0] if value.kind in CALLS and type(value.args) is tuple and value.args else ()
+    source = (
+        value.args[0] if value.kind in CALLS and type(value.args) is tuple and value.args else ()
+    )
     inner = len(source) if type(source) is tuple else 0
     nodes = (value, source) if type(source) is Node else (value,)
     return inner + sum(len(node.items or ()) + len(node.entries or ()) for node in nodes)
 
 
 def members(value: Any) -> tuple[Any, ...]:
-    """Return what iterating over a value gives: characters, members, or keys; () where that is not known."""
+    """Return what iterating over a value gives: characters, members, or keys; () where that is not
+    known.
+    """
     if type(value) is Text:
         return tuple([Text(character, value.site, value.source) for character in value.value])
     if type(value) is not Node:
         return tuple(value) if isinstance(value, tuple | bytes) else ()
     inner: tuple[Any, ...] = ()
     if value.kind in CALLS and type(value.args) is tuple and value.args:
-        # A set or a Size is made of a list or a tuple; one that is made of another set is not looked into.
+        # A set or a Size is made of a list or a tuple; one that is made of another set is not
+        # looked into.
         source = value.args[0]
         if type(source) is tuple:
             inner = source
@@ -203,6 +231,8 @@ def members(value: Any) -> tuple[Any, ...]:
             inner = tuple(source.items or ())
         elif type(source) is Node and source.kind is Kind.DICT:
             inner = tuple((source.entries or ())[::2])
-        if kind_of(value) == "OrderedDict" and not (type(source) is Node and source.kind is Kind.DICT):
+        if kind_of(value) == "OrderedDict" and not (
+            type(source) is Node and source.kind is Kind.DICT
+        ):
             inner = tuple([pair[0] for pair in inner if type(pair) is tuple and pair])
     return (*inner, *(value.items or ()), *(value.entries or ())[::2])

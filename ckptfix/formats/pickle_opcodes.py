@@ -1,8 +1,9 @@
 """The symbolic pickle machine: its state, its errors, and one small function for each opcode.
 
-The fast loop of ``pickle_stream`` handles the opcodes that torch.save writes for every tensor; the others are here.
-Each function is called with ``machine.position`` on its opcode and leaves it on the next one. An opcode's effect on the
-stack and the memo follows CPython's ``Lib/pickle.py`` and ``Lib/pickletools.py``.
+The fast loop of ``pickle_stream`` handles the opcodes that torch.save writes for every tensor; the
+others are here. Each function is called with ``machine.position`` on its opcode and leaves it on
+the next one. An opcode's effect on the stack and the memo follows CPython's ``Lib/pickle.py`` and
+``Lib/pickletools.py``.
 """
 
 import codecs
@@ -18,7 +19,8 @@ from ckptfix.formats.pickle_kinds import MAPPINGS, OTHER_GLOBAL, kind_of, noun
 from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, PickleTree, Text
 
 PADDING = bytes(16)
-"""Padding after the data, so that reading a fixed-size operand never runs out; 0 is not an opcode."""
+"""Padding after the data, so that reading a fixed-size operand never runs out; 0 is not an opcode.
+"""
 
 MAX_DEPTH = 1_000_000
 """Most open marks. A real pickle has as many as its objects nest."""
@@ -41,8 +43,12 @@ MISSING = object()
 class Machine:
     """The state of a symbolic unpickler."""
 
-    def __init__(self, data: bytes, memo: Any, handlers: "Mapping[int, Callable[[Machine], None]]") -> None:
-        """Start at the first byte of ``data``; ``memo`` is a dict, or a list filled with ``MISSING``."""
+    def __init__(
+        self, data: bytes, memo: Any, handlers: "Mapping[int, Callable[[Machine], None]]"
+    ) -> None:
+        """Start at the first byte of ``data``; ``memo`` is a dict, or a list filled with
+        ``MISSING``.
+        """
         self.handlers = handlers
         self.data = data
         self.position = 0
@@ -83,7 +89,9 @@ class Machine:
         self.keys += [key for key in keys if type(key) not in _PLAIN_KEYS]
 
     def recall(self, index: int) -> Any:
-        """Return the value of an entry of the memo. Raises KeyError or IndexError when that was never written."""
+        """Return the value of an entry of the memo. Raises KeyError or IndexError when that was
+        never written.
+        """
         value = self.memo[index] if index >= 0 else MISSING
         if value is MISSING:
             raise KeyError(index)
@@ -97,7 +105,9 @@ class Machine:
     def malformed(self, problem: str) -> FormatError:
         """Return the error for the opcode at the present position."""
         code = self.data[self.position] if self.position < len(self.data) else 0
-        return FormatError(f"the pickle opcode {opcode_name(code)} at byte {self.position} {problem}")
+        return FormatError(
+            f"the pickle opcode {opcode_name(code)} at byte {self.position} {problem}"
+        )
 
     def tree(self, start: int) -> PickleTree:
         """Return the tree, once STOP was reached."""
@@ -150,12 +160,16 @@ class Machine:
         return items
 
     def operand(self, length: int, width: int) -> bytes:
-        """Return ``length`` bytes that follow an opcode and ``width`` bytes of length, and step over them."""
+        """Return ``length`` bytes that follow an opcode and ``width`` bytes of length, and step
+        over them.
+        """
         begin = self.skip(length, width)
         return self.data[begin : begin + length]
 
     def skip(self, length: int, width: int) -> int:
-        """Step over an opcode, ``width`` bytes of length and ``length`` bytes; return where these begin."""
+        """Step over an opcode, ``width`` bytes of length and ``length`` bytes; return where these
+        begin.
+        """
         begin = self.position + 1 + width
         if length > len(self.data) - begin:
             raise self.truncated()
@@ -169,7 +183,9 @@ class Machine:
             raise self.truncated()
         length = end - self.position - 1
         if length > MAX_LINE:
-            raise BeyondLimits(f"the pickle holds a line of {length} bytes, at most {MAX_LINE} are read")
+            raise BeyondLimits(
+                f"the pickle holds a line of {length} bytes, at most {MAX_LINE} are read"
+            )
         line = self.data[self.position + 1 : end]
         self.position = end + 1
         return line
@@ -184,8 +200,10 @@ def opcode_name(code: int) -> str:
 
 
 MAX_TEXT = 1 << 20
-"""Longest string that becomes a Text, in bytes: a name of a tensor has no bound in torch, and a numpy array in a pickle
-of protocol 2 is one string, too. All strings of a pickle together take no more than its length allows."""
+"""Longest string that becomes a Text, in bytes: a name of a tensor has no bound in torch, and a
+numpy array in a pickle of protocol 2 is one string, too. All strings of a pickle together take no
+more than its length allows.
+"""
 
 _AT_ONCE = 1 << 16
 """Bytes of a longer string that are decoded at a time."""
@@ -202,12 +220,16 @@ def text(width: int, errors: str) -> Callable[[Machine], None]:
         length = _length(machine, width)
         begin = machine.skip(length, width or 4)
         if length > MAX_TEXT:
-            machine.stack.append(_long_text(memoryview(machine.data)[begin : begin + length], errors))
+            machine.stack.append(
+                _long_text(memoryview(machine.data)[begin : begin + length], errors)
+            )
         else:
             value = machine.data[begin : begin + length].decode("utf-8", errors)
             if errors == "surrogateescape" and not value.isascii() and _has_escapes(value):
                 # torch.load decodes the strings of Python 2 as UTF-8, strictly.
-                machine.refused_targets.add(f"{opcode_name(machine.data[site])} of bytes that are not UTF-8")
+                machine.refused_targets.add(
+                    f"{opcode_name(machine.data[site])} of bytes that are not UTF-8"
+                )
             _push_text(machine, site, value)
 
     return push
@@ -260,7 +282,9 @@ def byte_array(machine: Machine) -> None:
 
 
 def _sized(machine: Machine, width: int) -> bytes:
-    """Return the bytes whose length is in ``width`` bytes; 0 is the signed 4-byte length of Python 2."""
+    """Return the bytes whose length is in ``width`` bytes; 0 is the signed 4-byte length of Python
+    2.
+    """
     return machine.operand(_length(machine, width), width or 4)
 
 
@@ -316,14 +340,17 @@ def integer(line: bytes) -> int:
 
 
 MAX_CONTAINERS = 4_000_000
-"""Most empty lists, dicts and sets in one pickle: one byte each in the file, 100 bytes in memory."""
+"""Most empty lists, dicts and sets in one pickle: one byte each in the file, 100 bytes in memory.
+"""
 
 U32 = 0xFFFFFFFF
 _DICTS = frozenset({("collections", "OrderedDict"), ("collections", "Counter")})
 _SETS = frozenset({"set"})
 
 WEIGHTS_ONLY_OPCODES = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fGJKMXUQhjqr\x8a\x80.")
-"""The opcodes of ``torch/_weights_only_unpickler.py`` of torch 2.13; it refuses a file with any other opcode."""
+"""The opcodes of ``torch/_weights_only_unpickler.py`` of torch 2.13; it refuses a file with any
+other opcode.
+"""
 
 
 def _constant(value: Any) -> Callable[[Machine], None]:
@@ -414,10 +441,11 @@ def _check_target(
     fitting: frozenset[str] = frozenset(),
     makers: frozenset[tuple[str, str]] = frozenset(),
 ) -> None:
-    """Note an object that torch refuses to fill even when its class is allowed: all but lists, dicts and these
-    classes.
+    """Note an object that torch refuses to fill even when its class is allowed: all but lists,
+    dicts and these classes.
 
-    ``fitting``: the kinds that an unpickler fills. A class of the user's can be filled, too, and nothing else.
+    ``fitting``: the kinds that an unpickler fills. A class of the user's can be filled, too, and
+    nothing else.
     """
     node: Node = machine.stack[-1]
     if node.kind is kind:
@@ -534,7 +562,8 @@ def _long_binput(machine: Machine) -> None:
 
 def _put(machine: Machine) -> None:
     index = integer(machine.line())
-    if not 0 <= index <= U32:  # pickle counts from 0; a dict of chosen huge numbers takes quadratic time
+    # Pickle counts from 0; a dict of chosen huge numbers takes quadratic time.
+    if not 0 <= index <= U32:
         raise machine.malformed("writes a memo entry that no pickler would")
     machine.memo[index] = machine.stack[-1]
 

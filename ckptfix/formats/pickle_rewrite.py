@@ -1,8 +1,9 @@
 """Change strings in a pickle and nothing else, and prove it.
 
-A string is pushed by a literal or out of the memo, and each push has a site of its own. A new string replaces the
-literal there; the PUT behind it stays, so the memo then holds the new string, and every later GET that must still give
-the old one becomes a literal. No POP, DUP or newer opcode is added: ``torch.load(weights_only=True)`` reads few.
+A string is pushed by a literal or out of the memo, and each push has a site of its own. A new
+string replaces the literal there; the PUT behind it stays, so the memo then holds the new string,
+and every later GET that must still give the old one becomes a literal. No POP, DUP or newer opcode
+is added: ``torch.load(weights_only=True)`` reads few.
 """
 
 from bisect import bisect_left
@@ -18,9 +19,12 @@ from ckptfix.formats.pickle_tree import PickleTree, same_tree
 
 _FRAME_HEAD = 9  # the opcode and eight bytes of length
 _MAX_ADDED = 1 << 28  # a million references to one long name become a million literals
-_LENGTH_WIDTH = {b"X": 4, b"\x8c": 1, b"\x8d": 8, b"U": 1, b"T": 4}  # bytes of length behind these opcodes
-_SKIPPED = {b"\x94": 1, b"q": 2, b"r": 5, b"\x95": _FRAME_HEAD}  # opcodes between a key and its number
-_NUMBERS = {b"K": 2, b"M": 3, b"J": 5, b"\x8a": 0}  # width of BININT1, BININT2, BININT; LONG1 has its own
+# Bytes of length behind these opcodes.
+_LENGTH_WIDTH = {b"X": 4, b"\x8c": 1, b"\x8d": 8, b"U": 1, b"T": 4}
+# Opcodes between a key and its number.
+_SKIPPED = {b"\x94": 1, b"q": 2, b"r": 5, b"\x95": _FRAME_HEAD}
+# Width of BININT1, BININT2, BININT; LONG1 has its own.
+_NUMBERS = {b"K": 2, b"M": 3, b"J": 5, b"\x8a": 0}
 
 
 class _Change(NamedTuple):
@@ -40,11 +44,13 @@ def rewrite(
 ) -> bytes:
     """Return the pickle with new strings at these push sites, and every other string as it was.
 
-    ``new_numbers``: others, at least 0, by site (``number_behind``). ``is_right``: a check of the result that replaces
-    the comparison here; needed for numbers, which the comparison does not expect.
+    ``new_numbers``: others, at least 0, by site (``number_behind``). ``is_right``: a check of the
+    result that replaces the comparison here; needed for numbers, which the comparison does not
+    expect.
 
-    Raises UnsupportedFormat when a string cannot be changed alone, or not be written as the old one was. Raises
-    FormatError when the result, read again, is not the same tree up to these strings: a fault of this module.
+    Raises UnsupportedFormat when a string cannot be changed alone, or not be written as the old one
+    was. Raises FormatError when the result, read again, is not the same tree up to these strings: a
+    fault of this module.
     """
     if tree.leftover:
         raise UnsupportedFormat("the pickle leaves values on the stack")
@@ -52,7 +58,9 @@ def rewrite(
         changes = sorted([*_changes(tree, new_names), *_number_changes(tree, new_numbers)])
         data = _apply(tree, changes)
         if not (is_right(data) if is_right is not None else _is_right(tree, data, new_names)):
-            raise FormatError("the rewritten pickle is not the old one with new names; nothing was changed")
+            raise FormatError(
+                "the rewritten pickle is not the old one with new names; nothing was changed"
+            )
     return data
 
 
@@ -62,7 +70,8 @@ def _is_right(tree: PickleTree, data: bytes, new_names: Mapping[int, str]) -> bo
 
 
 def number_behind(tree: PickleTree, site: int) -> int:
-    """Return the site of the number that is pushed right behind the string at ``site``: the value to its key.
+    """Return the site of the number that is pushed right behind the string at ``site``: the value
+    to its key.
 
     Raises UnsupportedFormat when no number that ``rewrite`` can change follows.
     """
@@ -76,7 +85,11 @@ def number_behind(tree: PickleTree, site: int) -> int:
 
 def _number_changes(tree: PickleTree, new_numbers: Mapping[int, int]) -> list[_Change]:
     return [
-        _Change(site, _NUMBERS[tree.data[site : site + 1]] or 2 + tree.data[site + 1], _encode_number(number))
+        _Change(
+            site,
+            _NUMBERS[tree.data[site : site + 1]] or 2 + tree.data[site + 1],
+            _encode_number(number),
+        )
         for site, number in new_numbers.items()
     ]
 
@@ -92,8 +105,10 @@ def _encode_number(number: int) -> bytes:
 def _changes(tree: PickleTree, new_names: Mapping[int, str]) -> list[_Change]:
     changes = []
     added = 0
-    held: dict[int, str] = {}  # site -> the string that it pushes from now on, where that is a new one
-    literal: dict[int, int] = {}  # site of a GET -> site of the literal that first pushed its string
+    # Site -> the string that it pushes from now on, where that is a new one.
+    held: dict[int, str] = {}
+    # Site of a GET -> site of the literal that first pushed its string.
+    literal: dict[int, int] = {}
     sites = set()
     for value, site, source in tree.texts:
         sites.add(site)
@@ -130,16 +145,23 @@ def _width(data: bytes, site: int) -> int:
 
 
 def _encode(family: int, value: str) -> bytes:
-    """Return a literal in the family of the old one: a protocol 2 stream stays one, a str of Python 2, too."""
+    """Return a literal in the family of the old one: a protocol 2 stream stays one, a str of Python
+    2, too.
+    """
     try:
         match bytes([family]):
             case b"V":
                 line = value.replace("\\", "\\u005c")
-                for char in "\0\n\r\x1a":  # pickle escapes these by hand: the codec leaves them as they are
+                # Pickle escapes these by hand: the codec leaves them as they are.
+                for char in "\0\n\r\x1a":
                     line = line.replace(char, f"\\u{ord(char):04x}")
                 return b"V" + line.encode("raw-unicode-escape") + b"\n"
             case b"S":
-                return b"S" + repr(value.encode("utf-8", "surrogateescape"))[1:].encode("ascii") + b"\n"
+                return (
+                    b"S"
+                    + repr(value.encode("utf-8", "surrogateescape"))[1:].encode("ascii")
+                    + b"\n"
+                )
             case b"U" | b"T":
                 raw = value.encode("utf-8", "surrogateescape")
                 return _sized(b"U", b"T", raw)
@@ -165,8 +187,12 @@ def _apply(tree: PickleTree, changes: list[_Change]) -> bytes:
         begin, end = offset + _FRAME_HEAD, offset + _FRAME_HEAD + length
         first, last = bisect_left(offsets, begin), bisect_left(offsets, end)
         if first < last and offsets[last - 1] + changes[last - 1].old > end:
-            raise UnsupportedFormat(f"the frame at byte {offset} of the pickle ends inside a string")
-        every.append(_Change(offset, _FRAME_HEAD, b"\x95" + pack("<Q", length + grown[last] - grown[first])))
+            raise UnsupportedFormat(
+                f"the frame at byte {offset} of the pickle ends inside a string"
+            )
+        every.append(
+            _Change(offset, _FRAME_HEAD, b"\x95" + pack("<Q", length + grown[last] - grown[first]))
+        )
     parts = []
     position = 0
     for change in sorted(every, key=lambda change: change.offset):

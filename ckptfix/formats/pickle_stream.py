@@ -1,8 +1,9 @@
 """Pickles of protocols 0 to 5, read by a symbolic machine: nothing is imported, called or built.
 
-The machine keeps the stack and the memo of ``pickle.Unpickler`` (CPython's ``Lib/pickle.py``), but a call becomes a
-node that says what would be called. Time grows with the bytes read, whatever the pickle refers to; so does memory, by
-up to 100 bytes for a byte, which is why the opcodes are counted.
+The machine keeps the stack and the memo of ``pickle.Unpickler`` (CPython's ``Lib/pickle.py``), but
+a call becomes a node that says what would be called. Time grows with the bytes read, whatever the
+pickle refers to; so does memory, by up to 100 bytes for a byte, which is why the opcodes are
+counted.
 """
 
 import gc
@@ -17,8 +18,10 @@ from ckptfix.formats.pickle_opcodes import HANDLERS, MAX_DEPTH, MAX_TEXT, MISSIN
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text
 
 MAX_OPCODES = 12_000_000
-"""Longest stream that is read, in opcodes; strings, frames and a memo with gaps count once more (``Machine.weight``).
-100,000 tensors take 2.9 million. The most expensive stream takes 1.3 GB of memory at this limit."""
+"""Longest stream that is read, in opcodes; strings, frames and a memo with gaps count once more
+(``Machine.weight``). 100,000 tensors take 2.9 million. The most expensive stream takes 1.3 GB of
+memory at this limit.
+"""
 
 _BATCH = 1 << 16  # so many opcodes run between two looks at the weight
 _LONG = 1 << 16
@@ -28,14 +31,15 @@ _PROTOCOLS_WITHOUT_MEMOIZE = (b"\x80\x02", b"\x80\x03")
 def parse(data: bytes, start: int = 0) -> PickleTree:
     """Read the pickle that begins at ``start``.
 
-    Raises TruncatedError when the bytes end before it does, FormatError for anything else a pickle cannot hold,
-    UnsupportedFormat when it has more than ``MAX_OPCODES``.
+    Raises TruncatedError when the bytes end before it does, FormatError for anything else a pickle
+    cannot hold, UnsupportedFormat when it has more than ``MAX_OPCODES``.
     """
     data = data[start:]
     with paused_gc():
         if data[:2] in _PROTOCOLS_WITHOUT_MEMOIZE and len(data) > _LONG:
-            # Numbered from 0 without gaps, as pickle does, the memo fits a list: half the time of a dict, a seventh of
-            # its memory. Whatever does not work out that way is left to the dict, which has the last word.
+            # Numbered from 0 without gaps, as pickle does, the memo fits a list: half the time of a
+            # dict, a seventh of its memory. Whatever does not work out that way is left to the
+            # dict, which has the last word.
             try:
                 return _parse(data, start, [MISSING] * min(len(data) // 6 + 257, MAX_OPCODES))
             except UnsupportedFormat:
@@ -50,12 +54,22 @@ def _parse(data: bytes, start: int, memo: Any) -> PickleTree:
 
 
 def run(machine: Machine, start: int = 0) -> PickleTree:
-    """Run a machine, of this module's handlers or of others, to the end of its pickle. Raises as ``parse`` does."""
+    """Run a machine, of this module's handlers or of others, to the end of its pickle. Raises as
+    ``parse`` does.
+    """
     try:
         _run(machine)
     except FormatError:
         raise
-    except (IndexError, KeyError, AttributeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+    except (
+        IndexError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        MemoryError,
+    ) as error:
         raise _explained(machine, error) from None
     return machine.tree(start)
 
@@ -72,12 +86,15 @@ def _explained(machine: Machine, error: Exception) -> FormatError:
         return machine.malformed("needs more values than the stack holds")
     if isinstance(error, KeyError):
         return machine.malformed("reads a memo entry that was never written")
-    return machine.malformed(f"cannot be read ({error!s:.100})")  # the text of some errors holds the operand
+    # The text of some errors holds the operand.
+    return machine.malformed(f"cannot be read ({error!s:.100})")
 
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Stop the cyclic collector: while 100,000s of objects are made it takes 70 % of the time and finds nothing."""
+    """Stop the cyclic collector: while 100,000s of objects are made it takes 70 % of the time and
+    finds nothing.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -88,15 +105,27 @@ def paused_gc() -> Iterator[None]:
 
 
 def _run(machine: Machine) -> None:
-    """Run to STOP. The opcodes torch.save writes per tensor are handled here, the others by ``HANDLERS``.
+    """Run to STOP. The opcodes torch.save writes per tensor are handled here, the others by
+    ``HANDLERS``.
 
-    Written flat, in locals, in the order that needs the fewest comparisons for such a file, and with the PUT that
-    follows most values handled along with the value: this loop is nearly the whole cost of reading 100,000 tensors.
+    Written flat, in locals, in the order that needs the fewest comparisons for such a file, and
+    with the PUT that follows most values handled along with the value: this loop is nearly the
+    whole cost of reading 100,000 tensors.
     """
     b = machine.data + PADDING
-    memo, texts, persistent, add_call = machine.memo, machine.texts, machine.persistent, machine.calls.append
+    memo, texts, persistent, add_call = (
+        machine.memo,
+        machine.texts,
+        machine.persistent,
+        machine.calls.append,
+    )
     u32, from_bytes, size = Struct("<I").unpack_from, int.from_bytes, len(machine.data)
-    new_text, add_text, call, persistent_id = tuple.__new__, texts.append, Kind.CALL, Kind.PERSISTENT
+    new_text, add_text, call, persistent_id = (
+        tuple.__new__,
+        texts.append,
+        Kind.CALL,
+        Kind.PERSISTENT,
+    )
     meta, stack = machine.meta, machine.stack
     push = stack.append
     long_text = 5 + MAX_TEXT

@@ -1,4 +1,6 @@
-"""The content of a pickle as a tree that was read and never executed, and the comparison of two such trees."""
+"""The content of a pickle as a tree that was read and never executed, and the comparison of two
+such trees.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
@@ -10,7 +12,9 @@ from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 
 UNRESOLVABLE = ("?", "?")
-"""The global of an opcode that names it indirectly: a number of the extension registry, or a computed name."""
+"""The global of an opcode that names it indirectly: a number of the extension registry, or a
+computed name.
+"""
 
 _NOT_PAIRS = "an OrderedDict is made from something else than a list of pairs"
 _SHARED = "two dicts of the pickle are made from one list"
@@ -19,9 +23,9 @@ _SHARED = "two dicts of the pickle are made from one list"
 class Text(NamedTuple):
     """One push of a string.
 
-    ``site`` is the offset of the opcode that pushed it, counted from the start of the pickle; every push, of a
-    literal or out of the memo, has its own. ``source`` is the site whose value the memo held, for a literal its own
-    site.
+    ``site`` is the offset of the opcode that pushed it, counted from the start of the pickle; every
+    push, of a literal or out of the memo, has its own. ``source`` is the site whose value the memo
+    held, for a literal its own site.
     """
 
     value: str
@@ -30,7 +34,9 @@ class Text(NamedTuple):
 
 
 class Kind(Enum):
-    """The kind of a node. Constants are Python values and tuples are Python tuples, so they are not nodes."""
+    """The kind of a node. Constants are Python values and tuples are Python tuples, so they are not
+    nodes.
+    """
 
     LIST = "list"
     DICT = "dict"
@@ -52,11 +58,12 @@ CALLS = frozenset({Kind.CALL, Kind.NEW, Kind.NEW_EX})
 class Node:
     """An object that can be shared or changed after it was made; compared by identity.
 
-    ``head``: (module, name) of a global, the callee of a call, the id of a persistent object, the bytes of a
-    bytearray, a view of the UTF-8 of a long string. ``args``: the arguments of a call, a tuple in every real pickle;
-    (args, keywords) for NEW_EX. ``items``: what was appended or added. ``entries``: keys and values in turn, as they
-    were set. ``states``: the states that BUILD set. The last three are None while empty. A value is a Node, a Text, a
-    tuple of values, or a constant (int, float, bool, None, bytes).
+    ``head``: (module, name) of a global, the callee of a call, the id of a persistent object, the
+    bytes of a bytearray, a view of the UTF-8 of a long string. ``args``: the arguments of a call, a
+    tuple in every real pickle; (args, keywords) for NEW_EX. ``items``: what was appended or added.
+    ``entries``: keys and values in turn, as they were set. ``states``: the states that BUILD set.
+    The last three are None while empty. A value is a Node, a Text, a tuple of values, or a constant
+    (int, float, bool, None, bytes).
     """
 
     __slots__ = ("args", "entries", "head", "items", "kind", "states")
@@ -83,15 +90,17 @@ class Node:
 class PickleTree:
     """One pickle. Offsets count from its first byte.
 
-    ``data``: its bytes, STOP included. ``end``: where it ends in the bytes given to ``parse``. ``globals``: every
-    (module, name) it refers to, with the offset of the first reference. ``texts``: every push of a string except long
-    ones, in stream order. ``persistent``: the nodes of its persistent ids. ``frames``: offset and length of each
-    FRAME. ``duplicated``: sites of strings that a DUP used a second time. ``refused_opcodes``: why
-    ``torch.load(weights_only=True)`` refuses it whatever is allowed: "FRAME", or "APPENDS on collections.deque".
-    ``impossible``: what no unpickler does, such as "the opcode SETITEM on a set".
-    ``built``: (module, name) of what made the objects that BUILD gave a state. ``leftover``: values stay on the stack
-    after STOP. ``calls``: every call, in stream order. ``keys``: keys and members that are neither strings nor numbers.
-    ``last_memo``: the highest entry of the memo, 0 for one without gaps.
+    ``data``: its bytes, STOP included. ``end``: where it ends in the bytes given to ``parse``.
+    ``globals``: every (module, name) it refers to, with the offset of the first reference.
+    ``texts``: every push of a string except long ones, in stream order. ``persistent``: the nodes
+    of its persistent ids. ``frames``: offset and length of each FRAME. ``duplicated``: sites of
+    strings that a DUP used a second time. ``refused_opcodes``: why
+    ``torch.load(weights_only=True)`` refuses it whatever is allowed: "FRAME", or "APPENDS on
+    collections.deque". ``impossible``: what no unpickler does, such as "the opcode SETITEM on a
+    set". ``built``: (module, name) of what made the objects that BUILD gave a state. ``leftover``:
+    values stay on the stack after STOP. ``calls``: every call, in stream order. ``keys``: keys and
+    members that are neither strings nor numbers. ``last_memo``: the highest entry of the memo, 0
+    for one without gaps.
     """
 
     root: Any = field(repr=False)
@@ -113,10 +122,12 @@ class PickleTree:
 
 
 def pairs(node: object) -> Iterator[tuple[Any, Any]]:
-    """Iterate over (key, value) of a dict-like node: a dict, an OrderedDict, an instance with items set.
+    """Iterate over (key, value) of a dict-like node: a dict, an OrderedDict, an instance with items
+    set.
 
-    Protocols 0 and 1 give an OrderedDict its items as a list of lists in the call (Python 2 did in 2, too). Raises
-    FormatError for one that is made from anything else, as no pickler writes it: its items would not be seen.
+    Protocols 0 and 1 give an OrderedDict its items as a list of lists in the call (Python 2 did in
+    2, too). Raises FormatError for one that is made from anything else, as no pickler writes it:
+    its items would not be seen.
     """
     if type(node) is not Node:
         return
@@ -133,7 +144,9 @@ def pairs(node: object) -> Iterator[tuple[Any, Any]]:
 
 
 def text_keys(node: object) -> frozenset[str]:
-    """Return the keys of a dict-like node that are strings, none for anything else. Raises FormatError as ``pairs``."""
+    """Return the keys of a dict-like node that are strings, none for anything else. Raises
+    FormatError as ``pairs``.
+    """
     return frozenset(key.value for key, _ in pairs(node) if type(key) is Text)
 
 
@@ -152,7 +165,9 @@ def items_of(node: object) -> tuple[Any, ...]:
 
 
 def child(node: object, name: str) -> Any:
-    """Return the value under a string key of a dict-like node, the last one if there are several, else None."""
+    """Return the value under a string key of a dict-like node, the last one if there are several,
+    else None.
+    """
     found = None
     for key, value in pairs(node):
         if type(key) is Text and key.value == name:
@@ -183,9 +198,10 @@ def every_node(
 ) -> Iterator[Node]:
     """Yield every node that a value refers to, once, however deep: keys, arguments and states, too.
 
-    ``callees``: go into what is called as well. ``without``: nodes that are left out, with what only they refer to.
-    ``met``: ids of what earlier walks met, which is left out; this walk adds its own. So walks of many values that
-    share their parts take as long together as one of the whole tree. Values and parts must outlive the set.
+    ``callees``: go into what is called as well. ``without``: nodes that are left out, with what
+    only they refer to. ``met``: ids of what earlier walks met, which is left out; this walk adds
+    its own. So walks of many values that share their parts take as long together as one of the
+    whole tree. Values and parts must outlive the set.
     """
     met = set() if met is None else met
     met.update(map(id, without))
@@ -205,7 +221,9 @@ def every_node(
 
 
 class Visits:
-    """Nodes that a walk has met, so that it visits each only once however often it is referred to."""
+    """Nodes that a walk has met, so that it visits each only once however often it is referred
+    to.
+    """
 
     def __init__(self) -> None:
         """Start with none."""
@@ -215,8 +233,9 @@ class Visits:
     def first(self, node: object) -> bool:
         """Return whether a value is a node and this is the first visit.
 
-        Raises FormatError for a dict made from a list that another was made from: no pickler writes that, and to read
-        the list once for each dict would take time that grows with the square of the bytes.
+        Raises FormatError for a dict made from a list that another was made from: no pickler writes
+        that, and to read the list once for each dict would take time that grows with the square of
+        the bytes.
         """
         if type(node) is not Node or id(node) in self._met:
             return False
@@ -231,7 +250,12 @@ class Visits:
 
 def made_from(node: object) -> Node | None:
     """Return the list of pairs that an OrderedDict was made from, None for every other value."""
-    if type(node) is not Node or node.kind is not Kind.CALL or type(node.args) is not tuple or not node.args:
+    if (
+        type(node) is not Node
+        or node.kind is not Kind.CALL
+        or type(node.args) is not tuple
+        or not node.args
+    ):
         return None
     first = node.args[0]
     if type(first) is Node and first.kind is Kind.LIST and _is_ordered_dict(node):
@@ -241,14 +265,18 @@ def made_from(node: object) -> Node | None:
 
 def _is_ordered_dict(node: Node) -> bool:
     head = node.head
-    return node.kind in CALLS and type(head) is Node and head.is_global("collections", "OrderedDict")
+    return (
+        node.kind in CALLS and type(head) is Node and head.is_global("collections", "OrderedDict")
+    )
 
 
 _LONG = 64  # constants shorter than this, in elements, are compared wherever they occur
 
 
 def same_tree(one: PickleTree, other: PickleTree, new_names: Mapping[int, str]) -> bool:
-    """Return whether ``other`` is ``one`` with these strings (site in ``one`` -> string) and no other difference."""
+    """Return whether ``other`` is ``one`` with these strings (site in ``one`` -> string) and no
+    other difference.
+    """
     walk = TreeWalk(lambda text: new_names.get(text.site, text.value), lambda text: text.value)
     return walk.same(one.root, other.root)
 
@@ -256,9 +284,11 @@ def same_tree(one: PickleTree, other: PickleTree, new_names: Mapping[int, str]) 
 def constants(
     root: Any, text: Callable[[Text], str], *, without: Iterable[Node]
 ) -> frozenset[tuple[type, object]]:
-    """Return every constant that a value refers to; two values that ``TreeWalk`` finds the same refer to the same ones.
+    """Return every constant that a value refers to; two values that ``TreeWalk`` finds the same
+    refer to the same ones.
 
-    ``text`` gives the string of a push. ``without``: nodes that are left out, with what only they refer to.
+    ``text`` gives the string of a push. ``without``: nodes that are left out, with what only they
+    refer to.
     """
     met = set(map(id, without))
     known: set[tuple[type, object]] = set()
@@ -281,11 +311,13 @@ def constants(
 class TreeWalk:
     """One comparison of two trees, by identity: each shared object once and never by recursion.
 
-    So its time grows with the bytes of the pickles, however deep objects nest and however often they refer to one
-    another. ``text_one`` and ``text_other`` give the string by which a push is compared.
+    So its time grows with the bytes of the pickles, however deep objects nest and however often
+    they refer to one another. ``text_one`` and ``text_other`` give the string by which a push is
+    compared.
 
-    ``persistent``: compares two persistent ids; by default they are compared like any value. Objects that can change
-    must correspond one to one: what is shared in one tree is shared in the other.
+    ``persistent``: compares two persistent ids; by default they are compared like any value.
+    Objects that can change must correspond one to one: what is shared in one tree is shared in the
+    other.
     """
 
     def __init__(
@@ -298,7 +330,8 @@ class TreeWalk:
     ) -> None:
         """Prepare a comparison.
 
-        ``merged``: dicts, of either tree, in which keys that become equal count as one and the later entry wins.
+        ``merged``: dicts, of either tree, in which keys that become equal count as one and the
+        later entry wins.
         """
         self._text_one = text_one
         self._text_other = text_other
@@ -307,7 +340,8 @@ class TreeWalk:
         self._forward: dict[int, int] = {}
         self._backward: dict[int, int] = {}
         self._waiting: list[tuple[Any, Any]] = []
-        # Long constants, which a few bytes can refer to again and again: each one's place in a list of distinct ones.
+        # Long constants, which a few bytes can refer to again and again: each one's place in a list
+        # of distinct ones.
         self._places: dict[tuple[bool, int], int] = {}
         self._distinct: dict[object, int] = {}
 
@@ -349,7 +383,8 @@ class TreeWalk:
             if left is not None or right is not None:
                 return left == right
         nested = [both for both in zip(one, other, strict=True) if type(both[0]) in (tuple, Node)]
-        if nested:  # a tuple of constants is compared by value: whether two of those are shared says nothing
+        # A tuple of constants is compared by value: whether two of those are shared says nothing.
+        if nested:
             self._correspond(one, other)
             self._waiting += nested
         return all(
@@ -361,7 +396,9 @@ class TreeWalk:
     def _place(self, value: str | bytes) -> int:
         place = self._places.get((False, id(value)))
         if place is None:
-            place = self._places[False, id(value)] = self._distinct.setdefault(value, len(self._distinct))
+            place = self._places[False, id(value)] = self._distinct.setdefault(
+                value, len(self._distinct)
+            )
         return place
 
     def _tuple_place(self, value: tuple[Any, ...], is_other: bool) -> int | None:
@@ -372,7 +409,9 @@ class TreeWalk:
                 return None
             text = self._text_other if is_other else self._text_one
             key = tuple([_exactly(item, text) for item in value])
-            place = self._places[is_other, id(value)] = self._distinct.setdefault(key, len(self._distinct))
+            place = self._places[is_other, id(value)] = self._distinct.setdefault(
+                key, len(self._distinct)
+            )
         return place
 
     def _same_node(self, one: Node, other: Node) -> bool:
@@ -393,10 +432,14 @@ class TreeWalk:
             return False
         if id(one) in self._merged or id(other) in self._merged:
             return self._same_merged(one, other)
-        return self._same_lists(one.items, other.items) and self._same_lists(one.entries, other.entries)
+        return self._same_lists(one.items, other.items) and self._same_lists(
+            one.entries, other.entries
+        )
 
     def _correspond(self, one: object, other: object) -> bool | None:
-        """Return whether two containers correspond to each other, None when neither was met before."""
+        """Return whether two containers correspond to each other, None when neither was met
+        before.
+        """
         forward, backward = self._forward.get(id(one)), self._backward.get(id(other))
         if forward is None and backward is None:
             self._forward[id(one)], self._backward[id(other)] = id(other), id(one)
@@ -422,7 +465,9 @@ def _was_changed(node: Node) -> bool:
 
 
 def _exactly(constant: Any, text: Callable[[Text], str]) -> tuple[type, object]:
-    """Return a key that only an equal constant of the same type has: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """Return a key that only an equal constant of the same type has: 1, 1.0 and True differ, and so
+    do 0.0 and -0.0.
+    """
     kind = type(constant)
     if kind is Text:
         return kind, text(constant)

@@ -1,9 +1,10 @@
 """safetensors files and the index of shards.
 
-A file is eight bytes of header length, a JSON header, then the tensors' bytes without a gap. The rules are those of the
-reference parser (safetensors 0.8, ``safetensors/src/tensor.rs``), made stricter where a rename would make an accepted
-fault worse: a duplicate key whose ranges agree is refused here. The index of a sharded model is a JSON object with
-``metadata`` and ``weight_map`` (fqn -> file name).
+A file is eight bytes of header length, a JSON header, then the tensors' bytes without a gap. The
+rules are those of the reference parser (safetensors 0.8, ``safetensors/src/tensor.rs``), made
+stricter where a rename would make an accepted fault worse: a duplicate key whose ranges agree is
+refused here. The index of a sharded model is a JSON object with ``metadata`` and ``weight_map``
+(fqn -> file name).
 """
 
 import json
@@ -28,7 +29,9 @@ MAX_VALUES = 4_000_000
 
 METADATA_KEY = "__metadata__"
 DCP_SHARDING_INFO = "DCP_SHARDING_INFO"
-"""Metadata key of torch's ``HuggingFaceStorageWriter``: a JSON object, fqn -> the place of its part in the tensor."""
+"""Metadata key of torch's ``HuggingFaceStorageWriter``: a JSON object, fqn -> the place of its part
+in the tensor.
+"""
 
 _U64 = (1 << 64) - 1
 _BITS = {dtype: bits for dtype, bits in DTYPE_BITS.items() if dtype != "C128"}
@@ -39,7 +42,9 @@ _DEEPEST = 127
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A parsed header. ``header`` is the JSON object in file order, ``data_start`` = 8 + header length."""
+    """A parsed header. ``header`` is the JSON object in file order, ``data_start`` = 8 + header
+    length.
+    """
 
     header: Mapping[str, Any]
     raw: bytes
@@ -56,17 +61,19 @@ class SafetensorsFile:
 
 
 COPIED_AS_TEXT = (
-    "a copy as text put a carriage return before each line feed, so that the numbers behind the first are shifted; "
-    "copy it as binary"
+    "a copy as text put a carriage return before each line feed, so that the numbers behind the "
+    "first are shifted; copy it as binary"
 )
 _PIECE = 1 << 16
 """Bytes of a read in the search for line feeds: weights have a bare one in a few hundred bytes."""
 
 
 def has_converted_lines(reader: FileReader, file: SafetensorsFile) -> bool:
-    """Return whether a copy as text put a carriage return before each line feed in the data, so that it is shifted.
+    """Return whether a copy as text put a carriage return before each line feed in the data, so
+    that it is shifted.
 
-    FTP in text mode and ``core.autocrlf`` of git do. The surplus at the end is then as long as there are pairs.
+    FTP in text mode and ``core.autocrlf`` of git do. The surplus at the end is then as long as
+    there are pairs.
     """
     pairs, begin, last = 0, file.data_start, b""
     while begin < file.size and pairs <= file.trailing:
@@ -80,19 +87,28 @@ def has_converted_lines(reader: FileReader, file: SafetensorsFile) -> bool:
 
 
 def looks_like_safetensors(head: bytes) -> bool:
-    """Return whether the first bytes of a file can begin a safetensors file: a sane length, then ``{``."""
-    return len(head) >= 9 and head[8:9] == b"{" and 2 <= struct.unpack_from("<Q", head)[0] <= MAX_HEADER
+    """Return whether the first bytes of a file can begin a safetensors file: a sane length, then
+    ``{``.
+    """
+    return (
+        len(head) >= 9
+        and head[8:9] == b"{"
+        and 2 <= struct.unpack_from("<Q", head)[0] <= MAX_HEADER
+    )
 
 
 def read_safetensors(reader: FileReader, *, cut: bool = False) -> SafetensorsFile:
     """Parse the header of an open file. ``cut``: accept one that ends before its last tensor does.
 
-    Raises TruncatedError when the file ends before its last tensor, FormatError for everything else that the
-    reference parser refuses.
+    Raises TruncatedError when the file ends before its last tensor, FormatError for everything else
+    that the reference parser refuses.
     """
     if reader.size < 8:
         raise TruncatedError(
-            f"{reader.size} bytes, a header length takes 8", have=reader.size, need=8, in_header=True
+            f"{reader.size} bytes, a header length takes 8",
+            have=reader.size,
+            need=8,
+            in_header=True,
         )
     (length,) = struct.unpack("<Q", reader.read(0, 8))
     if length > MAX_HEADER:
@@ -122,12 +138,15 @@ def read_safetensors(reader: FileReader, *, cut: bool = False) -> SafetensorsFil
     return SafetensorsFile(header, raw, tensors, metadata, 8 + length, data_end, reader.size)
 
 
-def rename_header(file: SafetensorsFile, rename: Callable[[str], str], *, add_format: bool = False) -> bytes:
+def rename_header(
+    file: SafetensorsFile, rename: Callable[[str], str], *, add_format: bool = False
+) -> bytes:
     """Return the JSON header with every name mapped, unpadded; order, metadata and offsets stay.
 
-    Alias records that ``save_model`` leaves in the metadata (a dropped tied name -> the name kept) follow. So do the
-    names in ``DCP_SHARDING_INFO``, without which torch's reader fails. With ``add_format`` a missing
-    ``"format": "pt"`` is added, without which transformers refuses the file.
+    Alias records that ``save_model`` leaves in the metadata (a dropped tied name -> the name kept)
+    follow. So do the names in ``DCP_SHARDING_INFO``, without which torch's reader fails. With
+    ``add_format`` a missing ``"format": "pt"`` is added, without which transformers refuses the
+    file.
 
     Raises FormatError when two names would become one, or a name would become ``__metadata__``.
     """
@@ -162,10 +181,12 @@ def pad_header(header: bytes, length: int) -> bytes:
 
 
 def same_phase_length(header: bytes, old_length: int, block: int) -> int:
-    """Return the shortest length >= ``len(header)`` that is congruent to ``old_length`` modulo ``block``.
+    """Return the shortest length >= ``len(header)`` that is congruent to ``old_length`` modulo
+    ``block``.
 
-    Tensor bytes then keep their phase within file system blocks, so that ``copy_file_range`` can share them
-    between the old file and the new one on XFS and btrfs; and their alignment, in any case.
+    Tensor bytes then keep their phase within file system blocks, so that ``copy_file_range`` can
+    share them between the old file and the new one on XFS and btrfs; and their alignment, in any
+    case.
     """
     return len(header) + (old_length - len(header)) % block
 
@@ -173,17 +194,19 @@ def same_phase_length(header: bytes, old_length: int, block: int) -> int:
 def _parse_json(
     raw: bytes, what: str, start: int = 0, repeated: list[str] | None = None, **hooks: Any
 ) -> Any:
-    """Return the value of a JSON text; ``what`` and ``start`` name it in errors, and the byte at which it begins.
+    """Return the value of a JSON text; ``what`` and ``start`` name it in errors, and the byte at
+    which it begins.
 
-    ``repeated``: gets the keys of which an object has two, of which the last counts; without it they are refused.
-    ``hooks``: those of ``json.loads``.
+    ``repeated``: gets the keys of which an object has two, of which the last counts; without it
+    they are refused. ``hooks``: those of ``json.loads``.
     """
     # At most this many values: a few more are counted where strings hold commas or brackets.
     if raw.count(b"{") + raw.count(b"[") + raw.count(b",") > MAX_VALUES:
         raise BeyondLimits(f"{what} holds more than {MAX_VALUES} values")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # The reference parser keeps the last of two equal keys when their ranges agree; a rename must not choose.
+        # The reference parser keeps the last of two equal keys when their ranges agree; a rename
+        # must not choose.
         result = dict(pairs)
         if len(result) != len(pairs):
             twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
@@ -210,7 +233,9 @@ def _parse_json(
 
 
 def _finite(text: str) -> float:
-    """Return the float that a JSON number spells. Raises FormatError for 1e999, which would be written as Infinity."""
+    """Return the float that a JSON number spells. Raises FormatError for 1e999, which would be
+    written as Infinity.
+    """
     number = float(text)
     if number in (inf, -inf):
         raise FormatError(f"the number {text:.40} in the JSON is larger than any float")
@@ -230,7 +255,9 @@ def _metadata(header: Mapping[str, Any]) -> dict[str, str]:
     metadata = header.get(METADATA_KEY)
     if metadata is None:
         return {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise FormatError(f"{METADATA_KEY} is not a map of strings")
     return metadata
 
@@ -268,7 +295,9 @@ def _tensors(header: Mapping[str, Any], start: int) -> tuple[tuple[TensorInfo, .
             begin, end = entry["data_offsets"]
             dtype, sizes = entry["dtype"], entry["shape"]
         except (TypeError, KeyError, ValueError):
-            raise FormatError(f"the entry of {fqn!r} lacks dtype, shape or two data_offsets") from None
+            raise FormatError(
+                f"the entry of {fqn!r} lacks dtype, shape or two data_offsets"
+            ) from None
         if type(sizes) is not list:
             raise FormatError(f"the shape of {fqn!r} is not a list")
         shape = tuple(sizes)
@@ -294,7 +323,9 @@ def _offsets(tensor: TensorInfo) -> tuple[int, int]:
     return tensor.data_offsets
 
 
-def _check_entry(fqn: str, dtype: object, shape: tuple[object, ...], begin: object, end: object) -> None:
+def _check_entry(
+    fqn: str, dtype: object, shape: tuple[object, ...], begin: object, end: object
+) -> None:
     # type() and not isinstance(): JSON's true would pass as 1.
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
         raise FormatError(f"data_offsets of {fqn!r} are {begin!r} to {end!r}")
@@ -314,28 +345,38 @@ def _check_entry(fqn: str, dtype: object, shape: tuple[object, ...], begin: obje
         for size in shape[1:]:
             assert type(size) is int
             stride *= size or 1
-            # torch 2.13 counts it over sizes of 0, too, and fails with "Stride calculation overflowed".
+            # torch 2.13 counts it over sizes of 0, too, and fails with "Stride calculation
+            # overflowed".
             if stride > _U64 >> 1:
                 raise FormatError(f"the shape of {fqn!r} has a stride that is larger than 63 bits")
     if count * bits != (end - begin) * 8:
         raise FormatError(
-            f"{fqn!r} takes {count * bits / 8:g} bytes by dtype and shape, {end - begin} by its offsets"
+            f"{fqn!r} takes {count * bits / 8:g} bytes by dtype and shape, {end - begin} by its "
+            "offsets"
         )
 
 
 def _check_more(fqn: str, entry: Mapping[str, Any]) -> None:
-    """Check the fields that the format does not know. The reference parser ignores them, but parses them first."""
+    """Check the fields that the format does not know. The reference parser ignores them, but parses
+    them first.
+    """
     values: list[Any] = [entry[key] for key in entry if key not in _KEYS]
     # The header and the entry.
     depth = 2
     while values:
         if any(type(value) is int and abs(value) > float_info.max for value in values):
-            raise FormatError(f"the entry of {fqn!r} holds an integer that is larger than any float")
+            raise FormatError(
+                f"the entry of {fqn!r} holds an integer that is larger than any float"
+            )
         nested = [value for value in values if isinstance(value, dict | list)]
         depth += 1
         if nested and depth > _DEEPEST:
             raise FormatError(f"the entry of {fqn!r} is nested too deeply")
-        values = [item for value in nested for item in (value.values() if isinstance(value, dict) else value)]
+        values = [
+            item
+            for value in nested
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
 
 
 MAX_INDEX = 128 << 20
@@ -346,8 +387,8 @@ MAX_INDEX = 128 << 20
 class WeightsIndex:
     """A parsed index: ``weight_map`` from fqn to the name of a file in the same folder.
 
-    ``repeated``: the keys that the JSON text has twice. ``spelled``: the paths in the JSON text that are not file names
-    and lead to files in the folder all the same, such as ``./x``, in order.
+    ``repeated``: the keys that the JSON text has twice. ``spelled``: the paths in the JSON text
+    that are not file names and lead to files in the folder all the same, such as ``./x``, in order.
     """
 
     document: Mapping[str, Any]
@@ -357,13 +398,17 @@ class WeightsIndex:
 
     @property
     def leads_back(self) -> tuple[str, ...]:
-        """The spelled paths that go through other folders: the index of a copy leads to the files of this folder."""
+        """The spelled paths that go through other folders: the index of a copy leads to the files
+        of this folder.
+        """
         paths = ((path, PurePosixPath(path)) for path in self.spelled)
         return tuple(path for path, parsed in paths if parsed.is_absolute() or ".." in parsed.parts)
 
 
 class ListsPaths(FormatError):
-    """An index that lists paths, and not only names of files. ``index``: it, with these paths in its map."""
+    """An index that lists paths, and not only names of files. ``index``: it, with these paths in
+    its map.
+    """
 
     def __init__(self, message: str, index: WeightsIndex) -> None:
         super().__init__(message)
@@ -373,8 +418,8 @@ class ListsPaths(FormatError):
 def parse_index(data: bytes) -> WeightsIndex:
     """Parse the bytes of an index file.
 
-    Raises FormatError; ListsPaths for paths (``./x``, ``shards/x``, ``../../x``, ``/x``), which some loaders take.
-    None of them is followed here.
+    Raises FormatError; ListsPaths for paths (``./x``, ``shards/x``, ``../../x``, ``/x``), which
+    some loaders take. None of them is followed here.
     """
     repeated: list[str] = []
     document = _parse_json(data, "the index", repeated=repeated)
@@ -386,8 +431,14 @@ def parse_index(data: bytes) -> WeightsIndex:
     for fqn, name in weight_map.items():
         if isinstance(name, str) and name in paths:
             continue
-        message = f"the weight_map sends {fqn!r} to {name!r}, which is not a file name in this folder"
-        if not isinstance(name, str) or not is_plain_name(name.rpartition("/")[2]) or set("\\\0") & set(name):
+        message = (
+            f"the weight_map sends {fqn!r} to {name!r}, which is not a file name in this folder"
+        )
+        if (
+            not isinstance(name, str)
+            or not is_plain_name(name.rpartition("/")[2])
+            or set("\\\0") & set(name)
+        ):
             raise FormatError(message)
         odd = odd or ("" if is_plain_name(name) else message)
         paths.add(name)
@@ -402,13 +453,19 @@ def is_plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and not any(char in name for char in "/\\\0")
 
 
-def format_index(index: WeightsIndex | None, weight_map: Mapping[str, str], total_size: int) -> bytes:
-    """Return the bytes of an index with this weight map, laid out as transformers and accelerate write it.
+def format_index(
+    index: WeightsIndex | None, weight_map: Mapping[str, str], total_size: int
+) -> bytes:
+    """Return the bytes of an index with this weight map, laid out as transformers and accelerate
+    write it.
 
     Other entries of ``index`` stay. ``total_size`` (bytes of all tensors) goes into the metadata.
     """
     document: dict[str, Any] = dict(index.document) if index else {}
     metadata = document.get("metadata")
-    document["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total_size}
+    document["metadata"] = {
+        **(metadata if isinstance(metadata, dict) else {}),
+        "total_size": total_size,
+    }
     document["weight_map"] = dict(weight_map)
     return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()

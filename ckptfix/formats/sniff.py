@@ -26,10 +26,14 @@ _OTHERS = (
 
 
 _ONNX = re.compile(rb"\x08[\x03-\x20](\x12[\x01-\x40][ -~]|[\x1a\x22\x32\x3a\x42])")
-"""The first fields of a protobuf ``ModelProto``, which has no magic: the version of the format, the producer's name."""
+"""The first fields of a protobuf ``ModelProto``, which has no magic: the version of the format, the
+producer's name.
+"""
 
 _CTRANSLATE2 = re.compile(rb"[\x01-\x0f]\0{3}[\x05-\x40]\0[A-Za-z0-9]{1,60}Spec\0")
-"""The version of the format and the name of the model's specification (``serialize`` of CTranslate2's converters)."""
+"""The version of the format and the name of the model's specification (``serialize`` of
+CTranslate2's converters).
+"""
 
 _IDENTIFIERS = (
     (b"TFL3", "a model of TensorFlow Lite"),
@@ -98,20 +102,28 @@ def _other(head: bytes) -> str | None:
 _END_OF_ZIP = b"PK\5\6"
 
 _FIRST_RECORD = b"/data.pkl"
-"""torch.save writes this record first: its name ends within the first bytes, whatever became of the magic before."""
+"""torch.save writes this record first: its name ends within the first bytes, whatever became of the
+magic before.
+"""
 
 _LEGACY = b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little")
 """The magic number of torch's old format as a pickle has it, behind two bytes."""
 
 
 def may_be_of_torch(reader: FileReader) -> bool:
-    """Return whether a file is a damaged one of torch or safetensors by its first bytes, or those of a zip's end."""
+    """Return whether a file is a damaged one of torch or safetensors by its first bytes, or those
+    of a zip's end.
+    """
     size = min(_HEAD, reader.size)
     head = reader.read(0, size)
     # One byte may be all that a cut left of a zip file.
     if head.startswith((b"PK", b"\x80")) or head == b"P" or looks_like_safetensors(head):
         return True
-    return _FIRST_RECORD in head or _LEGACY in head or _END_OF_ZIP in reader.read(reader.size - size, size)
+    return (
+        _FIRST_RECORD in head
+        or _LEGACY in head
+        or _END_OF_ZIP in reader.read(reader.size - size, size)
+    )
 
 
 def text_format(reader: FileReader) -> str | None:
@@ -125,7 +137,9 @@ def text_format(reader: FileReader) -> str | None:
 
 
 def looks_like_json(head: bytes) -> bool:
-    """Return whether the first bytes of a file begin a JSON object or list: no header of a tensor file is pure text."""
+    """Return whether the first bytes of a file begin a JSON object or list: no header of a tensor
+    file is pure text.
+    """
     head = head.removeprefix(b"\xef\xbb\xbf")
     if not _JSON.match(head) or any(byte < 0x20 and byte not in b"\t\n\r" for byte in head):
         return False

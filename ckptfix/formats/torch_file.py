@@ -1,9 +1,11 @@
-"""Files of torch.save, whatever their container: zip, a plain pickle, or the legacy one of torch before 1.6.
+"""Files of torch.save, whatever their container: zip, a plain pickle, or the legacy one of torch
+before 1.6.
 
-A legacy file is five pickles, then the bytes of every storage. Facts from torch 2.13, ``torch/serialization.py``
-(``_legacy_save``, ``_legacy_load``): a magic number, the protocol version 1001, a dict about the system, the object,
-the list of storage keys; then for each key eight bytes with the number of elements, and the elements. Nothing is
-aligned and the next pickle follows at once, so nothing can move.
+A legacy file is five pickles, then the bytes of every storage. Facts from torch 2.13,
+``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``): a magic number, the protocol
+version 1001, a dict about the system, the object, the list of storage keys; then for each key eight
+bytes with the number of elements, and the elements. Nothing is aligned and the next pickle follows
+at once, so nothing can move.
 """
 
 import re
@@ -19,7 +21,13 @@ from ckptfix.formats.pickle_rewrite import rewrite
 from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text, TreeWalk, constants
 from ckptfix.formats.torch_pickle import PickledStateDict, name_lists, state_dicts
-from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_rebuild, read_storage, storages
+from ckptfix.formats.torch_tensors import (
+    PickledStorage,
+    PickledTensor,
+    is_rebuild,
+    read_storage,
+    storages,
+)
 from ckptfix.formats.torch_zip import MAX_PICKLE, AppendedBytes, TorchZip
 from ckptfix.storage.reading import FileReader
 
@@ -48,8 +56,8 @@ _GROWTH = 8  # each wider window is parsed from its start: 1/7 more work than on
 class LegacyFile:
     """A parsed legacy file.
 
-    ``offset``: where the pickle of the object begins. ``storage_ranges``: storage key -> offset and length of its
-    bytes. ``end``: where the last storage ends.
+    ``offset``: where the pickle of the object begins. ``storage_ranges``: storage key -> offset and
+    length of its bytes. ``end``: where the last storage ends.
     """
 
     tree: PickleTree
@@ -74,18 +82,24 @@ def is_tar(reader: FileReader) -> bool:
     head = reader.read(0, _TAR_BLOCK)
     if head[TAR_MAGIC_OFFSET : TAR_MAGIC_OFFSET + 5] == b"ustar":
         return True
-    # The oldest kind has no magic, and torch.load tries tar before it looks for a pickle: by the rules of tarfile, a
-    # block is a header when its numbers are valid and one is its checksum, over signed or unsigned bytes.
+    # The oldest kind has no magic, and torch.load tries tar before it looks for a pickle: by the
+    # rules of tarfile, a block is a header when its numbers are valid and one is its checksum, over
+    # signed or unsigned bytes.
     if any(_tar_number(head[begin:end]) is None for begin, end in _TAR_NUMBERS):
         return False
     rest = head[:148] + b" " * 8 + head[156:]
-    return _tar_number(head[148:156]) in (sum(rest), sum(rest) - 256 * sum(byte > 127 for byte in rest))
+    return _tar_number(head[148:156]) in (
+        sum(rest),
+        sum(rest) - 256 * sum(byte > 127 for byte in rest),
+    )
 
 
 def _tar_number(field: bytes) -> int | None:
     """Return the number in a field of a tar header, octal or in base 256, as tarfile reads it."""
     if field[0] in (0o200, 0o377):
-        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0o377 else 0)
+        return int.from_bytes(field[1:], "big") - (
+            256 ** (len(field) - 1) if field[0] == 0o377 else 0
+        )
     try:
         return int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
     except ValueError:
@@ -95,7 +109,8 @@ def _tar_number(field: bytes) -> int | None:
 def read_pickle(reader: FileReader, offset: int, limit: int = MAX_PICKLE) -> PickleTree:
     """Parse one pickle in a file, from ``offset``, without reading much further than it reaches.
 
-    Raises TruncatedError when the file ends inside it, FormatError for the rest, also beyond ``limit`` bytes.
+    Raises TruncatedError when the file ends inside it, FormatError for the rest, also beyond
+    ``limit`` bytes.
     """
     window = _FIRST_WINDOW
     while True:
@@ -117,7 +132,8 @@ def is_legacy(first: PickleTree) -> bool:
 
 
 class LegacyPickles(NamedTuple):
-    """The pickles of a legacy file, which precede its storages: the object and its offset, the storages' keys.
+    """The pickles of a legacy file, which precede its storages: the object and its offset, the
+    storages' keys.
 
     ``end``: where the first storage begins. ``parts``: all five pickles, the object last.
     """
@@ -143,12 +159,13 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
         ensure_calls(part, known)
     if any(len(node.head) != 6 for node in tree.persistent):
         raise FormatError("a storage of the legacy torch file is named as those of zip files are")
-    # torch.load executes all five: a global in any of them is a global of the file, and a refusal of one refuses the
-    # file.
+    # torch.load executes all five: a global in any of them is a global of the file, and a refusal
+    # of one refuses the file.
     named = {name: at for part in parts for name, at in part.globals.items()}
     refused = {reason for part in parts for reason in part.refused_opcodes}
     if any(storage.type == "UntypedStorage" for storage in known.values()):
-        # torch.save writes one for uint16 and float8; the reader asks it for a dtype, and fails (up to 2.13).
+        # torch.save writes one for uint16 and float8; the reader asks it for a dtype, and fails (up
+        # to 2.13).
         refused.add("BINPERSID of an UntypedStorage")
     return LegacyFile(
         replace(tree, globals=named, refused_opcodes=tuple(sorted(refused))), offset, ranges, end
@@ -156,7 +173,9 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
 
 
 def read_pickles(reader: FileReader, first: PickleTree) -> LegacyPickles:
-    """Parse the pickles of a legacy file; ``first`` is its magic number. Raises as ``read_legacy``."""
+    """Parse the pickles of a legacy file; ``first`` is its magic number. Raises as
+    ``read_legacy``.
+    """
     if first.end > _SMALL:
         raise FormatError(f"the magic number of the legacy torch file takes {first.end} bytes")
     version = read_pickle(reader, first.end, _SMALL)
@@ -166,8 +185,9 @@ def read_pickles(reader: FileReader, first: PickleTree) -> LegacyPickles:
         what = f"{version.root}" if is_small else f"<{type(version.root).__name__}>"
         raise FormatError(f"a legacy torch file of version {what}, known is {PROTOCOL_VERSION}")
     position = first.end + version.end
-    # The dict has the byte order of the machine, and ``_legacy_load`` ignores it: ``THPStorage_writeFileRaw``
-    # (``torch/csrc/serialization.cpp``) writes numbers as little-endian on every machine.
+    # The dict has the byte order of the machine, and ``_legacy_load`` ignores it:
+    # ``THPStorage_writeFileRaw`` (``torch/csrc/serialization.cpp``) writes numbers as little-endian
+    # on every machine.
     system = read_pickle(reader, position, _SMALL)
     offset = position + system.end
     tree = _with_classes(read_pickle(reader, offset))
@@ -178,15 +198,18 @@ def read_pickles(reader: FileReader, first: PickleTree) -> LegacyPickles:
 
 
 def _with_classes(tree: PickleTree) -> PickleTree:
-    """Return the object of a legacy file with classes of modules in the place of their persistent ids.
+    """Return the object of a legacy file with classes of modules in the place of their persistent
+    ids.
 
-    ``_legacy_save`` writes ``("module", class, source file, source)`` for a class of a module, and a load puts the
-    class there. ``weights_only`` refuses the id, whatever is allowed.
+    ``_legacy_save`` writes ``("module", class, source file, source)`` for a class of a module, and
+    a load puts the class there. ``weights_only`` refuses the id, whatever is allowed.
     """
     storage_ids: list[Node] = []
     for node in tree.persistent:
         pid = node.head
-        cls = pid[1] if type(pid) is tuple and len(pid) == 4 and _is_text(pid[0], "module") else None
+        cls = (
+            pid[1] if type(pid) is tuple and len(pid) == 4 and _is_text(pid[0], "module") else None
+        )
         if (
             type(cls) is not Node
             or cls.kind not in (Kind.GLOBAL, *CALLS)
@@ -212,13 +235,15 @@ def _is_text(value: object, expected: str | None = None) -> bool:
 def patch(file: LegacyFile, new_pickle: bytes) -> PatchedBytes:
     """Return the patch that puts ``new_pickle`` in place of the object, padded to the old length.
 
-    The padding is memo writes before STOP, which change nothing: ``q 00`` takes 2 bytes, ``r 00 00 00 00`` takes 5.
-    Raises UnsupportedFormat when the length cannot be met.
+    The padding is memo writes before STOP, which change nothing: ``q 00`` takes 2 bytes, ``r 00 00
+    00 00`` takes 5. Raises UnsupportedFormat when the length cannot be met.
     """
     old = file.tree.data
     slack = len(old) - len(new_pickle)
     if slack < 0:
-        raise UnsupportedFormat(f"a legacy torch file has no room for names that are {-slack} bytes longer")
+        raise UnsupportedFormat(
+            f"a legacy torch file has no room for names that are {-slack} bytes longer"
+        )
     if slack in (1, 3):
         raise UnsupportedFormat(
             f"a legacy torch file cannot become {slack} bytes shorter: padding takes 2 or 5"
@@ -236,7 +261,9 @@ def _keys(tree: PickleTree) -> tuple[str, ...]:
     items = (root.items or []) if type(root) is Node and root.kind is Kind.LIST else [None]
     keys = tuple([item.value for item in items if type(item) is Text])
     if len(keys) != len(items) or len(set(keys)) != len(keys):
-        raise FormatError("the storage keys of the legacy torch file are not a list of distinct strings")
+        raise FormatError(
+            "the storage keys of the legacy torch file are not a list of distinct strings"
+        )
     return keys
 
 
@@ -264,7 +291,9 @@ def _ranges(
 
 
 class NameMap(Protocol):
-    """A rule for renaming: called with an fqn, or ``module`` with a module's name in ``_metadata``."""
+    """A rule for renaming: called with an fqn, or ``module`` with a module's name in
+    ``_metadata``.
+    """
 
     def __call__(self, fqn: str, /) -> str:
         """Return the new name of a tensor."""
@@ -278,8 +307,9 @@ def same_structure(
 ) -> tuple[tuple[str, str], ...] | None:
     """Return pairs of storage keys whose bytes must be equal for the two pickles to mean the same.
 
-    None when they differ already: after renaming, every name, value, type, shape, stride and sharing must be equal, and
-    so must location, type and size of every storage; storage keys must correspond one to one.
+    None when they differ already: after renaming, every name, value, type, shape, stride and
+    sharing must be equal, and so must location, type and size of every storage; storage keys must
+    correspond one to one.
     """
     keys: dict[str, str] = {}
     back: dict[str, str] = {}
@@ -291,16 +321,22 @@ def same_structure(
             return False
         if storage != other_storage:
             return False
-        return keys.setdefault(key, other_key) == other_key and back.setdefault(other_key, key) == key
+        return (
+            keys.setdefault(key, other_key) == other_key and back.setdefault(other_key, key) == key
+        )
 
     text_one, merged_one = _renamed(one, rename_one)
     text_other, merged_other = _renamed(other, rename_other)
-    walk = TreeWalk(text_one, text_other, persistent=persistent, merged=[*merged_one, *merged_other])
+    walk = TreeWalk(
+        text_one, text_other, persistent=persistent, merged=[*merged_one, *merged_other]
+    )
     return tuple(keys.items()) if walk.same(one.root, other.root) else None
 
 
 def _renamed(tree: PickleTree, rename: NameMap) -> tuple[Callable[[Text], str], list[Node]]:
-    """Return how a tree's strings read under a map, and its ``_metadata`` dicts, where two names may become one."""
+    """Return how a tree's strings read under a map, and its ``_metadata`` dicts, where two names
+    may become one.
+    """
     names: dict[int, str] = {}
     metadata = []
     renamed: dict[tuple[bool, str], str] = {}  # a name can be referred to a million times
@@ -325,8 +361,9 @@ Patched = PatchedBytes
 class TorchFile:
     """A parsed file of torch.save, or of pickle.dump.
 
-    ``container``: the zip archive, the legacy file, or None for a plain pickle. ``storage_ranges``: storage key ->
-    offset in the file and length, in bytes; a compressed record has none. ``trailing``: bytes after its end.
+    ``container``: the zip archive, the legacy file, or None for a plain pickle. ``storage_ranges``:
+    storage key -> offset in the file and length, in bytes; a compressed record has none.
+    ``trailing``: bytes after its end.
     """
 
     container: TorchZip | LegacyFile | None
@@ -352,13 +389,18 @@ class TorchFile:
         )
 
     def edit(self, reader: FileReader, new_names: Mapping[int, str]) -> Patched | Appended:
-        """Return the edit that puts these strings at these push sites (``name_lists``) and changes nothing else.
+        """Return the edit that puts these strings at these push sites (``name_lists``) and changes
+        nothing else.
 
-        An Appended goes where the file ends without its trailing bytes. Raises UnsupportedFormat with the reason when
-        the file cannot be edited, FormatError when it is no longer what was parsed.
+        An Appended goes where the file ends without its trailing bytes. Raises UnsupportedFormat
+        with the reason when the file cannot be edited, FormatError when it is no longer what was
+        parsed.
         """
         if isinstance(self.container, TorchZip):
-            if torch_zip.read_record(reader, self.container.pickle)[: self.tree.end] != self.tree.data:
+            if (
+                torch_zip.read_record(reader, self.container.pickle)[: self.tree.end]
+                != self.tree.data
+            ):
                 raise FormatError("data.pkl is not what it was when the file was read")
             return torch_zip.append_edit(self.container, rewrite(self.tree, new_names))
         if isinstance(self.container, LegacyFile):
@@ -369,10 +411,11 @@ class TorchFile:
 
 
 def read_torch_file(reader: FileReader) -> TorchFile:
-    """Parse a file of torch.save: a zip archive, a legacy file, or a plain pickle of protocol 2 or newer.
+    """Parse a file of torch.save: a zip archive, a legacy file, or a plain pickle of protocol 2 or
+    newer.
 
-    Raises TruncatedError when it ends too early, UnsupportedFormat for TorchScript, tar (before 0.4) and
-    big-endian zip files, FormatError for anything else that torch.load could not read.
+    Raises TruncatedError when it ends too early, UnsupportedFormat for TorchScript, tar (before
+    0.4) and big-endian zip files, FormatError for anything else that torch.load could not read.
     """
     with paused_gc():
         return _read(reader)
@@ -389,7 +432,9 @@ def _read(reader: FileReader) -> TorchFile:
     first = read_pickle(reader, 0)
     if is_legacy(first):
         file = read_legacy(reader, first)
-        return TorchFile(file, file.tree, state_dicts(file.tree), file.storage_ranges, reader.size - file.end)
+        return TorchFile(
+            file, file.tree, state_dicts(file.tree), file.storage_ranges, reader.size - file.end
+        )
     found = () if first.persistent else state_dicts(first)
     return TorchFile(None, first, found, {}, reader.size - first.end)
 
@@ -402,10 +447,11 @@ def crc_mismatches(
     among: slice = slice(None),
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield (record name, storage key or None) of each zip record whose bytes do not have their CRC.
+    """Yield (record name, storage key or None) of each zip record whose bytes do not have their
+    CRC.
 
-    Without ``every_record`` the storages are left out. ``among``: look at these records alone. Other containers have no
-    CRC. ``progress`` is called with the bytes read since the last call.
+    Without ``every_record`` the storages are left out. ``among``: look at these records alone.
+    Other containers have no CRC. ``progress`` is called with the bytes read since the last call.
     """
     if not isinstance(file.container, TorchZip):
         return
@@ -421,7 +467,8 @@ def crc_mismatches(
 def same_storages(
     one: TorchFile, other: TorchFile, rename_one: NameMap, rename_other: NameMap
 ) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...] | None:
-    """Return pairs of (offset, length) whose bytes must be equal for the two files to mean the same.
+    """Return pairs of (offset, length) whose bytes must be equal for the two files to mean the
+    same.
 
     None when their pickles differ already (``same_structure``), or a storage is compressed.
     """
@@ -439,10 +486,11 @@ def same_storages(
 
 
 def content_hash(file: TorchFile, rename: NameMap) -> int:
-    """Return a number that is the same for files of equal contents, and for different ones by chance alone.
+    """Return a number that is the same for files of equal contents, and for different ones by
+    chance alone.
 
-    It is computed from the constants of the pickle and the CRCs of the storages; no storage is read. Files of one save
-    have a CRC for every storage, or none.
+    It is computed from the constants of the pickle and the CRCs of the storages; no storage is
+    read. Files of one save have a CRC for every storage, or none.
     """
     text, merged = _renamed(file.tree, rename)
     values = constants(file.tree.root, text, without=[*file.tree.persistent, *merged])
@@ -461,20 +509,22 @@ _VERSIONS = range(1, 11)
 def _ensure_loadable(reader: FileReader, archive: TorchZip) -> None:
     """Raise FormatError for an archive whose small records torch.load refuses.
 
-    ``PyTorchStreamReader::init`` needs a version; ``torch.serialization._load`` reads the alignment by ``int()`` and
-    the id of the save as UTF-8.
+    ``PyTorchStreamReader::init`` needs a version; ``torch.serialization._load`` reads the alignment
+    by ``int()`` and the id of the save as UTF-8.
     """
     records = {record.name.lower(): record for record in archive.records}
     root = archive.root.lower()
     record = records.get(f"{root}/.data/version") or records.get(f"{root}/version")
     if record is None:
-        raise FormatError("the zip archive has no record 'version', without which torch.load refuses it")
+        raise FormatError(
+            "the zip archive has no record 'version', without which torch.load refuses it"
+        )
     text = torch_zip.read_record(reader, record)
     version = _VERSION.match(text)
     if version is None or int(version[1]) not in _VERSIONS:
         raise FormatError(
-            f"the record version is {text[:16]!r}, which torch.load refuses (expected {_VERSIONS[0]} to "
-            f"{_VERSIONS[-1]})"
+            f"the record version is {text[:16]!r}, which torch.load refuses (expected "
+            f"{_VERSIONS[0]} to {_VERSIONS[-1]})"
         )
     for name, read in ((".storage_alignment", int), (".data/serialization_id", bytes.decode)):
         record = records.get(f"{root}/{name}")
@@ -485,7 +535,9 @@ def _ensure_loadable(reader: FileReader, archive: TorchZip) -> None:
             except ValueError:
                 if torch_zip.fails_its_crc(record, text):
                     continue
-                raise FormatError(f"the record {name} is {text[:16]!r}, which torch.load refuses") from None
+                raise FormatError(
+                    f"the record {name} is {text[:16]!r}, which torch.load refuses"
+                ) from None
 
 
 def _read_zip(reader: FileReader) -> TorchFile:
@@ -517,7 +569,9 @@ def _read_zip(reader: FileReader) -> TorchFile:
         record = records.get(key)
         if record is None or record.size != storage.nbytes:  # torch 2.13 refuses a longer one, too
             have = "no record" if record is None else f"a record of {record.size} bytes"
-            raise FormatError(f"the storage {key!r:.80} takes {storage.nbytes} bytes and has {have}")
+            raise FormatError(
+                f"the storage {key!r:.80} takes {storage.nbytes} bytes and has {have}"
+            )
         if record.is_stored:
             ranges[key] = (record.data_offset, storage.nbytes)
     return TorchFile(archive, tree, state_dicts(tree, known), ranges, archive.trailing)

@@ -1,10 +1,10 @@
 """The intact part of a damaged file of torch.save: its pickle, and the intact part of each storage.
 
-Names, shapes and places come from the pickle and from what precedes each storage; nothing is guessed. Without the
-complete pickle nothing can be read. In an archive whose directory is lost or does not fit its records, the records are
-found one by one: torch writes local headers with sizes of 0; the true ones follow the data, in a descriptor (APPNOTE
-4.3.9; 24 bytes where size or offset need more than 32 bits, none after no data: ``mz_zip_writer_add_mem_ex_v2`` of
-torch 2.13).
+Names, shapes and places come from the pickle and from what precedes each storage; nothing is
+guessed. Without the complete pickle nothing can be read. In an archive whose directory is lost or
+does not fit its records, the records are found one by one: torch writes local headers with sizes of
+0; the true ones follow the data, in a descriptor (APPNOTE 4.3.9; 24 bytes where size or offset need
+more than 32 bits, none after no data: ``mz_zip_writer_add_mem_ex_v2`` of torch 2.13).
 """
 
 import zlib
@@ -27,19 +27,24 @@ _NARROW = Struct("<4s3I")
 _WIDE = Struct("<4sI2Q")
 _HEAD = 1 << 12  # a local header of torch takes some 130 bytes
 _SMALL = 1 << 16
-"""Longest record without a known length whose descriptor is looked for; torch's own take up to 40 bytes."""
+"""Longest record without a known length whose descriptor is looked for; torch's own take up to 40
+bytes.
+"""
 
 _MOST_OTHERS = 1 << 10
-"""Most records that nothing lists; torch writes six. Those that the pickle refers to are bounded by its length."""
+"""Most records that nothing lists; torch writes six. Those that the pickle refers to are bounded by
+its length.
+"""
 
 _NEXT = (b"PK\3\4", b"PK\1\2", b"")
 
 
 class FoundRecord(NamedTuple):
-    """A record by its local header: where it begins, where its data lies, and the CRC-32 recorded for it (0: none).
+    """A record by its local header: where it begins, where its data lies, and the CRC-32 recorded
+    for it (0: none).
 
-    ``problem``: why the extent of the data is unknown, "" when known; the data may still reach beyond the end of the
-    file.
+    ``problem``: why the extent of the data is unknown, "" when known; the data may still reach
+    beyond the end of the file.
     """
 
     name: str
@@ -66,7 +71,8 @@ class _Local(NamedTuple):
 
 
 def walk_records(reader: FileReader, lengths: Lengths) -> tuple[list[FoundRecord], str]:
-    """Follow the local headers from the first byte on; return the records, and why no more were found.
+    """Follow the local headers from the first byte on; return the records, and why no more were
+    found.
 
     Ends behind the first name that comes again, and behind 1024 records without a known length.
     """
@@ -84,21 +90,31 @@ def walk_records(reader: FileReader, lengths: Lengths) -> tuple[list[FoundRecord
             return found, record.problem or f"the file ends at byte {reader.size}"
         others += lengths(record.name, record.begin) is None
         if record.name in names:
-            return found, f"the record {record.name!r:.80} at byte {position} is there a second time"
+            return (
+                found,
+                f"the record {record.name!r:.80} at byte {position} is there a second time",
+            )
         if others > _MOST_OTHERS:
             return (
                 found,
-                f"there are more than {_MOST_OTHERS} records up to byte {position} that torch does not write",
+                (
+                    f"there are more than {_MOST_OTHERS} records up to byte {position} that torch "
+                    "does not write"
+                ),
             )
         names.add(record.name)
         position = following
 
 
 def listed_records(reader: FileReader) -> list[FoundRecord] | None:
-    """Return the records that the directory lists, each checked by its own local header; None without a directory."""
+    """Return the records that the directory lists, each checked by its own local header; None
+    without a directory.
+    """
     try:
         end = read_end(reader)
-        entries = list(read_entries(reader.read(end.directory_offset, end.directory_size), end.entries))
+        entries = list(
+            read_entries(reader.read(end.directory_offset, end.directory_size), end.entries)
+        )
     except FormatError:
         return None
     entries.sort(key=lambda entry: entry.header_offset)
@@ -115,7 +131,9 @@ def listed_records(reader: FileReader) -> list[FoundRecord] | None:
             problem = f"the record {entry.name!r} reaches into what begins at byte {limit}"
         else:
             begin = local.begin
-        found.append(FoundRecord(entry.name, entry.header_offset, begin, entry.size, entry.crc, problem))
+        found.append(
+            FoundRecord(entry.name, entry.header_offset, begin, entry.size, entry.crc, problem)
+        )
     return found
 
 
@@ -162,7 +180,9 @@ def _described(reader: FileReader, record: FoundRecord) -> tuple[FoundRecord, in
 
 
 def _length_by_descriptor(reader: FileReader, begin: int) -> int | None:
-    """Return the length of a small record: the offset of a descriptor that gives just that length."""
+    """Return the length of a small record: the offset of a descriptor that gives just that
+    length.
+    """
     data = reader.read(begin, min(_SMALL, reader.size - begin))
     at = data.find(b"PK\7\x08")
     while at >= 0:
@@ -180,7 +200,9 @@ def _local(reader: FileReader, offset: int) -> _Local | None:
     if not 0 <= offset <= reader.size - LOCAL.size:
         return None
     data = reader.read(offset, min(_HEAD, reader.size - offset))
-    signature, _, flags, method, _, _, crc, packed, _, name_length, extra_length = LOCAL.unpack_from(data)
+    signature, _, flags, method, _, _, crc, packed, _, name_length, extra_length = (
+        LOCAL.unpack_from(data)
+    )
     begin = offset + LOCAL.size + name_length + extra_length
     if signature != b"PK\3\4" or begin > reader.size:
         return None
@@ -204,7 +226,8 @@ def _why_none(reader: FileReader, position: int) -> str:
 
 
 class StorageLocation(NamedTuple):
-    """Offset of a storage in the file, the number of its bytes in the file, and the CRC-32 recorded for it (0: none).
+    """Offset of a storage in the file, the number of its bytes in the file, and the CRC-32 recorded
+    for it (0: none).
 
     ``problem``: a fault besides missing bytes, "" for none that shows without reading the bytes.
     """
@@ -219,8 +242,9 @@ class StorageLocation(NamedTuple):
 class PartialTorchFile:
     """A file of torch.save that may be damaged.
 
-    ``places``: of each storage of the pickle; one that is missing there was not found. ``reason``: why no more storages
-    were found. ``names_problem``: why the pickle itself is unreliable, "" without such evidence.
+    ``places``: of each storage of the pickle; one that is missing there was not found. ``reason``:
+    why no more storages were found. ``names_problem``: why the pickle itself is unreliable, ""
+    without such evidence.
     """
 
     tree: PickleTree = field(repr=False)
@@ -231,7 +255,9 @@ class PartialTorchFile:
 
 
 def read_partial(reader: FileReader) -> PartialTorchFile:
-    """Read the intact part of a file. Raises FormatError, with the reason, when that has no tensors."""
+    """Read the intact part of a file. Raises FormatError, with the reason, when that has no
+    tensors.
+    """
     with paused_gc():
         head = reader.read(0, min(4, reader.size))
         if head == b"PK\3\4":
@@ -255,7 +281,8 @@ def _zip(reader: FileReader) -> PartialTorchFile:
         pickles.find(records)
     if pickles.tree is None or pickles.record is None:
         raise FormatError(
-            f"its first record is not data.pkl, which holds the names ({reason or 'by its directory'})"
+            "its first record is not data.pkl, which holds the names "
+            f"({reason or 'by its directory'})"
         )
     root = pickles.root
     by_name: dict[str, FoundRecord] = {}
@@ -271,7 +298,9 @@ def _zip(reader: FileReader) -> PartialTorchFile:
             problem = found.problem
             if not problem and found.length != storage.nbytes:
                 problem = f"its record has {found.length} bytes, its object says {storage.nbytes}"
-            places[key] = StorageLocation(found.begin, 0 if not found.begin else have, found.crc, problem)
+            places[key] = StorageLocation(
+                found.begin, 0 if not found.begin else have, found.crc, problem
+            )
     crc = by_name[pickles.record].crc
     wrong = bool(crc) and zlib.crc32(pickles.tree.data) != crc and not pickles.is_longer
     return PartialTorchFile(
@@ -328,7 +357,12 @@ def _check_kind(reader: FileReader, root: str, records: Mapping[str, FoundRecord
         raise UnsupportedFormat("a TorchScript archive: it holds code next to its state")
     order = records.get(f"{root}/byteorder")
     is_there = order is not None and order.begin and order.begin + 3 <= reader.size
-    if order is not None and is_there and order.length == 3 and reader.read(order.begin, 3) == b"big":
+    if (
+        order is not None
+        and is_there
+        and order.length == 3
+        and reader.read(order.begin, 3) == b"big"
+    ):
         raise UnsupportedFormat("it was written on a big-endian machine")
 
 
@@ -345,9 +379,13 @@ def _legacy(reader: FileReader, first: PickleTree) -> PartialTorchFile:
         numel = int.from_bytes(reader.read(position, 8), "little")
         problem = ""
         if numel != storage.numel:
-            problem = f"it begins with a length of {numel} elements, its object says {storage.numel}"
+            problem = (
+                f"it begins with a length of {numel} elements, its object says {storage.numel}"
+            )
         begin = position + 8
-        places[key] = StorageLocation(begin, min(storage.nbytes, reader.size - begin), problem=problem)
+        places[key] = StorageLocation(
+            begin, min(storage.nbytes, reader.size - begin), problem=problem
+        )
         position = begin + storage.nbytes
     return PartialTorchFile(
         tree=tree, storages=known, places=places, reason=f"the file ends at byte {reader.size}"

@@ -1,6 +1,7 @@
 """The state dicts in a pickle of torch, and every place where names live in it.
 
-Facts from torch 2.13: ``torch/nn/modules/module.py`` and ``torch/optim/optimizer.py`` (``state_dict``).
+Facts from torch 2.13: ``torch/nn/modules/module.py`` and ``torch/optim/optimizer.py``
+(``state_dict``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,13 @@ from ckptfix.formats.pickle_tree import (
     text_keys,
 )
 from ckptfix.formats.tensor import TensorInfo
-from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_tensor, read_tensor, storages
+from ckptfix.formats.torch_tensors import (
+    PickledStorage,
+    PickledTensor,
+    is_tensor,
+    read_tensor,
+    storages,
+)
 
 MAX_NESTING = 4
 """Most dicts that are descended for a state dict: ``checkpoint["state"]["model"]`` is 2."""
@@ -37,7 +44,9 @@ MAX_LIST = 64
 
 @dataclass(frozen=True, slots=True)
 class PickledStateDict:
-    """A dict with tensors under string keys. ``path``: the keys that lead to it. ``opaque_keys``: other values."""
+    """A dict with tensors under string keys. ``path``: the keys that lead to it. ``opaque_keys``:
+    other values.
+    """
 
     path: tuple[str, ...]
     tensors: tuple[PickledTensor, ...]
@@ -48,10 +57,11 @@ class PickledStateDict:
 class NameList:
     """A place where names live.
 
-    ``kind``: "state dict" (its keys), "metadata" (module names without trailing dot in the ``_metadata`` of the state
-    dict of the same path, "" is the root), or of an optimizer "param_names", "params" (FSDP) and "optimizer state"
-    (its string keys). ``names``: each name with the site that pushed it. ``node``: the dict or list itself.
-    ``is_model``: a state dict that looks like a module's, and not like a dict in which a tensor happens to lie.
+    ``kind``: "state dict" (its keys), "metadata" (module names without trailing dot in the
+    ``_metadata`` of the state dict of the same path, "" is the root), or of an optimizer
+    "param_names", "params" (FSDP) and "optimizer state" (its string keys). ``names``: each name
+    with the site that pushed it. ``node``: the dict or list itself. ``is_model``: a state dict that
+    looks like a module's, and not like a dict in which a tensor happens to lie.
     """
 
     path: tuple[str, ...]
@@ -62,7 +72,9 @@ class NameList:
 
 
 class HasTensors(Protocol):
-    """A file of a torch pickle: its state dicts, and storage key -> offset in the file and length, in bytes."""
+    """A file of a torch pickle: its state dicts, and storage key -> offset in the file and length,
+    in bytes.
+    """
 
     @property
     def state_dicts(self) -> tuple[PickledStateDict, ...]:
@@ -79,11 +91,12 @@ def state_dicts(
     known: Mapping[str, PickledStorage] | None = None,
     broken: dict[tuple[tuple[str, ...], str], str] | None = None,
 ) -> tuple[PickledStateDict, ...]:
-    """Return every state dict, at the root or under string keys. ``known``: what ``storages`` returns.
+    """Return every state dict, at the root or under string keys. ``known``: what ``storages``
+    returns.
 
-    Raises FormatError when a tensor does not lie inside its storage, or as ``storages`` does; UnsupportedFormat for a
-    name beyond ``MAX_TEXT``. With ``broken`` a tensor outside of its storage counts as no tensor, and path and key ->
-    what is wrong with it is noted there.
+    Raises FormatError when a tensor does not lie inside its storage, or as ``storages`` does;
+    UnsupportedFormat for a name beyond ``MAX_TEXT``. With ``broken`` a tensor outside of its
+    storage counts as no tensor, and path and key -> what is wrong with it is noted there.
     """
     known = storages(tree) if known is None else known
     found = []
@@ -113,7 +126,8 @@ def state_dicts(
                 any_tensor = any_tensor or is_tensor(value)
         if long_name is not None and any(is_tensor(value) for _, value in pairs(node)):
             raise UnsupportedFormat(
-                f"a state dict has a name of {len(long_name.head)} bytes, at most {MAX_TEXT} are read"
+                f"a state dict has a name of {len(long_name.head)} bytes, at most {MAX_TEXT} are "
+                "read"
             )
         if tensors or any_tensor:
             found.append(PickledStateDict(path, tuple(tensors), tuple(opaque)))
@@ -154,22 +168,29 @@ def tensor_infos(file: HasTensors) -> tuple[TensorInfo, ...]:
 
 
 def is_optimizer(node: Node) -> bool:
-    """Return whether a dict is an optimizer's ``state_dict()``: ``state`` and ``param_groups``, and few keys more."""
+    """Return whether a dict is an optimizer's ``state_dict()``: ``state`` and ``param_groups``, and
+    few keys more.
+    """
     source = made_from(node)
-    if len(node.entries or ()) > 2 * MAX_LIST or (source is not None and len(source.items or ()) > MAX_LIST):
+    if len(node.entries or ()) > 2 * MAX_LIST or (
+        source is not None and len(source.items or ()) > MAX_LIST
+    ):
         return False
     keys = text_keys(node)
     return keys >= {"state", "param_groups"}
 
 
 def optimizers(root: Any) -> Iterator[tuple[tuple[str, ...], Node]]:
-    """Yield the state dict of each optimizer in a pickle once, however deep, with the keys that lead to it.
+    """Yield the state dict of each optimizer in a pickle once, however deep, with the keys that
+    lead to it.
 
-    An optimizer inside another one belongs to it, as SAM's does. Attributes of objects are left out.
+    An optimizer inside another one belongs to it, as SAM's does. Attributes of objects are left
+    out.
     """
     visits = Visits()
     tuples: set[int] = set()
-    # Each way is a key and the way to its dict: a copy of every path would grow with the square of the depth.
+    # Each way is a key and the way to its dict: a copy of every path would grow with the square of
+    # the depth.
     waiting: list[tuple[Any, _Way]] = [(root, None)]
     while waiting:
         value, way = waiting.pop()
@@ -185,7 +206,11 @@ def optimizers(root: Any) -> Iterator[tuple[tuple[str, ...], Node]]:
                 continue
             inner = [(_word(key), held) for key, held in pairs(value)]
         else:
-            inner = [(str(index), held) for index, held in enumerate(items_of(value)) if _is_container(held)]
+            inner = [
+                (str(index), held)
+                for index, held in enumerate(items_of(value))
+                if _is_container(held)
+            ]
         waiting += [(held, (word, way)) for word, held in reversed(inner) if _is_container(held)]
 
 
@@ -209,7 +234,9 @@ def _word(key: Any) -> str:
 
 
 def _is_container(value: Any) -> bool:
-    return type(value) is tuple or (type(value) is Node and (value.kind is Kind.LIST or is_dict_like(value)))
+    return type(value) is tuple or (
+        type(value) is Node and (value.kind is Kind.LIST or is_dict_like(value))
+    )
 
 
 def _dicts(tree: PickleTree) -> Iterator[tuple[tuple[str, ...], Node]]:
@@ -224,7 +251,9 @@ def _dicts(tree: PickleTree) -> Iterator[tuple[tuple[str, ...], Node]]:
             yield path, node
             if len(path) < MAX_NESTING and not is_optimizer(node):
                 waiting += reversed(_children(path, node))
-        elif node.kind is Kind.LIST and len(path) < MAX_NESTING and len(node.items or ()) <= MAX_LIST:
+        elif (
+            node.kind is Kind.LIST and len(path) < MAX_NESTING and len(node.items or ()) <= MAX_LIST
+        ):
             items = enumerate(node.items or ())
             waiting += reversed([((*path, str(index)), value) for index, value in items])
 
@@ -242,7 +271,9 @@ def _children(path: tuple[str, ...], node: Node) -> list[tuple[tuple[str, ...], 
 
 
 def _is_model(path: tuple[str, ...], node: Node, metadata: object) -> bool:
-    """Return whether a dict looks like a ``Module.state_dict()``: only tensors, and a sign of submodules."""
+    """Return whether a dict looks like a ``Module.state_dict()``: only tensors, and a sign of
+    submodules.
+    """
     named = [(key.value, value) for key, value in pairs(node) if type(key) is Text]
     if not all(is_tensor(value) or key.endswith("_extra_state") for key, value in named):
         return False
@@ -250,14 +281,18 @@ def _is_model(path: tuple[str, ...], node: Node, metadata: object) -> bool:
 
 
 class _Listed:
-    """The nodes that were listed: ordinary optimizers share lists of names, and copies of a state dict its metadata."""
+    """The nodes that were listed: ordinary optimizers share lists of names, and copies of a state
+    dict its metadata.
+    """
 
     def __init__(self, texts: int) -> None:
         self._visits = Visits()
         self._left = MAX_LIST * texts
 
     def may_list(self, node: Any) -> bool:
-        """Return whether a node may be listed: it is new, or all listed again stays a multiple of the strings."""
+        """Return whether a node may be listed: it is new, or all listed again stays a multiple of
+        the strings.
+        """
         if self._visits.first(node):
             return True
         if type(node) is not Node:
@@ -280,7 +315,9 @@ def _optimizer_names(path: tuple[str, ...], node: Node, listed: "_Listed") -> It
         for kind in ("param_names", "params"):
             names = child(group, kind)
             if type(names) is Node and names.kind is Kind.LIST and listed.may_list(names):
-                texts = tuple([(item.value, item.site) for item in names.items or () if type(item) is Text])
+                texts = tuple(
+                    [(item.value, item.site) for item in names.items or () if type(item) is Text]
+                )
                 if texts:
                     yield NameList((*path, "param_groups", str(index)), kind, texts, names)
     state = child(node, "state")

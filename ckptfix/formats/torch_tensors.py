@@ -1,6 +1,7 @@
 """Tensors and storages as a pickle of torch names them.
 
-Facts from torch 2.13: ``torch/_utils.py`` (``_rebuild_*``), ``torch/serialization.py`` (``persistent_id``).
+Facts from torch 2.13: ``torch/_utils.py`` (``_rebuild_*``), ``torch/serialization.py``
+(``persistent_id``).
 """
 
 from collections.abc import Mapping
@@ -12,22 +13,24 @@ from ckptfix.formats.tensor import DTYPE_BITS
 
 STORAGE_DTYPES = {
     "FloatStorage": "F32", "DoubleStorage": "F64", "HalfStorage": "F16", "BFloat16Storage": "BF16",
-    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
-    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64", "ComplexDoubleStorage": "C128",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8",
+    "ByteStorage": "U8", "BoolStorage": "BOOL", "ComplexFloatStorage": "C64",
+    "ComplexDoubleStorage": "C128",
 }  # fmt: skip
 """Typed storage classes -> dtype in safetensors' nouns."""
 
 TORCH_DTYPES = {
-    "float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
-    "complex64": "C64", "complex128": "C128", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
+    "float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32",
+    "uint64": "U64", "bool": "BOOL", "complex64": "C64", "complex128": "C128",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
 """``torch.dtype`` names -> dtype in safetensors' nouns. Types below a byte have none here."""
 
 _OTHER_SIZES = {
-    "UntypedStorage": 1, "QUInt8Storage": 1, "QInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1,
-    "QUInt2x4Storage": 1,
+    "UntypedStorage": 1, "QUInt8Storage": 1, "QInt8Storage": 1, "QInt32Storage": 4,
+    "QUInt4x2Storage": 1, "QUInt2x4Storage": 1,
 }  # fmt: skip
 _PLAIN_TENSOR_TYPES = frozenset(
     {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer")}
@@ -37,9 +40,13 @@ _MANY = 1 << 62
 _MOST = (1 << 63) - 1
 """The largest size, stride or number of elements that torch takes."""
 
-_MAX_DIMENSIONS = 64  # of which torch can make a tensor; a million tensors can share one longer shape
+# Of which torch can make a tensor; a million tensors can share one longer shape.
+_MAX_DIMENSIONS = 64
 _MAX_KEY = 1024
-_WITH_STATE = {("torch._utils", "_rebuild_parameter_with_state"), ("torch._tensor", "_rebuild_from_type_v2")}
+_WITH_STATE = {
+    ("torch._utils", "_rebuild_parameter_with_state"),
+    ("torch._tensor", "_rebuild_from_type_v2"),
+}
 _SETTERS = ("data", "real", "imag", "__class__")
 """Names of torch's own attributes of a tensor that change its numbers when they are set."""
 _REBUILD_V2 = ("torch._utils", "_rebuild_tensor_v2")
@@ -48,8 +55,9 @@ _REBUILD_V2 = ("torch._utils", "_rebuild_tensor_v2")
 class PickledTensor(NamedTuple):
     """A tensor under a string key.
 
-    ``stride`` and ``storage_offset`` count elements, ``begin`` and ``end`` bytes from the start of the storage: what
-    the tensor spans when it is contiguous, else both None. ``site`` is where the key was pushed.
+    ``stride`` and ``storage_offset`` count elements, ``begin`` and ``end`` bytes from the start of
+    the storage: what the tensor spans when it is contiguous, else both None. ``site`` is where the
+    key was pushed.
     """
 
     fqn: str
@@ -64,12 +72,16 @@ class PickledTensor(NamedTuple):
 
     @property
     def view(self) -> tuple[object, ...]:
-        """Common identity of two names of one tensor: the same elements of one storage, in one shape and dtype."""
+        """Common identity of two names of one tensor: the same elements of one storage, in one
+        shape and dtype.
+        """
         return self.storage_key, self.storage_offset, self.dtype, self.shape, self.stride
 
 
 class PickledStorage(NamedTuple):
-    """A storage: its class (``FloatStorage``), where it lived (``cpu``), its elements and its bytes."""
+    """A storage: its class (``FloatStorage``), where it lived (``cpu``), its elements and its
+    bytes.
+    """
 
     type: str
     location: str
@@ -80,8 +92,8 @@ class PickledStorage(NamedTuple):
 def storages(tree: PickleTree) -> dict[str, PickledStorage]:
     """Return every storage that the pickle refers to, by its key.
 
-    Raises FormatError for a persistent id that is none of torch's, a key with two meanings, or a pickle that sets the
-    numbers of a tensor itself.
+    Raises FormatError for a persistent id that is none of torch's, a key with two meanings, or a
+    pickle that sets the numbers of a tensor itself.
     """
     _ensure_not_set(tree)
     found: dict[str, PickledStorage] = {}
@@ -95,16 +107,22 @@ def storages(tree: PickleTree) -> dict[str, PickledStorage]:
 
 
 def _ensure_not_set(tree: PickleTree) -> None:
-    """Raise FormatError where the numbers of a tensor are set after it was made, as no torch writes it.
+    """Raise FormatError where the numbers of a tensor are set after it was made, as no torch writes
+    it.
 
-    Loads would give these numbers, with ``weights_only``, too, and everything here those of the storage.
+    Loads would give these numbers, with ``weights_only``, too, and everything here those of the
+    storage.
     """
     if not any(is_rebuild(*name) for name in tree.built):
-        if not _WITH_STATE & tree.globals.keys() or not any(text.value in _SETTERS for text in tree.texts):
+        if not _WITH_STATE & tree.globals.keys() or not any(
+            text.value in _SETTERS for text in tree.texts
+        ):
             return
         if not tree.leftover and not any(map(_sets_numbers, every_node(tree.root))):
             return
-    raise FormatError("the pickle gives a tensor other numbers than those of its storage after it was made")
+    raise FormatError(
+        "the pickle gives a tensor other numbers than those of its storage after it was made"
+    )
 
 
 def _sets_numbers(node: Node) -> bool:
@@ -124,15 +142,26 @@ def _sets_numbers(node: Node) -> bool:
 
 
 def read_storage(node: Node) -> tuple[str, PickledStorage]:
-    """Return the key and the storage of a persistent id ``("storage", class, key, location, numel)``.
+    """Return the key and the storage of a persistent id ``("storage", class, key, location,
+    numel)``.
 
     Legacy files add a sixth value, the view into a larger storage, which no torch since 0.4 writes.
     Raises FormatError for anything else.
     """
     pid = node.head
-    if type(pid) is tuple and len(pid) in (5, 6) and type(pid[0]) is Text and pid[0][0] == "storage":
+    if (
+        type(pid) is tuple
+        and len(pid) in (5, 6)
+        and type(pid[0]) is Text
+        and pid[0][0] == "storage"
+    ):
         _, cls, key, location, numel = pid[:5]
-        if type(cls) is Node and cls.kind is Kind.GLOBAL and type(key) is Text and type(location) is Text:
+        if (
+            type(cls) is Node
+            and cls.kind is Kind.GLOBAL
+            and type(key) is Text
+            and type(location) is Text
+        ):
             name = cls.head[1]
             size = _element_size(name)
             if (
@@ -168,7 +197,8 @@ def is_rebuild(module: str, name: str) -> bool:
 
 
 META_TENSOR = ("torch._utils", "_rebuild_meta_tensor_no_storage")
-"""The function that makes a tensor on the meta device: it has a dtype and a shape, and no numbers."""
+"""The function that makes a tensor on the meta device: it has a dtype and a shape, and no numbers.
+"""
 
 SPARSE = "a sparse tensor"
 """The words of ``kind_of_tensor`` for every sparse layout."""
@@ -184,29 +214,41 @@ _KINDS = {
 
 
 def kind_of_tensor(node: Node) -> str:
-    """Return the kind of a tensor that ``read_tensor`` does not read, in words: "a quantized tensor (torch.qint8)"."""
+    """Return the kind of a tensor that ``read_tensor`` does not read, in words: "a quantized tensor
+    (torch.qint8)".
+    """
     name, args = _unwrapped(node)
     if name in _KINDS:
         return _KINDS[name]
-    storage = args[0].head if args and type(args[0]) is Node and args[0].kind is Kind.PERSISTENT else None
-    storage_type = storage[1].head[1] if storage is not None else ""  # read_storage has checked its form
+    storage = (
+        args[0].head if args and type(args[0]) is Node and args[0].kind is Kind.PERSISTENT else None
+    )
+    # read_storage has checked its form.
+    storage_type = storage[1].head[1] if storage is not None else ""
     if name == "_rebuild_qtensor":
         dtype = storage_type.removesuffix("Storage").lower()
         return f"a quantized tensor (torch.{dtype})" if dtype else "a quantized tensor"
     if name in ("_rebuild_from_type_v2", "_rebuild_wrapper_subclass"):
-        cls = next((one.head[1] for one in args[:2] if type(one) is Node and one.kind is Kind.GLOBAL), "")
+        cls = next(
+            (one.head[1] for one in args[:2] if type(one) is Node and one.kind is Kind.GLOBAL), ""
+        )
         return f"a tensor of the class {cls}" if cls else "a tensor of a class of its own"
     if name == "_rebuild_tensor_v3" and len(args) > 6 and _dtype(args[6]) is None:
         dtype = args[6].head[1] if type(args[6]) is Node and args[6].kind is Kind.GLOBAL else ""
         return f"a tensor of torch.{dtype}" if dtype else "a tensor of an unknown dtype"
     plain = 7 if name == "_rebuild_tensor_v3" else 6
-    if name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3") and len(args) > plain and _is_lazy(args[plain]):
+    if (
+        name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
+        and len(args) > plain
+        and _is_lazy(args[plain])
+    ):
         return "a conjugated or negated tensor, whose bytes are not its numbers"
     return f"a tensor of an unknown kind ({name})" if name else "a tensor of an unknown kind"
 
 
 def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> PickledTensor | None:
-    """Return the tensor that a call makes, None for other kinds of tensors or a dtype without a noun.
+    """Return the tensor that a call makes, None for other kinds of tensors or a dtype without a
+    noun.
 
     A conjugated or negated view is not plain: its bytes are not its numbers.
     """
@@ -250,10 +292,13 @@ def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> P
             # It ignores the stride of a dimension of length 1, and all strides of an empty tensor.
             or (
                 0 not in shape
-                and any(step < 0 and length > 1 for length, step in zip(shape, stride, strict=False))
+                and any(
+                    step < 0 and length > 1 for length, step in zip(shape, stride, strict=False)
+                )
             )
         ):
-            # Tensor.set_() of torch raises a RuntimeError; read as "no plain tensor" it was left out, and nothing said.
+            # Tensor.set_() of torch raises a RuntimeError; read as "no plain tensor" it was left
+            # out, and nothing said.
             raise FormatError(
                 f"the tensor {key.value!r:.200} has an offset, sizes or strides that torch refuses"
             )
@@ -270,13 +315,19 @@ def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> P
 
 
 def _unwrapped(node: Node) -> tuple[str, tuple[Any, ...]]:
-    """Return the rebuild function and its arguments, out of a Parameter or a tensor with attributes."""
+    """Return the rebuild function and its arguments, out of a Parameter or a tensor with
+    attributes.
+    """
     for _ in range(_MAX_WRAPPED):
         args = node.args
         if not is_tensor(node) or type(args) is not tuple:
             break
         name = node.head.head[1]
-        if name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args and type(args[0]) is Node:
+        if (
+            name in ("_rebuild_parameter", "_rebuild_parameter_with_state")
+            and args
+            and type(args[0]) is Node
+        ):
             node = args[0]
         elif name == "_rebuild_from_type_v2" and len(args) == 4 and _is_plain(args[1]):
             node = Node(Kind.CALL, args[0], args[2])
@@ -290,8 +341,12 @@ def _is_plain(cls: object) -> bool:
 
 
 def _is_lazy(metadata: object) -> bool:
-    """Return whether the numbers are still to be conjugated or negated (``torch._utils.get_tensor_metadata``)."""
-    return type(metadata) is not Node or metadata.kind is not Kind.DICT or metadata.entries is not None
+    """Return whether the numbers are still to be conjugated or negated
+    (``torch._utils.get_tensor_metadata``).
+    """
+    return (
+        type(metadata) is not Node or metadata.kind is not Kind.DICT or metadata.entries is not None
+    )
 
 
 def _dtype(value: object) -> str | None:
@@ -302,8 +357,17 @@ def _dtype(value: object) -> str | None:
 
 def _sizes(value: Any) -> tuple[Any, ...]:
     """Return a tuple as it is, or the one inside a ``torch.Size``."""
-    if type(value) is Node and value.kind is Kind.CALL and type(value.args) is tuple and len(value.args) == 1:
-        value = value.args[0] if type(value.head) is Node and value.head.is_global("torch", "Size") else None
+    if (
+        type(value) is Node
+        and value.kind is Kind.CALL
+        and type(value.args) is tuple
+        and len(value.args) == 1
+    ):
+        value = (
+            value.args[0]
+            if type(value.head) is Node and value.head.is_global("torch", "Size")
+            else None
+        )
     return value if type(value) is tuple else (None,)
 
 
@@ -312,8 +376,8 @@ def _span(
 ) -> tuple[int | None, int | None] | None:
     """Return the bytes of its storage that a tensor spans.
 
-    (None, None) when it is not contiguous, None when shape or stride are not sizes. An end beyond ``nbytes`` marks any
-    tensor, contiguous or not, that needs more than its storage has.
+    (None, None) when it is not contiguous, None when shape or stride are not sizes. An end beyond
+    ``nbytes`` marks any tensor, contiguous or not, that needs more than its storage has.
     """
     count, last, contiguous, empty, huge = 1, offset, True, False, False
     for length, step in zip(reversed(shape), reversed(stride), strict=True):

@@ -1,10 +1,12 @@
-"""The zip files of torch.save since 1.6: records read without trusting any number, and edits appended.
+"""The zip files of torch.save since 1.6: records read without trusting any number, and edits
+appended.
 
-Every offset is checked before it is followed and every size against the size of the file before it is read; records may
-not overlap, and each local header must agree with the directory.
+Every offset is checked before it is followed and every size against the size of the file before it
+is read; records may not overlap, and each local header must agree with the directory.
 
-Layout facts: PKWARE's APPNOTE 6.3 (records, ZIP64), and for torch 2.13 ``caffe2/serialize/inline_container.cc``: every
-record is stored, its data starts on a multiple of 64 bytes, the end records are always those of ZIP64.
+Layout facts: PKWARE's APPNOTE 6.3 (records, ZIP64), and for torch 2.13
+``caffe2/serialize/inline_container.cc``: every record is stored, its data starts on a multiple of
+64 bytes, the end records are always those of ZIP64.
 """
 
 import zlib
@@ -22,7 +24,9 @@ from ckptfix.storage.parallel import Control, processors, run_all
 from ckptfix.storage.reading import FileReader, page_buffer
 
 MAX_DIRECTORY = 64 << 20
-"""Longest central directory that is read, in bytes. A record takes about 65, and 300 once it is read."""
+"""Longest central directory that is read, in bytes. A record takes about 65, and 300 once it is
+read.
+"""
 
 MAX_ZEROS = 64 << 20
 """Most zeros at the end of a file behind which the end of the archive is looked for."""
@@ -38,10 +42,14 @@ NEEDS_ZIP64 = 45  # version 4.5
 IN_UTF8 = 0x800
 ENCRYPTED = 0x1
 _UNREADABLE = 0x1 | 0x20 | 0x40 | 0x2000
-"""Flags of entries that miniz refuses: encrypted, a patch, strongly encrypted, a masked local header."""
+"""Flags of entries that miniz refuses: encrypted, a patch, strongly encrypted, a masked local
+header.
+"""
 
 _FOLDER = 0x10
-"""The attribute of MS-DOS that makes an entry a folder: miniz then reads none of its bytes, and reports no error."""
+"""The attribute of MS-DOS that makes an entry a folder: miniz then reads none of its bytes, and
+reports no error.
+"""
 
 _LEAST_END64 = END64.size - 12
 """Least size that a ZIP64 end record may give for itself; the first 12 bytes are not counted."""
@@ -53,10 +61,11 @@ _MAX_JUNK = 16 << 20
 
 
 class ZipRecord(NamedTuple):
-    """One record. Offsets count from the start of the file; ``size`` is unpacked, ``packed`` its size in the file.
+    """One record. Offsets count from the start of the file; ``size`` is unpacked, ``packed`` its
+    size in the file.
 
-    ``crc`` is the one in the central directory, 0 when none was written. ``entry`` is where its entry begins in the
-    directory.
+    ``crc`` is the one in the central directory, 0 when none was written. ``entry`` is where its
+    entry begins in the directory.
     """
 
     name: str
@@ -90,10 +99,11 @@ class EndRecords(NamedTuple):
 
 
 def read_records(reader: FileReader) -> tuple[EndRecords, bytes, tuple[ZipRecord, ...]]:
-    """Return the end records, the bytes of the central directory, and its records in their order; names can recur.
+    """Return the end records, the bytes of the central directory, and its records in their order;
+    names can recur.
 
-    Raises TruncatedError when the archive is cut, UnsupportedFormat for encryption and rare compressions, FormatError
-    for anything that does not add up.
+    Raises TruncatedError when the archive is cut, UnsupportedFormat for encryption and rare
+    compressions, FormatError for anything that does not add up.
     """
     end = read_end(reader)
     directory = reader.read(end.directory_offset, end.directory_size)
@@ -106,7 +116,8 @@ def read_records(reader: FileReader) -> tuple[EndRecords, bytes, tuple[ZipRecord
 def read_end(reader: FileReader) -> EndRecords:
     """Find the end records, the last ones in the file as every reader does.
 
-    Raises TruncatedError when there are none or they are cut, FormatError when their numbers contradict one another.
+    Raises TruncatedError when there are none or they are cut, FormatError when their numbers
+    contradict one another.
     """
     window_start, window = _tail(reader)
     found = window.rfind(b"PK\5\6")
@@ -132,8 +143,8 @@ def read_end(reader: FileReader) -> EndRecords:
         raise FormatError("the zip archive claims to be one of several volumes")
     if offset + size > limit or count * ENTRY.size > size or size > MAX_DIRECTORY:
         raise FormatError(
-            f"the zip directory is said to have {count} entries in {size} bytes from byte {offset}; "
-            f"its end record is at byte {limit}"
+            f"the zip directory is said to have {count} entries in {size} bytes from byte "
+            f"{offset}; its end record is at byte {limit}"
         )
     return EndRecords(count, size, offset, end, comment)
 
@@ -142,7 +153,8 @@ _MANY_ZEROS = 64
 
 
 def _tail(reader: FileReader) -> tuple[int, bytes]:
-    """Return the bytes among which the end record is, and where they begin; zeros or other bytes may follow them.
+    """Return the bytes among which the end record is, and where they begin; zeros or other bytes
+    may follow them.
 
     Raises TruncatedError when there is none.
     """
@@ -161,12 +173,16 @@ def _tail(reader: FileReader) -> tuple[int, bytes]:
     zeros = reader.size - content
     # A pickle that was cut may end in a few zeros of its own.
     if zeros >= _MANY_ZEROS:
-        cause = f"; the last {zeros} of {reader.size} bytes are zeros, so the write was probably interrupted"
+        cause = (
+            f"; the last {zeros} of {reader.size} bytes are zeros, so the write was probably "
+            "interrupted"
+        )
     elif reader.size <= _MAX_JUNK:
         cause = f": the file was cut at byte {reader.size} or before"
     else:
         cause = (
-            f" in its last 16 MiB: it was cut, at byte {reader.size} at the latest, or more follows its end"
+            f" in its last 16 MiB: it was cut, at byte {reader.size} at the latest, or more "
+            "follows its end"
         )
     raise TruncatedError(f"the zip archive has no end record{cause}", have=reader.size)
 
@@ -184,9 +200,11 @@ def _end_without_zeros(reader: FileReader) -> int:
 
 
 def _end_before_junk(reader: FileReader) -> int | None:
-    """Return where the last end record is of those that torch writes: behind a ZIP64 locator, and without a comment.
+    """Return where the last end record is of those that torch writes: behind a ZIP64 locator, and
+    without a comment.
 
-    Further from the end than any zip reader looks (torch 2.13 gives up beyond 64 KiB), at most ``_MAX_JUNK`` are read.
+    Further from the end than any zip reader looks (torch 2.13 gives up beyond 64 KiB), at most
+    ``_MAX_JUNK`` are read.
     """
     end = reader.size
     while end > max(0, reader.size - _MAX_JUNK):
@@ -207,16 +225,23 @@ def _check_end(reader: FileReader, end: int) -> None:
         raise TruncatedError(message, have=reader.size, need=end)
 
 
-def _read_end64(reader: FileReader, offset: int, before: int, narrow: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the six numbers of the ZIP64 end record, which must agree with those of the old one where it has any."""
+def _read_end64(
+    reader: FileReader, offset: int, before: int, narrow: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the six numbers of the ZIP64 end record, which must agree with those of the old one
+    where it has any.
+    """
     if offset + END64.size > before:
-        raise FormatError(f"the ZIP64 end record is said to be at byte {offset}, behind its locator")
+        raise FormatError(
+            f"the ZIP64 end record is said to be at byte {offset}, behind its locator"
+        )
     signature, size, _, _, *wide = END64.unpack(reader.read(offset, END64.size))
     if signature != b"PK\6\6":
         raise FormatError(f"there is no ZIP64 end record at byte {offset}")
     if size < _LEAST_END64:
         raise FormatError(
-            f"the ZIP64 end record is too short (expected {_LEAST_END64} bytes or more, found {size})"
+            f"the ZIP64 end record is too short (expected {_LEAST_END64} bytes or more, found "
+            f"{size})"
         )
     for small, large, unknown in zip(narrow, wide, (U16,) * 4 + (U32,) * 2, strict=True):
         if small not in (large, unknown):
@@ -242,8 +267,8 @@ def read_entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
         name = _checked_name(directory[position + head : name_end])
         if flags & _UNREADABLE or method not in (STORED, DEFLATED):
             raise BeyondLimits(
-                f"torch.load refuses the zip record {name!r}: it is encrypted or a patch (flags {flags:#x}), or "
-                f"packed by method {method}"
+                f"torch.load refuses the zip record {name!r}: it is encrypted or a patch (flags "
+                f"{flags:#x}), or packed by method {method}"
             )
         if disk > 1:  # miniz takes 1 for the only volume, too
             raise FormatError(
@@ -309,7 +334,8 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
     if order and starts[order[-1]] >= limit:
         name, offset = entries[order[-1]].name, starts[order[-1]]
         raise FormatError(
-            f"the zip record {name!r} at byte {offset} overlaps the directory, which begins at {limit}"
+            f"the zip record {name!r} at byte {offset} overlaps the directory, which begins at "
+            f"{limit}"
         )
     located: list[ZipRecord] = list(entries)
     window, window_start = b"", 0
@@ -331,7 +357,8 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
                 located[index] = _as_record((name, method, crc, offset, data, packed, size, entry))
                 continue
         if not window_start <= offset <= offset + need <= window_start + len(window):
-            # Small tensors lie close together: one read for many headers. Large ones: nothing but the header.
+            # Small tensors lie close together: one read for many headers. Large ones: nothing but
+            # the header.
             length = need if following - offset > _NEAR else min(_WINDOW, limit - offset)
             if (
                 far and length != need
@@ -348,11 +375,14 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
             or window[at + head : at + need] != raw_name
             or name_length != len(raw_name)
         ):
-            raise FormatError(f"the local header of {name!r} at byte {offset} contradicts the zip directory")
+            raise FormatError(
+                f"the local header of {name!r} at byte {offset} contradicts the zip directory"
+            )
         data = offset + need + extra_length
         if data + packed > following:
             raise FormatError(
-                f"the zip record {name!r} ends at byte {data + packed}, the next begins at {following}"
+                f"the zip record {name!r} ends at byte {data + packed}, the next begins at "
+                f"{following}"
             )
         located[index] = _as_record((name, method, crc, offset, data, packed, size, entry))
     return tuple(located)
@@ -373,10 +403,12 @@ _DESCRIPTORS = (0, 16, 24)
 
 
 def _by_the_directory(least: int, packed: int, following: int) -> int | None:
-    """Return where the data of a record begins, without its local header, None where only that knows.
+    """Return where the data of a record begins, without its local header, None where only that
+    knows.
 
-    torch begins the data at a multiple of 64, and the next record follows it, or its descriptor: at most one of the
-    three sizes of a descriptor fits. ``least``: where the local header ends without its extra field.
+    torch begins the data at a multiple of 64, and the next record follows it, or its descriptor: at
+    most one of the three sizes of a descriptor fits. ``least``: where the local header ends without
+    its extra field.
     """
     for descriptor in _DESCRIPTORS:
         data = following - descriptor - packed
@@ -404,9 +436,10 @@ _WORTH_THREADS = 8 << 20
 class TorchZip:
     """A parsed zip file of torch.
 
-    ``root``: the folder all of torch's records are in. ``end``: where the last end record ends; ``trailing`` bytes
-    follow. ``directory``: the bytes of the central directory. ``big_endian``: what its byteorder record says.
-    ``is_torchscript``: it holds code next to its state; torch.load goes by the same record.
+    ``root``: the folder all of torch's records are in. ``end``: where the last end record ends;
+    ``trailing`` bytes follow. ``directory``: the bytes of the central directory. ``big_endian``:
+    what its byteorder record says. ``is_torchscript``: it holds code next to its state; torch.load
+    goes by the same record.
     """
 
     root: str
@@ -422,7 +455,9 @@ class TorchZip:
 
 @dataclass(frozen=True, slots=True)
 class AppendedBytes:
-    """``data`` goes where the zip ends; its last ``tail`` bytes are written when all before them are on disk."""
+    """``data`` goes where the zip ends; its last ``tail`` bytes are written when all before them
+    are on disk.
+    """
 
     data: bytes = field(repr=False)
     tail: int
@@ -431,15 +466,17 @@ class AppendedBytes:
 def read_zip(reader: FileReader) -> TorchZip:
     """Parse the directory and every local header.
 
-    Raises TruncatedError when the file is cut, FormatError when numbers contradict one another, records overlap or a
-    name could leave its folder, UnsupportedFormat for encryption.
+    Raises TruncatedError when the file is cut, FormatError when numbers contradict one another,
+    records overlap or a name could leave its folder, UnsupportedFormat for encryption.
     """
     end, directory, records = read_records(reader)
     by_name = _by_folded_name(records)
     root, slash, _ = records[0].name.partition("/")
     pickle = _record(by_name, f"{root}/data.pkl")
     if not slash or pickle is None:
-        raise FormatError(f"a zip archive, but none of torch.save: no data.pkl next to {records[0].name!r}")
+        raise FormatError(
+            f"a zip archive, but none of torch.save: no data.pkl next to {records[0].name!r}"
+        )
     byteorder = _record(by_name, f"{root}/byteorder")
     order = b"little" if byteorder is None else read_record(reader, byteorder)
     if order not in (b"little", b"big"):
@@ -460,13 +497,15 @@ def read_zip(reader: FileReader) -> TorchZip:
 def read_record(reader: FileReader, record: ZipRecord) -> bytes:
     """Return the bytes of one record, unpacked.
 
-    Raises UnsupportedFormat when they are more than ``MAX_PICKLE``, or than ``MAX_UNPACKED`` if they are packed;
-    FormatError when they are not what the directory says.
+    Raises UnsupportedFormat when they are more than ``MAX_PICKLE``, or than ``MAX_UNPACKED`` if
+    they are packed; FormatError when they are not what the directory says.
     """
     most = MAX_PICKLE if record.is_stored else MAX_UNPACKED
     if max(record.size, record.packed) > most:
         kind = "" if record.is_stored else "packed "
-        raise BeyondLimits(f"{record.name!r} has {record.size} {kind}bytes, at most {most} are read")
+        raise BeyondLimits(
+            f"{record.name!r} has {record.size} {kind}bytes, at most {most} are read"
+        )
     raw = reader.read(record.data_offset, record.packed)
     if record.is_stored:
         return raw
@@ -486,7 +525,8 @@ def _folded(name: str) -> str:
 
 def _by_folded_name(records: tuple[ZipRecord, ...]) -> dict[str, ZipRecord]:
     names = [record.name for record in records]
-    fold = str.lower if "".join(names).isascii() else _folded  # the same there, and three times as fast
+    # The same there, and three times as fast.
+    fold = str.lower if "".join(names).isascii() else _folded
     found = dict(zip(map(fold, names), records, strict=True))
     if len(found) != len(records):
         raise FormatError(
@@ -509,13 +549,16 @@ def storage_records(archive: TorchZip) -> dict[str, ZipRecord]:
     """Return the record of every storage, by its key."""
     prefix = f"{archive.root}/data/"
     skip = len(prefix)
-    return {record.name[skip:]: record for record in archive.records if record.name.startswith(prefix)}
+    return {
+        record.name[skip:]: record for record in archive.records if record.name.startswith(prefix)
+    }
 
 
 def records_with_crc(
     archive: TorchZip, *, every_record: bool = True, among: slice = slice(None)
 ) -> list[ZipRecord]:
-    """Return the records whose CRC can be compared: one of 0 was never written, as torch can leave them out.
+    """Return the records whose CRC can be compared: one of 0 was never written, as torch can leave
+    them out.
 
     Without ``every_record`` the storages are left out. ``among``: look at these records alone.
     """
@@ -542,8 +585,8 @@ def crc_mismatches(
 ) -> Iterator[ZipRecord]:
     """Yield each record whose bytes do not have the CRC in the directory.
 
-    ``every_record``, ``among``: of ``records_with_crc``. ``progress`` is called with the bytes read since the last
-    call, by one thread at a time.
+    ``every_record``, ``among``: of ``records_with_crc``. ``progress`` is called with the bytes read
+    since the last call, by one thread at a time.
     """
     records = records_with_crc(archive, every_record=every_record, among=among)
     found: dict[int, int] = {}
@@ -570,7 +613,8 @@ def crc_mismatches(
 
 
 def append_edit(archive: TorchZip, new_pickle: bytes) -> AppendedBytes:
-    """Return the bytes to append at ``archive.end`` so that its data.pkl is ``new_pickle``; the old bytes all stay.
+    """Return the bytes to append at ``archive.end`` so that its data.pkl is ``new_pickle``; the old
+    bytes all stay.
 
     Raises UnsupportedFormat for an archive with code in it, a comment, or a packed data.pkl.
     """
@@ -595,7 +639,9 @@ def append_edit(archive: TorchZip, new_pickle: bytes) -> AppendedBytes:
     extra = (
         b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
     )  # as torch pads: readers skip an unknown field
-    local = LOCAL.pack(b"PK\3\4", 20, flags, STORED, time, date, crc, size, size, len(name), len(extra))
+    local = LOCAL.pack(
+        b"PK\3\4", 20, flags, STORED, time, date, crc, size, size, len(name), len(extra)
+    )
     extra64 = b"\1\0\x08\0" + archive.end.to_bytes(8, "little") if archive.end >= U32 else b""
     fields[2], fields[3], fields[4] = 45 if extra64 else 20, flags, STORED
     fields[7:10] = crc, size, size
@@ -607,12 +653,27 @@ def append_edit(archive: TorchZip, new_pickle: bytes) -> AppendedBytes:
     return AppendedBytes(record + directory + tail, len(tail))
 
 
-def end_records(directory_offset: int, directory_size: int, count: int, made_by: int = NEEDS_ZIP64) -> bytes:
-    """Return the ZIP64 end record, its locator, and the end record, which torch writes for every archive."""
+def end_records(
+    directory_offset: int, directory_size: int, count: int, made_by: int = NEEDS_ZIP64
+) -> bytes:
+    """Return the ZIP64 end record, its locator, and the end record, which torch writes for every
+    archive.
+    """
     end64 = END64.pack(
-        b"PK\6\6", END64.size - 12, made_by, NEEDS_ZIP64, 0, 0, count, count, directory_size, directory_offset
+        b"PK\6\6",
+        END64.size - 12,
+        made_by,
+        NEEDS_ZIP64,
+        0,
+        0,
+        count,
+        count,
+        directory_size,
+        directory_offset,
     )
     locator = LOCATOR.pack(b"PK\6\7", 0, directory_offset + directory_size, 1)
     few = min(count, U16)
-    end = END.pack(b"PK\5\6", 0, 0, few, few, min(directory_size, U32), min(directory_offset, U32), 0)
+    end = END.pack(
+        b"PK\5\6", 0, 0, few, few, min(directory_size, U32), min(directory_offset, U32), 0
+    )
     return end64 + locator + end

@@ -92,15 +92,24 @@ def rows(topic: str) -> dict[str, str]:
         elif not line.startswith("|"):
             heads = []
         elif heads and (code := cells[0].strip("`")) and re.fullmatch(_CODE, code):
-            items = (f"- {head}: {cell}\n" for head, cell in zip(heads[1:], cells[1:], strict=True) if cell)
-            sections[code] = f"## {code}\n{''.join(items)}\nAll codes of this kind: ckptfix help {topic}\n"
+            items = (
+                f"- {head}: {cell}\n"
+                for head, cell in zip(heads[1:], cells[1:], strict=True)
+                if cell
+            )
+            sections[code] = (
+                f"## {code}\n{''.join(items)}\nAll codes of this kind: ckptfix help {topic}\n"
+            )
     return sections
 
 
 def explanation(code: str) -> str | None:
     """Return the section and rows about a code. Where ``check`` and ``doctor`` share it, the section of ``check``."""
     sections = [text for topic in CATALOGUES if (text := section(topic, code)) is not None][:1]
-    return "\n".join([*sections, *(rows(topic)[code] for topic in TABLES if code in rows(topic))]) or None
+    return (
+        "\n".join([*sections, *(rows(topic)[code] for topic in TABLES if code in rows(topic))])
+        or None
+    )
 
 
 def closest(word: str, known: list[str]) -> str:

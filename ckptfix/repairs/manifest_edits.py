@@ -1,4 +1,6 @@
-"""Edits of the manifest after a repair drops, moves, renames or rewrites the files that it lists."""
+"""Edits of the manifest after a repair drops, moves, renames or rewrites the files that it
+lists.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,11 +21,15 @@ from ckptfix.storage.paths import MANIFEST
 from ckptfix.storage.recipes import KEPT, Literal, Recipe
 
 
-def manifest_edits(folder: CheckpointFolder, steps: Sequence[Step], edits: Sequence[Edit]) -> list[Edit]:
-    """Return the edit that makes the manifest follow a repair: none without a manifest, or when it stays the same.
+def manifest_edits(
+    folder: CheckpointFolder, steps: Sequence[Step], edits: Sequence[Edit]
+) -> list[Edit]:
+    """Return the edit that makes the manifest follow a repair: none without a manifest, or when it
+    stays the same.
 
-    Digests of tensors survive a rename, as no byte of them changes; of a file that changes, the digest is forgotten.
-    A manifest that cannot be understood is left as it is. Raises OSError when it cannot be read.
+    Digests of tensors survive a rename, as no byte of them changes; of a file that changes, the
+    digest is forgotten. A manifest that cannot be understood is left as it is. Raises OSError when
+    it cannot be read.
     """
     if not edits:
         return []
@@ -45,14 +51,22 @@ def manifest_edits(folder: CheckpointFolder, steps: Sequence[Step], edits: Seque
 def followed(
     manifest: Manifest, folder: CheckpointFolder, steps: Sequence[Step], edits: Sequence[Edit]
 ) -> Manifest:
-    """Return the manifest of a folder after the edits of these steps. ``folder``: as it was scanned before them."""
+    """Return the manifest of a folder after the edits of these steps. ``folder``: as it was scanned
+    before them.
+    """
     actions = [step.action for step in steps]
-    dropped = {str(action.path): str(action.kept) for action in actions if isinstance(action, DropEntry)}
+    dropped = {
+        str(action.path): str(action.kept) for action in actions if isinstance(action, DropEntry)
+    }
     for aside in (action for action in actions if isinstance(action, SetAside)):
         dropped |= dict.fromkeys(map(str, (aside.path, *aside.files)), str(aside.kept))
-    moved = {str(action.source): str(action.target) for action in actions if isinstance(action, Renumber)}
+    moved = {
+        str(action.source): str(action.target) for action in actions if isinstance(action, Renumber)
+    }
     renames = {action.path: action for action in actions if isinstance(action, RewriteNames)}
-    entries = {entry.label: entry for entry in (*all_state_dicts(folder), *model_entries(folder, None))}
+    entries = {
+        entry.label: entry for entry in (*all_state_dicts(folder), *model_entries(folder, None))
+    }
     renamed = tuple(
         _renamed(entry, entries[entry.file], renames) if entry.file in entries else entry
         for entry in _renamed_in_dcp(manifest.models, folder, renames)
@@ -65,13 +79,19 @@ def followed(
         manifest,
         models=models,
         optimizers=tuple(
-            replace(entry, models=tuple(sorted({places.get(index, index) for index in entry.models})))
+            replace(
+                entry, models=tuple(sorted({places.get(index, index) for index in entry.models}))
+            )
             for entry in optimizers
         ),
         schedulers=tuple(
             replace(
                 entry,
-                optimizer=None if entry.optimizer is None else driven.get(entry.optimizer, entry.optimizer),
+                optimizer=(
+                    None
+                    if entry.optimizer is None
+                    else driven.get(entry.optimizer, entry.optimizer)
+                ),
             )
             for entry in schedulers
         ),
@@ -84,7 +104,9 @@ def followed(
 
 
 def _renamed_in_dcp(
-    entries: Iterable[ManifestEntry], folder: CheckpointFolder, renames: Mapping[PurePosixPath, RewriteNames]
+    entries: Iterable[ManifestEntry],
+    folder: CheckpointFolder,
+    renames: Mapping[PurePosixPath, RewriteNames],
 ) -> Iterator[ManifestEntry]:
     """Rename the keys in the entries of DCP folders."""
     renamed: dict[str, tuple[DcpMetadata, dict[str, str]]] = {}
@@ -114,12 +136,16 @@ def _renamed_in_dcp(
         ]
         keys = entry.keys
         if keys == key_fingerprint(tensors):
-            keys = key_fingerprint((new.get(fqn, fqn), dtype, shape) for fqn, dtype, shape in tensors)
+            keys = key_fingerprint(
+                (new.get(fqn, fqn), dtype, shape) for fqn, dtype, shape in tensors
+            )
         yield replace(
             entry,
             keys=keys,
             digests={new.get(fqn, fqn): digest for fqn, digest in entry.digests.items()},
-            aliases={new.get(name, name): new.get(kept, kept) for name, kept in entry.aliases.items()},
+            aliases={
+                new.get(name, name): new.get(kept, kept) for name, kept in entry.aliases.items()
+            },
         )
 
 
@@ -130,7 +156,11 @@ def _new_names(state: DcpFolder, metadata: DcpMetadata, action: RewriteNames) ->
         return {}
     paths = new_paths(state, metadata, action.maps)
     depth = len(model.prefix)
-    return {name: ".".join(map(str, paths[fqn][depth:])) for fqn, name in model.names.items() if fqn in paths}
+    return {
+        name: ".".join(map(str, paths[fqn][depth:]))
+        for fqn, name in model.names.items()
+        if fqn in paths
+    }
 
 
 def _renamed(
@@ -145,7 +175,9 @@ def _renamed(
         if here is not None:
             key_map = here
             scopes = (
-                scope for scope in member.scopes if (scope.path, scope.kind) == (component.path, "state dict")
+                scope
+                for scope in member.scopes
+                if (scope.path, scope.kind) == (component.path, "state dict")
             )
             names |= {fqn: here(fqn) for scope in scopes for fqn in scope.names}
     if key_map is None:
@@ -167,7 +199,9 @@ def _renamed(
 def _moved(
     entries: Iterable[ManifestEntry], dropped: Mapping[str, str], moved: Mapping[str, str]
 ) -> tuple[tuple[ManifestEntry, ...], dict[int, int]]:
-    """Return the remaining entries at their new positions, and old position -> new one, also of a duplicate."""
+    """Return the remaining entries at their new positions, and old position -> new one, also of a
+    duplicate.
+    """
     entries = tuple(entries)
     position = {entry.file: entry.index for entry in entries}
     new = {}
@@ -190,8 +224,12 @@ def _moved(
 _Ranges = dict[str, tuple[str, ...]]
 
 
-def _files(manifest: Manifest, edits: Iterable[Edit]) -> tuple[dict[str, int], dict[str, str], _Ranges]:
-    """Return the sizes and the digests of the files after the edits; the digest is "" where only a read gives it."""
+def _files(
+    manifest: Manifest, edits: Iterable[Edit]
+) -> tuple[dict[str, int], dict[str, str], _Ranges]:
+    """Return the sizes and the digests of the files after the edits; the digest is "" where only a
+    read gives it.
+    """
     sizes, sha256, ranges = dict(manifest.files), dict(manifest.sha256), dict(manifest.ranges)
 
     def change(path: PurePosixPath, size: int | None) -> None:
@@ -232,7 +270,9 @@ def _move(known: Any, source: str, target: str) -> None:
 
 
 def _digest(recipe: Recipe) -> str:
-    """Return the sha256 of a file that a recipe contains in full, as an index; "" when bytes come from other files."""
+    """Return the sha256 of a file that a recipe contains in full, as an index; "" when bytes come
+    from other files.
+    """
     if not all(isinstance(piece, Literal) for piece in recipe.pieces):
         return ""
     data = b"".join(piece.data for piece in recipe.pieces if isinstance(piece, Literal))

@@ -1,7 +1,7 @@
 """Plan of a repair: the steps that follow from findings and a policy.
 
-Planning is pure: the same diagnosis and policy give the same plan, and no file changes. The keys of all files
-of a model change by one map: a model that is renamed in part would load wrong.
+Planning is pure: the same diagnosis and policy give the same plan, and no file changes. The keys of
+all files of a model change by one map: a model that is renamed in part would load wrong.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
@@ -11,7 +11,13 @@ from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import ModelName, Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
-from ckptfix.checkpoint.keys import DDP_CHAIN, KeyMap, collisions, common_wrappers, without_private_wrappers
+from ckptfix.checkpoint.keys import (
+    DDP_CHAIN,
+    KeyMap,
+    collisions,
+    common_wrappers,
+    without_private_wrappers,
+)
 from ckptfix.checkpoint.pairing import strip_wrappers
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.dcp_folders import is_flat
@@ -84,8 +90,8 @@ class Plan:
 def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
     """Plan the repair of a diagnosed folder.
 
-    Drops come first, so that a dropped file's recipe names the kept file as it was; moves come last, so that
-    every other step names files as the user knows them.
+    Drops come first, so that a dropped file's recipe names the kept file as it was; moves come
+    last, so that every other step names files as the user knows them.
     """
     draft = Draft(diagnosis, policy)
     dropped = plan_drops(draft)
@@ -111,7 +117,9 @@ def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
 
 def _hint_at_options(draft: Draft) -> None:
     """Note the codes named with ``--only`` that need another option, too."""
-    done = {code for step in draft.steps for code in step.fixes} | {stay.code for stay in draft.unplanned}
+    done = {code for step in draft.steps for code in step.fixes} | {
+        stay.code for stay in draft.unplanned
+    }
     for code in sorted(draft.policy.only - done):
         paths = [finding.path for finding in draft.findings if finding.code == code]
         if paths and CODES[code].action is Action.ASK:
@@ -119,14 +127,18 @@ def _hint_at_options(draft: Draft) -> None:
 
 
 def drop_objection(draft: Draft, path: PurePosixPath) -> str | None:
-    """Return why an entry must not be dropped, or why the later entries must not move; None when both may."""
+    """Return why an entry must not be dropped, or why the later entries must not move; None when
+    both may.
+    """
     state = draft.states.get(path)
     if not draft.unsafe.isdisjoint(draft.files_of(path)):
         return "a file with an unsafe pickle is never edited"
     if state is not None and state.is_linked:
         return "it is a symbolic link to a folder: repair that folder"
     if state is not None:
-        others = sorted(str(file) for file in state.files.keys() - {*state.named, state.metadata_path})
+        others = sorted(
+            str(file) for file in state.files.keys() - {*state.named, state.metadata_path}
+        )
         if others:
             return f"it also holds {list_names(others)}, which its .metadata does not name"
     behind = [member for member in _family(draft, path) if member != path]
@@ -156,11 +168,16 @@ def _family(draft: Draft, path: PurePosixPath) -> tuple[PurePosixPath, ...]:
 
 
 def _own_journal(draft: Draft, paths: Iterable[PurePosixPath]) -> str | None:
-    """Return why a folder with a journal of its own must stay: its undo looks for the folder where it was."""
+    """Return why a folder with a journal of its own must stay: its undo looks for the folder where
+    it was.
+    """
     for path in paths:
         state = draft.states.get(path)
         if state is not None and state.journals:
-            return f"{path} was repaired alone and has a journal of its own: undo that, or delete {path}/.ckptfix"
+            return (
+                f"{path} was repaired alone and has a journal of its own: undo that, or delete "
+                f"{path}/.ckptfix"
+            )
     return None
 
 
@@ -172,8 +189,12 @@ def _linked(draft: Draft, paths: Iterable[PurePosixPath]) -> str | None:
     return None
 
 
-def _needed(draft: Draft, paths: Sequence[PurePosixPath], dropped: PurePosixPath | None) -> str | None:
-    """Return a sentence about a symbolic link that leads to one of these entries and would be broken without it."""
+def _needed(
+    draft: Draft, paths: Sequence[PurePosixPath], dropped: PurePosixPath | None
+) -> str | None:
+    """Return a sentence about a symbolic link that leads to one of these entries and would be
+    broken without it.
+    """
     gone = {file for path in paths for file in draft.files_of(path)} | set(paths)
     for link, places in draft.links.items():
         if dropped is not None and (link == dropped or dropped in link.parents):
@@ -214,11 +235,14 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
 
 
 def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath]:
-    """Plan the drops of states that go with duplicate models, all or none, and note what the user must decide."""
+    """Plan the drops of states that go with duplicate models, all or none, and note what the user
+    must decide.
+    """
     identical: list[IdenticalStates] = [
         finding
         for finding in draft.findings
-        if isinstance(finding, DoubledStates | SurplusStates) and finding.role not in draft.policy.drops
+        if isinstance(finding, DoubledStates | SurplusStates)
+        and finding.role not in draft.policy.drops
     ]
     undecided: dict[Role, SurplusStates] = {}
     certain: list[DoubledStates] = []
@@ -231,7 +255,9 @@ def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath
         paths = [finding.path for finding in identical if finding.role is role]
         option = f"--keep {role.value}=N"
         draft.stay(first.code, paths, f"{first.order}; say with {option} how many the script has")
-    objection = next(filter(None, (drop_objection(draft, finding.path) for finding in certain)), None)
+    objection = next(
+        filter(None, (drop_objection(draft, finding.path) for finding in certain)), None
+    )
     if draft.counted or not dropped.issuperset(draft.doubles):
         objection = "a model that was saved with it twice stays"
     if certain and objection is not None:
@@ -273,7 +299,9 @@ def _surplus(
     if surplus < 0:
         reason = f"{want} {role.value} asked for, the folder has {left}"
     elif surplus > len(copies):
-        reason = f"{want} {role.value} asked for, the folder has {left}, and {len(copies)} equal another"
+        reason = (
+            f"{want} {role.value} asked for, the folder has {left}, and {len(copies)} equal another"
+        )
     elif surplus == len(copies) or _is_one_run(copies, position, dropped):
         return copies[len(copies) - surplus :]
     else:
@@ -287,17 +315,25 @@ def _is_one_run(
     position: Mapping[PurePosixPath, int],
     dropped: set[PurePosixPath],
 ) -> bool:
-    """Return whether an entry and its copies have consecutive numbers, so that no other model changes its position."""
+    """Return whether an entry and its copies have consecutive numbers, so that no other model
+    changes its position.
+    """
     if len({finding.original for finding in copies}) != 1:
         return False
-    places = sorted(position[path] for path in {copies[0].original, *(finding.path for finding in copies)})
+    places = sorted(
+        position[path] for path in {copies[0].original, *(finding.path for finding in copies)}
+    )
     between = {index for path, index in position.items() if path not in dropped}
     return [index for index in sorted(between) if places[0] <= index <= places[-1]] == places
 
 
 def _is_wanted(draft: Draft, role: Role) -> bool:
     """Return whether the policy lets equal entries of a role be dropped."""
-    kinds = (IdenticalModels,) if role is Role.MODEL else (IdenticalStates, DoubledStates, SurplusStates)
+    kinds = (
+        (IdenticalModels,)
+        if role is Role.MODEL
+        else (IdenticalStates, DoubledStates, SurplusStates)
+    )
     return any(draft.policy.wants(kind.code) for kind in kinds)
 
 
@@ -306,7 +342,9 @@ def _code(role: Role) -> str:
 
 
 def _families(finding: Finding) -> tuple[PurePosixPath, ...]:
-    """Return the files and indexes of one model that a finding is about; empty for any other finding."""
+    """Return the files and indexes of one model that a finding is about; empty for any other
+    finding.
+    """
     if isinstance(finding, StaleFamily | SecondFamily):
         return finding.path, finding.preferred
     if isinstance(finding, LeftoverIndex):
@@ -324,7 +362,9 @@ def _model_of(path: PurePosixPath) -> tuple[ModelName | None, int]:
 
 
 def plan_families(draft: Draft) -> frozenset[PurePosixPath]:
-    """Plan to set aside all families of a model but the one that the user keeps, and return their files."""
+    """Plan to set aside all families of a model but the one that the user keeps, and return their
+    files.
+    """
     rivals: dict[PurePosixPath, str] = {}
     for finding in draft.findings:
         paths = _families(finding)
@@ -350,7 +390,9 @@ def plan_families(draft: Draft) -> frozenset[PurePosixPath]:
         for path in others:
             size = sum(draft.components[file].size for file in files[path])
             action = SetAside(path=path, files=files[path], kept=kept, size=size)
-            draft.add(action, rivals[path], Safety.LOSSY, (*files[path], *_files_of_family(groups[kept])))
+            draft.add(
+                action, rivals[path], Safety.LOSSY, (*files[path], *_files_of_family(groups[kept]))
+            )
         aside |= gone | set(others)
     return frozenset(aside)
 
@@ -362,9 +404,12 @@ def _files_of_family(group: ModelFiles) -> tuple[PurePosixPath, ...]:
 
 
 def _family_objection(draft: Draft, kept: ModelFiles, gone: Set[PurePosixPath]) -> str | None:
-    """Return why the families next to ``kept`` stay, None where they may go. ``gone``: their files."""
+    """Return why the families next to ``kept`` stay, None where they may go. ``gone``: their
+    files.
+    """
     is_damaged = any(
-        isinstance(finding, SecondFamily) and finding.is_damaged for finding in draft.findings_of(kept.path)
+        isinstance(finding, SecondFamily) and finding.is_damaged
+        for finding in draft.findings_of(kept.path)
     )
     if kept.is_left_over or kept.missing or is_damaged:
         return "it is damaged or incomplete, as another finding says"
@@ -399,22 +444,32 @@ def plan_moves(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
                     code = "entry-gap" if has_gap else "shifted-entries"
                     safety = Safety.LOSSY if has_gap else Safety.SAFE
                     draft.add(
-                        Renumber(source=entry.path, target=target), code, safety, draft.files_of(entry.path)
+                        Renumber(source=entry.path, target=target),
+                        code,
+                        safety,
+                        draft.files_of(entry.path),
                     )
 
 
 def _two_formats(draft: Draft, role: Role, dropped: frozenset[PurePosixPath]) -> str | None:
-    """Return why no gap is closed in models whose formats have different numbers, None for other entries."""
+    """Return why no gap is closed in models whose formats have different numbers, None for other
+    entries.
+    """
     numbers: dict[Hashable, set[int]] = {}
     for entry in (entry for entries in draft.folder.entries(role) for entry in entries):
         if role is Role.MODEL and entry.path not in dropped:
             numbers.setdefault(entry.name.family, set()).add(entry.name.index)
     if all(first == second for first in numbers.values() for second in numbers.values()):
         return None
-    return "the models are in two formats with different numbers: which of them belong together is not clear"
+    return (
+        "the models are in two formats with different numbers: which of them belong together is "
+        "not clear"
+    )
 
 
-def _drop(draft: Draft, path: PurePosixPath, kept: PurePosixPath, code: str, safety: Safety) -> None:
+def _drop(
+    draft: Draft, path: PurePosixPath, kept: PurePosixPath, code: str, safety: Safety
+) -> None:
     state = draft.states.get(path)
     size = draft.components[path].size if state is None else state.size
     action = DropEntry(path=path, kept=kept, size=size, is_folder=state is not None)
@@ -444,9 +499,13 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
             objection = draft.undecided(member.path for member in renamed)
         if renamed and bundles.get(group.members[0].path) in counted:
             # Other keys would change the verdict about the duplicates, and so the plan.
-            objection = "a duplicate with the same keys stays, as the number of models asked for counts it"
+            objection = (
+                "a duplicate with the same keys stays, as the number of models asked for counts it"
+            )
         if objection is not None:
-            draft.stay(_code_of(draft, group, renamed[0]), [member.path for member in renamed], objection)
+            draft.stay(
+                _code_of(draft, group, renamed[0]), [member.path for member in renamed], objection
+            )
             maps, own = {}, {}
         first = group.members[0].path
         bundle = bundles.get(first, first)
@@ -461,9 +520,11 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
 
 
 def _bundles(draft: Draft) -> dict[PurePosixPath, PurePosixPath]:
-    """Return for each numbered model the first one with the same keys and shapes, when there are several.
+    """Return for each numbered model the first one with the same keys and shapes, when there are
+    several.
 
-    Renamed in part, two intentional models of one architecture would look like duplicates, or related.
+    Renamed in part, two intentional models of one architecture would look like duplicates, or
+    related.
     """
     bundles: dict[PurePosixPath, PurePosixPath] = {}
     firsts: dict[Hashable, PurePosixPath] = {}
@@ -480,7 +541,8 @@ def _key_maps(draft: Draft, group: ModelFiles) -> dict[ScopeKey, KeyMap]:
         return {}
     result: dict[ScopeKey, KeyMap] = {}
     for_loader = _map_for_loader(draft, group)
-    asked: dict[tuple[tuple[str, ...], str], KeyMap | None] = {}  # one answer for all shards of a model
+    # One answer for all shards of a model.
+    asked: dict[tuple[tuple[str, ...], str], KeyMap | None] = {}
     for member in group.members:
         nested = {
             finding.scope: finding
@@ -502,9 +564,13 @@ def _key_maps(draft: Draft, group: ModelFiles) -> dict[ScopeKey, KeyMap]:
 
 
 def _unused_keys(draft: Draft, group: ModelFiles) -> UnusedKeys | None:
-    """Return the finding about keys that a loader does not look for, in all files of a model together."""
+    """Return the finding about keys that a loader does not look for, in all files of a model
+    together.
+    """
     path = group.index_path or group.members[0].path
-    return next((finding for finding in draft.findings_of(path) if isinstance(finding, UnusedKeys)), None)
+    return next(
+        (finding for finding in draft.findings_of(path) if isinstance(finding, UnusedKeys)), None
+    )
 
 
 def _map_for_loader(draft: Draft, group: ModelFiles) -> KeyMap | None:
@@ -515,20 +581,30 @@ def _map_for_loader(draft: Draft, group: ModelFiles) -> KeyMap | None:
     is_of_adapter = isinstance(finding, DeadAdapter)
     if is_of_adapter and policy.adapter and policy.adapter not in finding.names:
         names = f"; it has {list_names(finding.names)}" if finding.names else ""
-        draft.stay(finding.code, (finding.path,), f"no key has the adapter's name {policy.adapter!r}{names}")
+        draft.stay(
+            finding.code,
+            (finding.path,),
+            f"no key has the adapter's name {policy.adapter!r}{names}",
+        )
         return None
-    if not (finding.is_fixable or (is_of_adapter and policy.adapter) or finding.code in policy.allow):
+    if not (
+        finding.is_fixable or (is_of_adapter and policy.adapter) or finding.code in policy.allow
+    ):
         return None
     if isinstance(finding, SeveralAdapters) and not policy.adapter:
         names = list_names(finding.names)
         draft.stay(
-            finding.code, (finding.path,), f"it has the adapters {names}; choose one with --adapter NAME"
+            finding.code,
+            (finding.path,),
+            f"it has the adapters {names}; choose one with --adapter NAME",
         )
         return None
     return finding.key_map(policy.adapter or next(iter(finding.names), ""))
 
 
-def _asked_for(draft: Draft, group: ModelFiles, member: Component, scope: NameScope) -> KeyMap | None:
+def _asked_for(
+    draft: Draft, group: ModelFiles, member: Component, scope: NameScope
+) -> KeyMap | None:
     """Return the key map that ``--keys`` or ``--allow wrapper-prefix`` asks for, if any."""
     policy = draft.policy
     if policy.keys is Keys.AUTO and WrapperPrefix.code not in policy.allow:
@@ -539,7 +615,8 @@ def _asked_for(draft: Draft, group: ModelFiles, member: Component, scope: NameSc
         return None
     insert = DDP_CHAIN if policy.keys is Keys.DDP else ()
     if scope.is_model or scope.kind != "state dict":
-        # Private wrappers are removed first: a wrapper that every key carries may be hidden behind them.
+        # Private wrappers are removed first: a wrapper that every key carries may be hidden behind
+        # them.
         inner = common_wrappers(map(without_private_wrappers, group.names(scope)))
         return KeyMap(remove=inner, insert=insert, inner=True)
     return KeyMap(remove=chain, insert=insert) if chain else None
@@ -551,7 +628,9 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
     if draft.folder.only is not None and first.name.shard is not None:
         return "it is one shard of a model: repair the folder"
     if _is_one_of_several(draft, first) and draft.policy.keys is Keys.AUTO:
-        return "the other models of the checkpoint show whether its keys are right: repair the folder"
+        return (
+            "the other models of the checkpoint show whether its keys are right: repair the folder"
+        )
     if first.path in draft.doubles:
         return f"it is a duplicate of {draft.doubles[first.path]}; repair that first"
     if shared := [member.path for member in group.members if draft.memberships[member.path] > 1]:
@@ -559,7 +638,9 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
     if unsafe := [member.path for member in group.members if member.path in draft.unsafe]:
         return f"a file with an unsafe pickle is never edited: {unsafe[0]}"
     if flat := [member.path for member in group.members if is_flat(member)]:
-        return f"{flat[0]} has keys of FSDP's flattened parameters, whose contents only the run knows"
+        return (
+            f"{flat[0]} has keys of FSDP's flattened parameters, whose contents only the run knows"
+        )
     if not group.is_whole:
         return "a shard is missing or unreadable, its keys could show otherwise"
     for finding in draft.all_findings:
@@ -580,7 +661,9 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
 
 def _is_one_of_several(draft: Draft, component: Component) -> bool:
     """Return whether the target is one model of a checkpoint that has several."""
-    return draft.folder.only is not None and bool(draft.folder.ranks) and component.role is Role.MODEL
+    return (
+        draft.folder.only is not None and bool(draft.folder.ranks) and component.role is Role.MODEL
+    )
 
 
 def _collision(names: Sequence[str], key_map: KeyMap) -> str | None:
@@ -590,7 +673,10 @@ def _collision(names: Sequence[str], key_map: KeyMap) -> str | None:
     if METADATA_KEY in renamed:
         return f"a key would become {METADATA_KEY!r}"
     if key_map.inner and common_wrappers(renamed) != key_map.insert:
-        return "without its inner wrappers every key would begin with a wrapper again: it is unclear which are real"
+        return (
+            "without its inner wrappers every key would begin with a wrapper again: it is unclear "
+            "which are real"
+        )
     return None
 
 
@@ -619,7 +705,9 @@ def _rewrite(
     )
     code = _code_of(draft, group, component) if changes else NoFormatMetadata.code
     policy = draft.policy
-    asked = policy.keys is not Keys.AUTO or code in policy.allow or adds_format or bool(policy.adapter)
+    asked = (
+        policy.keys is not Keys.AUTO or code in policy.allow or adds_format or bool(policy.adapter)
+    )
     draft.add(action, code, Safety.LOSSY if asked else Safety.SAFE, (component.path,), bundle)
 
 
@@ -638,7 +726,9 @@ def plan_trims(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
         if finding.code not in draft.policy.allow:
             continue
         if finding.path in draft.unsafe:
-            draft.stay(finding.code, (finding.path,), "a file with an unsafe pickle is never edited")
+            draft.stay(
+                finding.code, (finding.path,), "a file with an unsafe pickle is never edited"
+            )
             continue
         action = Trim(path=finding.path, size=finding.end, extra=finding.extra)
         draft.add(action, finding.code, Safety.LOSSY, (finding.path,))
@@ -649,13 +739,17 @@ def plan_indexes(draft: Draft, maps: Maps, aside: Collection[PurePosixPath]) -> 
 
     ``aside``: the families that no loader shall find.
     """
-    broken = {finding.path: finding for finding in draft.findings if isinstance(finding, IndexMismatch)}
+    broken = {
+        finding.path: finding for finding in draft.findings if isinstance(finding, IndexMismatch)
+    }
     renamed = {key[0] for key in maps}
     for group in draft.groups:
         if group.index_path is None or group.is_left_over or group.index_path in aside:
             continue
         finding = broken.get(group.index_path)
-        is_kept = isinstance(finding, UndecidedIndex) and str(group.index_path) in draft.policy.families
+        is_kept = (
+            isinstance(finding, UndecidedIndex) and str(group.index_path) in draft.policy.families
+        )
         if finding is not None and not (finding.is_fixable or is_kept):
             draft.stay(finding.code, (group.index_path,), finding.advice)
             continue
@@ -678,7 +772,9 @@ def plan_indexes(draft: Draft, maps: Maps, aside: Collection[PurePosixPath]) -> 
         )
         unused = _unused_keys(draft, group)
         code = finding.code if finding is not None else (unused or NestedPrefix).code
-        is_allowed = unused is not None and (draft.policy.adapter or unused.code in draft.policy.allow)
+        is_allowed = unused is not None and (
+            draft.policy.adapter or unused.code in draft.policy.allow
+        )
         asked = draft.policy.keys is not Keys.AUTO or bool(is_allowed) or is_kept
         safety = Safety.LOSSY if asked else Safety.SAFE
         reads = (group.index_path, *(shard.path for shard in group.members))
@@ -689,7 +785,9 @@ def _weight_map(group: ModelFiles, maps: Maps) -> dict[str, str]:
     result: dict[str, str] = {}
     for shard in group.members:
         rename = (
-            maps.get(scope_key(shard, shard.whole), KeyMap(remove=())) if shard.whole else KeyMap(remove=())
+            maps.get(scope_key(shard, shard.whole), KeyMap(remove=()))
+            if shard.whole
+            else KeyMap(remove=())
         )
         result.update((rename(tensor.fqn), str(shard.path)) for tensor in shard.tensors)
     return result

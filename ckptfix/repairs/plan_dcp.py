@@ -1,11 +1,12 @@
 """Plan of the renames in DCP folders, and the reasons why some keys stay.
 
-All folders change together or none does: otherwise a model, its optimizer and its copies would not fit each
-other. So a rename is refused when anything that stays would still hold an old name, or cannot be read.
+All folders change together or none does: otherwise a model, its optimizer and its copies would not
+fit each other. So a rename is refused when anything that stays would still hold an old name, or
+cannot be read.
 
-A script can use a text in any way. So a text that may hold an old name counts as one: the name itself, its
-wrappers with any separators between them, a module on the way to a parameter, or a name behind other
-characters.
+A script can use a text in any way. So a text that may hold an old name counts as one: the name
+itself, its wrappers with any separators between them, a module on the way to a parameter, or a name
+behind other characters.
 """
 
 import re
@@ -37,10 +38,13 @@ from ckptfix.storage.paths import command
 from ckptfix.wording import list_names
 
 _GAP = "[^A-Za-z0-9]{1,4}"
-"""Pattern of the separators between two segments: a dot, or those of paths, JSON and regular expressions."""
+"""Pattern of the separators between two segments: a dot, or those of paths, JSON and regular
+expressions.
+"""
 
 MAX_SLICES = 1 << 22
-"""Limit of the compared parts of one text; a longer text counts as one that may hold an old name."""
+"""Limit of the compared parts of one text; a longer text counts as one that may hold an old name.
+"""
 
 
 class OldNames:
@@ -69,9 +73,12 @@ class OldNames:
                 self._modules.update(_modules_of(name))
                 still.update(_modules_of(new))
             patterns |= dict.fromkeys(_patterns(scope, old, key_map))
-            if len(scope.chain) == 1 and not any(new.startswith(dotted(scope.chain)) for new in old.values()):
+            if len(scope.chain) == 1 and not any(
+                new.startswith(dotted(scope.chain)) for new in old.values()
+            ):
                 wrappers[f"(?<![A-Za-z0-9]){scope.chain[0]}[.]"] = None
-            if len(scope.chain) < 2 or key_map.inner:  # below a nested chain, every part begins with it
+            # Below a nested chain, every part begins with it.
+            if len(scope.chain) < 2 or key_map.inner:
                 self._parts.update(_plain(name) for name in old)
         self._modules -= still
         self._lengths = sorted({len(name) for name in self._parts})
@@ -82,7 +89,8 @@ class OldNames:
     def in_text(self, text: str, *, is_name: bool, is_key: bool) -> str | None:
         """Return the old name, or the part of one, that a text may hold.
 
-        ``is_name``: it is a name in a place of names. ``is_key``: a key of the state dict that was saved.
+        ``is_name``: it is a name in a place of names. ``is_key``: a key of the state dict that was
+        saved.
         """
         if text in self._whole:
             return text
@@ -126,7 +134,9 @@ class OldNames:
         return None
 
     def _may_begin(self, text: str, begin: int, *, is_name: bool) -> bool:
-        """Return whether a name at this place is neither the end of a new one nor that of another name."""
+        """Return whether a name at this place is neither the end of a new one nor that of another
+        name.
+        """
         if any(front and text.endswith(front, 0, begin) for front in self._fronts):
             return False
         if not is_name or begin == 0 or text[begin - 1] != ".":
@@ -164,7 +174,9 @@ PlaceMaps = dict[tuple[tuple[str, ...], str], KeyMap]
 def objections(
     draft: Draft, kept: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]
 ) -> Iterator[str]:
-    """Yield why the names of these folders must stay; ``maps``: the planned key maps of each folder."""
+    """Yield why the names of these folders must stay; ``maps``: the planned key maps of each
+    folder.
+    """
     for state in kept:
         if state.path in maps:
             yield from _of_folder(draft, state)
@@ -191,8 +203,8 @@ def _of_folder(draft: Draft, state: DcpFolder) -> Iterator[str]:
     if state.siblings:
         parent = draft.folder.root.resolve().parent
         yield (
-            f"it is one folder of the checkpoint {parent}, next to {list_names(state.siblings)}, whose keys would no "
-            f"longer fit: {command('repair', parent)}"
+            f"it is one folder of the checkpoint {parent}, next to {list_names(state.siblings)}, "
+            f"whose keys would no longer fit: {command('repair', parent)}"
         )
     if unsafe := sorted(draft.unsafe.intersection(state.files)):
         yield f"a file with an unsafe pickle is never edited: {unsafe[0]}"
@@ -208,21 +220,26 @@ def _of_names(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
         for first, second, new in collisions(scope.names, key_map):
             yield f"{first!r} and {second!r} would both become {new!r}"
         if key_map.inner and common_wrappers(map(key_map, scope.names)) != key_map.insert:
-            yield "without its inner wrappers every key would begin with a wrapper again: it is unclear which are real"
+            yield (
+                "without its inner wrappers every key would begin with a wrapper again: it is "
+                "unclear which are real"
+            )
         if scope.is_model and (keys := _keys_beside(state, scope, key_map)):
             yield f"keys of something else are between the keys of the model: {list_names(keys)}"
 
 
 def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
-    """Yield the names that would be mistaken: "state.w" next to options of a group is read as an optimizer's."""
+    """Yield the names that would be mistaken: "state.w" next to options of a group is read as an
+    optimizer's.
+    """
     if state.metadata is None:
         return
     for scope in state.scopes:
         new = _mapped(scope, maps)
         if scope.kind != STATE_DICT and new != list(scope.names) and all(map(str.isdecimal, new)):
             yield (
-                f"{new[0]!r:.200} in {scope} of {state.metadata_path} would be taken for a number, as an optimizer "
-                "gives them for keys"
+                f"{new[0]!r:.200} in {scope} of {state.metadata_path} would be taken for a number, "
+                "as an optimizer gives them for keys"
             )
             return
     listed = state.listed.keys()
@@ -234,7 +251,10 @@ def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
         optimizers_in([changed.get(fqn, path) for fqn, path in paths.items()])
     ):
         where = "".join(f"[{step!r}]" for step in min(renamed_optimizers, key=repr))
-        yield f"with other keys {where or 'all'} of {state.metadata_path} would be taken for another kind of state"
+        yield (
+            f"with other keys {where or 'all'} of {state.metadata_path} would be taken for another "
+            "kind of state"
+        )
         return
     have = {
         (scope.path, scope.kind): list(scope.names)
@@ -246,8 +266,9 @@ def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
             lost = sorted(set(old) ^ set(again)) or old or again or [str(place[0])]
             where = str(scopes.get(place, "")) or "the model"
             yield (
-                f"{lost[0]!r:.200} would no longer be taken for a key of {where} of {state.metadata_path}: next to "
-                "the other keys it looks like one of an optimizer, or of a model"
+                f"{lost[0]!r:.200} would no longer be taken for a key of {where} of "
+                f"{state.metadata_path}: next to the other keys it looks like one of an "
+                "optimizer, or of a model"
             )
             return
 
@@ -257,8 +278,12 @@ def _mapped(scope: NameScope, maps: PlaceMaps) -> list[str]:
     return list(scope.names if key_map is None else map(key_map, scope.names))
 
 
-def _unproven(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
-    """Yield a place whose names would get a wrapper without proof that they are names of parameters."""
+def _unproven(
+    states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]
+) -> Iterator[str]:
+    """Yield a place whose names would get a wrapper without proof that they are names of
+    parameters.
+    """
     known = frozenset(
         without_private_wrappers(name)
         for state in states
@@ -276,14 +301,17 @@ def _unproven(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMap
                 yield f"{words}: it is below a key of an optimizer, and they have no wrapper"
             elif scope.kind != STATE_DICT and known:
                 stray = next(
-                    (name for name in scope.names if without_private_wrappers(name) not in known), None
+                    (name for name in scope.names if without_private_wrappers(name) not in known),
+                    None,
                 )
                 if stray is not None:
                     yield f"{words}: no model has {stray!r:.200}"
 
 
 def _keys_beside(state: DcpFolder, scope: NameScope, key_map: KeyMap) -> tuple[str, ...]:
-    """Return the keys in a model's dict that are not names of the model and that the map would change."""
+    """Return the keys in a model's dict that are not names of the model and that the map would
+    change.
+    """
     if state.metadata is None:
         return ()
     depth, names = len(scope.path), frozenset(scope.names)
@@ -307,7 +335,9 @@ def _unread(state: DcpFolder) -> Iterator[str]:
 
 
 def _of_other_models(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
-    """Yield why several state dicts of one folder stay as they are: only the script knows their purpose."""
+    """Yield why several state dicts of one folder stay as they are: only the script knows their
+    purpose.
+    """
     dicts = [scope for scope in state.scopes if scope.kind == STATE_DICT]
     first = next((scope for scope in dicts if scope.is_model), dicts[0] if dicts else None)
     for scope in dicts:
@@ -321,28 +351,45 @@ def _of_other_models(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
         if not scope.chain:
             yield f"{words}: its keys have no wrapper, so nothing shows that it is a model"
         elif lead is None:
-            yield f"{words}, and {first} would stay as it is: whether the two were wrapped alike is not clear"
+            yield (
+                f"{words}, and {first} would stay as it is: whether the two were wrapped alike is "
+                "not clear"
+            )
         elif lead.insert != key_map.insert:
-            yield f"{words}, and {first} would get other wrappers: which of them are real is not clear"
+            yield (
+                f"{words}, and {first} would get other wrappers: which of them are real is not "
+                "clear"
+            )
 
 
 def _unclear(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
-    """Yield the optimizer whose model is unknown: it has the names of none, and would not fit all of them."""
+    """Yield the optimizer whose model is unknown: it has the names of none, and would not fit all
+    of them.
+    """
     places = [(state, scope) for state in states for scope in state.scopes if scope.names]
     models = [(state, scope) for state, scope in places if scope.kind == STATE_DICT]
     for state, scope in places if len(models) > 1 else ():
         if scope.kind == STATE_DICT or (scope.path, scope.kind) not in maps.get(state.path, {}):
             continue
         names = frozenset(unwrapped_names(scope))
-        own = [(owner, model) for owner, model in models if names <= frozenset(unwrapped_names(model))]
+        own = [
+            (owner, model) for owner, model in models if names <= frozenset(unwrapped_names(model))
+        ]
         if any(frozenset(model.names).issuperset(scope.names) for _, model in own):
             continue
         new = frozenset(_renamed(state, scope, maps))
-        if len(own) > 1 and not all(new <= frozenset(_renamed(owner, model, maps)) for owner, model in own):
-            yield f"whether {scope} of {state.metadata_path} is of {own[0][1]} or of {own[1][1]} is not clear"
+        if len(own) > 1 and not all(
+            new <= frozenset(_renamed(owner, model, maps)) for owner, model in own
+        ):
+            yield (
+                f"whether {scope} of {state.metadata_path} is of {own[0][1]} or of {own[1][1]} is "
+                "not clear"
+            )
 
 
-def _left_over(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+def _left_over(
+    states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]
+) -> Iterator[str]:
     """Yield each old name that would stay in a key, or in an object that is not read."""
     old = OldNames(
         (scope, key_map)
@@ -358,9 +405,15 @@ def _left_over(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMa
                 continue
             where = "an item that is not renamed" if word == part else f"{word!r:.200}"
             if old.is_whole(part):
-                yield f"{state.metadata_path} would still contain the old key {part!r:.200}, in {where}"
+                yield (
+                    f"{state.metadata_path} would still contain the old key {part!r:.200}, in "
+                    f"{where}"
+                )
             else:
-                yield f"{state.metadata_path} may still contain an old key: {part!r:.200} is in {where}"
+                yield (
+                    f"{state.metadata_path} may still contain an old key: {part!r:.200} is in "
+                    f"{where}"
+                )
             return
 
 
@@ -373,7 +426,9 @@ def _words_that_stay(state: DcpFolder, maps: PlaceMaps) -> Iterator[tuple[str, b
     for fqn, path in paths_of(state.metadata).items():
         new = changed.get(fqn, path)
         words.update(
-            (step, None) for step, kept in zip(path, new, strict=True) if step == kept and type(step) is str
+            (step, None)
+            for step, kept in zip(path, new, strict=True)
+            if step == kept and type(step) is str
         )
     yield from ((word, True) for word in words)
     for place, item in state.listed.items():
@@ -383,21 +438,27 @@ def _words_that_stay(state: DcpFolder, maps: PlaceMaps) -> Iterator[tuple[str, b
 
 
 def _parted(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
-    """Yield the places where an optimizer has the names of its model now, and would not after the renames."""
+    """Yield the places where an optimizer has the names of its model now, and would not after the
+    renames.
+    """
     places = [(state, scope) for state in states for scope in state.scopes if scope.names]
     for state, model in places:
         if model.kind != STATE_DICT:
             continue
         known, renamed = frozenset(model.names), frozenset(_renamed(state, model, maps))
         for optimizer, scope in places:
-            if known.issuperset(scope.names) and not renamed.issuperset(_renamed(optimizer, scope, maps)):
+            if known.issuperset(scope.names) and not renamed.issuperset(
+                _renamed(optimizer, scope, maps)
+            ):
                 yield (
                     f"the keys in {scope} of {optimizer.metadata_path} would no longer be those of "
                     f"{state.metadata_path}"
                 )
 
 
-def _renamed(state: DcpFolder, scope: NameScope, maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+def _renamed(
+    state: DcpFolder, scope: NameScope, maps: Mapping[PurePosixPath, PlaceMaps]
+) -> Iterator[str]:
     key_map = maps.get(state.path, {}).get((scope.path, scope.kind))
     return iter(scope.names) if key_map is None else map(key_map, scope.names)
 

@@ -1,8 +1,10 @@
-"""Proof, after the edits and before they are committed, that a repair did what it planned and nothing else.
+"""Proof, after the edits and before they are committed, that a repair did what it planned and
+nothing else.
 
-No tensor byte is read for it: every kept tensor must have its old dtype and shape, under its mapped key, its
-bytes must be where no edit wrote, or in a range that an edit copied from where they were. Of the data files of DCP
-folders none may be written, but for the new one that holds the lists of keys.
+No tensor byte is read for it: every kept tensor must have its old dtype and shape, under its mapped
+key, its bytes must be where no edit wrote, or in a range that an edit copied from where they were.
+Of the data files of DCP folders none may be written, but for the new one that holds the lists of
+keys.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -24,7 +26,15 @@ from ckptfix.errors import OperationError
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_rewrite import paths_of
 from ckptfix.repairs.plan import Plan, make_plan
-from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, SetAside, Step, Unplanned, WriteIndex
+from ckptfix.repairs.steps import (
+    DropEntry,
+    Renumber,
+    RewriteNames,
+    SetAside,
+    Step,
+    Unplanned,
+    WriteIndex,
+)
 from ckptfix.storage.edits import Append, Edit, Patch, Remove, Replace, Truncate
 from ckptfix.storage.recipes import Absent, Range
 
@@ -33,7 +43,9 @@ PlaceMaps = Mapping[tuple[tuple[str, ...], str], KeyMap]
 
 
 class Span(NamedTuple):
-    """Bytes ``begin`` to ``end`` of a file after the repair are those from ``source`` on of the file before it."""
+    """Bytes ``begin`` to ``end`` of a file after the repair are those from ``source`` on of the
+    file before it.
+    """
 
     begin: int
     end: int
@@ -49,29 +61,37 @@ def prove_repair(
     verdicts: Verdicts,
     neighbours: Neighbours,
 ) -> Diagnosis:
-    """Scan the folder again and prove the repair. Returns the new diagnosis; raises OperationError with what is wrong.
+    """Scan the folder again and prove the repair. Returns the new diagnosis; raises OperationError
+    with what is wrong.
 
     ``verdicts``: the comparisons made before the repair; it changed no tensor, so they hold still.
     """
     before = plan.folder
     after = scan_folder(before.root, before.only)
     _prove_tensors(before, after, steps, edits)
-    moved = {step.action.source: step.action.target for step in steps if isinstance(step.action, Renumber)}
+    moved = {
+        step.action.source: step.action.target
+        for step in steps
+        if isinstance(step.action, Renumber)
+    }
     dropped = {step.action.path for step in steps if isinstance(step.action, DropEntry)}
     diagnosis = diagnose(after, known=_known(verdicts, moved, dropped), neighbours=neighbours)
     _prove_dcp_folders(plan.sharded, diagnosis.sharded, steps, edits)
     _prove_no_new_finding(plan, diagnosis, steps, moved)
-    _prove_nothing_left(diagnosis, {_moved(path, moved) for stay in stays for path in stay.paths}, policy)
+    _prove_nothing_left(
+        diagnosis, {_moved(path, moved) for stay in stays for path in stay.paths}, policy
+    )
     return diagnosis
 
 
 def _known(
     verdicts: Verdicts, moved: Mapping[PurePosixPath, PurePosixPath], dropped: Set[PurePosixPath]
 ) -> Verdicts:
-    """Return the comparisons of the entries that stay, in both directions and for every pair of equal entries.
+    """Return the comparisons of the entries that stay, in both directions and for every pair of
+    equal entries.
 
-    After a rename another one of several equal models can have the fewest wrappers, and count as the
-    original.
+    After a rename another one of several equal models can have the fewest wrappers, and count as
+    the original.
     """
     known: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
     equal: dict[PurePosixPath, frozenset[PurePosixPath]] = {}
@@ -95,11 +115,16 @@ def _moved(path: PurePosixPath, moved: Mapping[PurePosixPath, PurePosixPath]) ->
 
 
 def _prove_tensors(
-    before: CheckpointFolder, after: CheckpointFolder, steps: tuple[Step, ...], edits: tuple[Edit, ...]
+    before: CheckpointFolder,
+    after: CheckpointFolder,
+    steps: tuple[Step, ...],
+    edits: tuple[Edit, ...],
 ) -> None:
     actions = [step.action for step in steps]
     dropped = {action.path for action in actions if isinstance(action, DropEntry)}
-    dropped.update(path for action in actions if isinstance(action, SetAside) for path in action.files)
+    dropped.update(
+        path for action in actions if isinstance(action, SetAside) for path in action.files
+    )
     moved = {action.source: action.target for action in actions if isinstance(action, Renumber)}
     maps = {action.path: action.maps for action in actions if isinstance(action, RewriteNames)}
     found = {component.path: component for component in after.components}
@@ -109,7 +134,11 @@ def _prove_tensors(
             continue
         new = found.get(moved.get(component.path, component.path))
         if new is None or new.problem is not None:
-            why = new.problem.message if new is not None and new.problem is not None else "it is not there"
+            why = (
+                new.problem.message
+                if new is not None and new.problem is not None
+                else "it is not there"
+            )
             raise OperationError(f"{component.path} after the repair: {why}")
         _prove_component(component, new, maps.get(component.path, {}), spans.get(component.path))
     expected = {moved.get(component.path, component.path) for component in before.components} - {
@@ -140,7 +169,9 @@ def _prove_component(
                 raise OperationError(f"{old.path}: the bytes of {was.fqn!r} moved out of one range")
             continue
         if not _is_same_range(was.data_offsets, now.data_offsets, spans):
-            raise OperationError(f"{old.path}: the bytes of {was.fqn!r} are not where the repair left them")
+            raise OperationError(
+                f"{old.path}: the bytes of {was.fqn!r} are not where the repair left them"
+            )
 
 
 def _prove_names(old: Component, new: Component, maps: PlaceMaps) -> None:
@@ -149,16 +180,22 @@ def _prove_names(old: Component, new: Component, maps: PlaceMaps) -> None:
         raise OperationError(f"{old.path}: the keys after the repair are not those of the plan")
 
 
-def _places(scopes: Iterable[NameScope], maps: PlaceMaps) -> list[tuple[tuple[str, ...], str, list[str]]]:
+def _places(
+    scopes: Iterable[NameScope], maps: PlaceMaps
+) -> list[tuple[tuple[str, ...], str, list[str]]]:
     """Return the places of keys with the keys that they have after a repair by these maps."""
-    return [(one.path, one.kind, _renamed(one.names, maps.get((one.path, one.kind)))) for one in scopes]
+    return [
+        (one.path, one.kind, _renamed(one.names, maps.get((one.path, one.kind)))) for one in scopes
+    ]
 
 
 def _renamed(names: Iterable[str], key_map: KeyMap | None) -> list[str]:
     return list(names if key_map is None else map(key_map, names))
 
 
-def _is_same_range(was: tuple[int, int], now: tuple[int, int], spans: tuple[Span, ...] | None) -> bool:
+def _is_same_range(
+    was: tuple[int, int], now: tuple[int, int], spans: tuple[Span, ...] | None
+) -> bool:
     if was[0] == was[1]:
         return now[0] == now[1]
     if spans is None:
@@ -169,7 +206,9 @@ def _is_same_range(was: tuple[int, int], now: tuple[int, int], spans: tuple[Span
     ) and (now[1] - now[0] == was[1] - was[0])
 
 
-def _spans(before: CheckpointFolder, edits: tuple[Edit, ...]) -> dict[PurePosixPath, tuple[Span, ...]]:
+def _spans(
+    before: CheckpointFolder, edits: tuple[Edit, ...]
+) -> dict[PurePosixPath, tuple[Span, ...]]:
     """Return the old bytes in every edited file, and where they were."""
     sizes = {component.path: component.size for component in before.components}
     spans: dict[PurePosixPath, tuple[Span, ...]] = {}
@@ -211,14 +250,18 @@ def _recipe_spans(edit: Replace) -> Iterable[Span]:
 
 
 def _prove_no_new_finding(
-    plan: Plan, diagnosis: Diagnosis, steps: Iterable[Step], moved: Mapping[PurePosixPath, PurePosixPath]
+    plan: Plan,
+    diagnosis: Diagnosis,
+    steps: Iterable[Step],
+    moved: Mapping[PurePosixPath, PurePosixPath],
 ) -> None:
     """Raise OperationError when a file has a finding of a kind that it did not have before.
 
-    Only these notes may come: that about keys in a wrapper, with a rename to such keys; that about a left-over shard,
-    with a new index that places its keys in another shard, which holds equal values; and that about an index whose
-    shards are gone, with a new index that loaders take before. A finding about two files counts for both: after a
-    rename the other one can have fewer wrappers, and be the original.
+    Only these notes may come: that about keys in a wrapper, with a rename to such keys; that about
+    a left-over shard, with a new index that places its keys in another shard, which holds equal
+    values; and that about an index whose shards are gone, with a new index that loaders take
+    before. A finding about two files counts for both: after a rename the other one can have fewer
+    wrappers, and be the original.
     """
     known = {
         (_kind(finding), _moved(path, moved))
@@ -234,7 +277,9 @@ def _prove_no_new_finding(
         is_of_index = type(finding) is StaleShard and finding.index in written
         # An index without shards was an error; with a new index before it, it is left over.
         is_of_index |= (
-            isinstance(finding, LeftoverIndex) and finding.file in written and str(finding.path) in lacking
+            isinstance(finding, LeftoverIndex)
+            and finding.file in written
+            and str(finding.path) in lacking
         )
         if not (is_known or is_of_rename or is_of_index):
             raise OperationError(f"after the repair there is a new finding: {finding}")
@@ -243,7 +288,8 @@ def _prove_no_new_finding(
 def _kind(finding: Finding) -> type:
     """Return the class from which the findings of one kind derive, also those of another severity.
 
-    Findings about the wrappers of a file are one kind: which of them it has depends on the names in other files.
+    Findings about the wrappers of a file are one kind: which of them it has depends on the names in
+    other files.
     """
     if isinstance(finding, NestedPrefix | WrapperPrefix):
         return NestedPrefix
@@ -251,9 +297,13 @@ def _kind(finding: Finding) -> type:
 
 
 def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy: Policy) -> None:
-    """Raise OperationError when a second repair would change files other than those that this one left on purpose."""
+    """Raise OperationError when a second repair would change files other than those that this one
+    left on purpose.
+    """
     plan = make_plan(diagnosis, policy)
-    asked = {path for stay in plan.unplanned if stay.code == DoubledModel.code for path in stay.paths}
+    asked = {
+        path for stay in plan.unplanned if stay.code == DoubledModel.code for path in stay.paths
+    }
     doubles = [
         finding
         for finding in diagnosis.findings
@@ -264,11 +314,15 @@ def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy:
     ]
     surprises = [step for step in plan.steps if not stays & {*step.before, *_new_index(step)}]
     if doubles or surprises:
-        raise OperationError(f"after the repair there is still something to do: {(doubles or surprises)[0]}")
+        raise OperationError(
+            f"after the repair there is still something to do: {(doubles or surprises)[0]}"
+        )
 
 
 def _new_index(step: Step) -> Iterable[PurePosixPath]:
-    """Return the path of the index that a step writes; a missing one is not among the files it relies on."""
+    """Return the path of the index that a step writes; a missing one is not among the files it
+    relies on.
+    """
     return (step.action.path,) if isinstance(step.action, WriteIndex) else ()
 
 
@@ -278,7 +332,9 @@ def _prove_dcp_folders(
     steps: Iterable[Step],
     edits: Iterable[Edit],
 ) -> None:
-    """Compare the folders before and after the edits of these steps. Raises OperationError with what is wrong."""
+    """Compare the folders before and after the edits of these steps. Raises OperationError with
+    what is wrong.
+    """
     actions = [step.action for step in steps]
     dropped = {action.path for action in actions if isinstance(action, DropEntry)}
     moved = {action.source: action.target for action in actions if isinstance(action, Renumber)}
@@ -303,7 +359,9 @@ def _prove_dcp_folders(
             _prove_dcp_names(state, new, own)
             _prove_items(state, state.metadata, new.metadata, own)
         elif (state.metadata is None) != (new.metadata is None):
-            raise OperationError(f"{state.metadata_path} after the repair: it changed without a step")
+            raise OperationError(
+                f"{state.metadata_path} after the repair: it changed without a step"
+            )
     left = {moved.get(state.path, state.path) for state in before if state.path not in dropped}
     if more := sorted(str(path) for path in found.keys() - left):
         raise OperationError(f"after the repair {more[0]} still holds files of a save")
@@ -318,7 +376,9 @@ def _written(edits: Iterable[Edit]) -> Iterable[PurePosixPath]:
 
 
 def _prove_files(old: DcpFolder, new: DcpFolder, touched: Set[PurePosixPath]) -> None:
-    """Raise OperationError unless every file without an edit is unchanged, also behind a symbolic link."""
+    """Raise OperationError unless every file without an edit is unchanged, also behind a symbolic
+    link.
+    """
     for path, file in old.files.items():
         if path in touched:
             continue
@@ -330,12 +390,16 @@ def _prove_files(old: DcpFolder, new: DcpFolder, touched: Set[PurePosixPath]) ->
 
 def _prove_dcp_names(old: DcpFolder, new: DcpFolder, maps: PlaceMaps) -> None:
     if sorted(_places(old.scopes, maps)) != sorted(_places(new.scopes, {})):
-        raise OperationError(f"{old.metadata_path}: the keys after the repair are not those of the plan")
+        raise OperationError(
+            f"{old.metadata_path}: the keys after the repair are not those of the plan"
+        )
     for place, item in old.listed.items():
         listed = new.listed.get(place)
         want = _renamed((name for _, name in item.names), maps.get(place))
         if listed is None or [name for _, name in listed.names] != want:
-            raise OperationError(f"{old.metadata_path}: the keys in {item.fqn!r} are not those of the plan")
+            raise OperationError(
+                f"{old.metadata_path}: the keys in {item.fqn!r} are not those of the plan"
+            )
 
 
 def _prove_items(old: DcpFolder, was: DcpMetadata, now: DcpMetadata, maps: PlaceMaps) -> None:
@@ -348,7 +412,9 @@ def _prove_items(old: DcpFolder, was: DcpMetadata, now: DcpMetadata, maps: Place
     for one in was.tensors:
         twin = tensors.get(names[one.fqn] or "")
         if twin is None or one[1:-1] != twin[1:-1]:  # all fields but the name and its site
-            raise OperationError(f"{old.metadata_path}: {one.fqn!r} is another tensor after the repair")
+            raise OperationError(
+                f"{old.metadata_path}: {one.fqn!r} is another tensor after the repair"
+            )
     rewritten = {item.fqn for place, item in old.listed.items() if place in maps}
     for (fqn, offsets), item in was.stored.items():
         place = now.stored.get((names.get(fqn) or fqn, offsets))

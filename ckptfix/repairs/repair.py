@@ -1,4 +1,5 @@
-"""Repair of a checkpoint: ``plan_repair`` and ``RepairPlan.execute`` plan, journal, act, prove and commit.
+"""Repair of a checkpoint: ``plan_repair`` and ``RepairPlan.execute`` plan, journal, act, prove and
+commit.
 
 Planning reads and changes nothing. Executing leaves the old folder or the new one, never a mixture.
 """
@@ -75,7 +76,17 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.reading import ensure_unchanged, store_of, unchanged
 from ckptfix.storage.transactions import transactions
-from ckptfix.wording import Line, Printable, count_of, few, human_size, line, series, shown, unchecked_lines
+from ckptfix.wording import (
+    Line,
+    Printable,
+    count_of,
+    few,
+    human_size,
+    line,
+    series,
+    shown,
+    unchecked_lines,
+)
 
 if TYPE_CHECKING:
     from ckptfix.storage.object_journal import StoreLock
@@ -85,10 +96,11 @@ if TYPE_CHECKING:
 class RepairReceipt(Printable, Serialized):
     """Receipt of a repair: its plan, and the outcome.
 
-    ``found``: the findings before it; ``left``: those after it, in a dry run all of them. ``transaction``:
-    the number that ``undo`` undoes, None when nothing was changed. ``recovered``: an interrupted run was
-    rolled back first, or in a store ``finished``. ``below``: the reports of the sub-folders that hold models of the
-    checkpoint, such as ``unet``; each has a repair of its own.
+    ``found``: the findings before it; ``left``: those after it, in a dry run all of them.
+    ``transaction``: the number that ``undo`` undoes, None when nothing was changed. ``recovered``:
+    an interrupted run was rolled back first, or in a store ``finished``. ``below``: the reports of
+    the sub-folders that hold models of the checkpoint, such as ``unet``; each has a repair of its
+    own.
     """
 
     json_keys: ClassVar = (
@@ -111,7 +123,9 @@ class RepairReceipt(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """Exit status: 0 when no error or warning is left and every requested repair was done, else 1."""
+        """Exit status: 0 when no error or warning is left and every requested repair was done, else
+        1.
+        """
         is_below = any(status_of(report.all_findings) for report in self.below)
         return int(status_of(self.left) or bool(self.unplanned) or is_below)
 
@@ -125,10 +139,15 @@ class RepairReceipt(Printable, Serialized):
         """The steps before the script resumes, in words; empty where no entry was dropped."""
         advice = _before_resuming(self.steps, self.found)
         # Before a repair the finding says so, and a repaired copy has nothing to undo.
-        if self.transaction is not None and any(DoubledModel.code in step.fixes for step in self.steps):
+        if self.transaction is not None and any(
+            DoubledModel.code in step.fixes for step in self.steps
+        ):
             return (
                 *advice,
-                "undo the repair if the script prepares an equal model on purpose (a loss wrapper, an EMA)",
+                (
+                    "undo the repair if the script prepares an equal model on purpose (a loss "
+                    "wrapper, an EMA)"
+                ),
             )
         return advice
 
@@ -144,13 +163,17 @@ class RepairReceipt(Printable, Serialized):
         """
         if self.recovered:
             yield line(
-                f"an interrupted earlier run was {'finished' if self.finished else 'rolled back'} first"
+                f"an interrupted earlier run was {'finished' if self.finished else 'rolled back'} "
+                "first"
             )
         if self.dry_run:
             yield line("dry run: nothing was changed")
         elif self.steps:
             where = self.output or self.path
-            yield line(f"done and verified: {count_of(len(self.steps), 'step')} in {where}", colour="green")
+            yield line(
+                f"done and verified: {count_of(len(self.steps), 'step')} in {where}",
+                colour="green",
+            )
         elif self.output is not None:
             yield line(f"an unchanged copy is in {self.output}")
         yield from finding_lines(self.left, str(self.where))
@@ -182,12 +205,13 @@ Receipt = RepairReceipt
 class RepairPlan(Printable):
     """Steps that repair a checkpoint, from ``plan_repair``. Nothing is changed before ``execute``.
 
-    ``diagnosis``: the state that was planned for. ``missing``: the findings about files that the checkpoints next to
-    it have. ``pending``: the findings about an interrupted run, which ``execute`` rolls back first. ``recovered``: one
-    was rolled back before planning, or in a store ``finished``. ``output``: the folder for a repaired copy.
-    ``carriage``: of a checkpoint in a store the bytes to travel, in words; ``at_once``: all its names change in one
-    commit. ``image``: closed by ``execute``, where the plan was made for a URL. ``neighbours``: those of the source for
-    a copy.
+    ``diagnosis``: the state that was planned for. ``missing``: the findings about files that the
+    checkpoints next to it have. ``pending``: the findings about an interrupted run, which
+    ``execute`` rolls back first. ``recovered``: one was rolled back before planning, or in a store
+    ``finished``. ``output``: the folder for a repaired copy. ``carriage``: of a checkpoint in a
+    store the bytes to travel, in words; ``at_once``: all its names change in one commit. ``image``:
+    closed by ``execute``, where the plan was made for a URL. ``neighbours``: those of the source
+    for a copy.
     """
 
     target: Target
@@ -242,18 +266,19 @@ class RepairPlan(Printable):
     ) -> RepairReceipt:
         """Do the steps, prove the result, and commit.
 
-        Changes are journaled in ``.ckptfix/`` inside the folder; ``undo`` undoes them. In a store that cannot cut parts
-        out of objects, ``transfer`` lets their bytes go through this machine; ``break_lock`` takes over the lock of a
-        run that was killed. ``progress`` is called with byte counts.
+        Changes are journaled in ``.ckptfix/`` inside the folder; ``undo`` undoes them. In a store
+        that cannot cut parts out of objects, ``transfer`` lets their bytes go through this machine;
+        ``break_lock`` takes over the lock of a run that was killed. ``progress`` is called with
+        byte counts.
 
-        Raises ChangedError when a file changed since planning, other OperationErrors (LockedError, JournalError,
-        RolledBackError) when it could not finish: the folder is then as it was. The plan of a URL is executed once:
-        UsageError after that.
+        Raises ChangedError when a file changed since planning, other OperationErrors (LockedError,
+        JournalError, RolledBackError) when it could not finish: the folder is then as it was. The
+        plan of a URL is executed once: UsageError after that.
         """
         if self.image is not None and not self.target.root.exists():
             raise UsageError(
-                f"{shown(str(self.path))}: this plan was executed before, so its objects can be others now; next: "
-                "plan_repair anew"
+                f"{shown(str(self.path))}: this plan was executed before, so its objects can be "
+                "others now; next: plan_repair anew"
             )
         with self.image or nullcontext():
             if isinstance(self.output, str):
@@ -275,7 +300,8 @@ class RepairPlan(Printable):
         with _undisturbed(self.path):
             ensure_unchanged(self.target.root, self.diagnosis.scanned)
         with copy_checkpoint(self.target, output, progress) as copy:
-            # The neighbours of the source are evidence, not those of the place where the copy is made.
+            # The neighbours of the source are evidence, not those of the place where the copy is
+            # made.
             receipt = _plan(copy, self.policy, None, None, neighbours=self.neighbours).execute()
         below = tuple(_moved(report, copy.path, output) for report in receipt.below)
         return replace(
@@ -287,7 +313,9 @@ class RepairPlan(Printable):
             below=below,
         )
 
-    def _execute_in_store(self, output: str, progress: Progress | None, *, transfer: bool) -> RepairReceipt:
+    def _execute_in_store(
+        self, output: str, progress: Progress | None, *, transfer: bool
+    ) -> RepairReceipt:
         """Let the store write a repaired copy below another prefix."""
         from ckptfix.storage.object_copies import copy_repaired
 
@@ -326,7 +354,9 @@ class RepairPlan(Printable):
             self.neighbours,
         )
 
-    def _apply(self, lock: "StoreLock | None", progress: Progress | None, *, transfer: bool) -> RepairReceipt:
+    def _apply(
+        self, lock: "StoreLock | None", progress: Progress | None, *, transfer: bool
+    ) -> RepairReceipt:
         """Do the edits of the steps and of the manifest. The caller holds the lock."""
         root = self.target.root
         compiled = self.compiled
@@ -394,21 +424,27 @@ def plan_repair(
     break_lock: bool = False,
     progress: Progress | None = None,
 ) -> RepairPlan:
-    """Plan the repair of a checkpoint folder or file in place, or of a copy that is written to ``output``.
+    """Plan the repair of a checkpoint folder or file in place, or of a copy that is written to
+    ``output``.
 
-    Every byte of what a step deletes is compared first; ``progress`` is called with byte counts. ``recover``:
-    roll back an interrupted earlier run first, which is the only change; without it, ``execute`` does that
-    and plans again. ``break_lock``: as of ``execute``.
+    Every byte of what a step deletes is compared first; ``progress`` is called with byte counts.
+    ``recover``: roll back an interrupted earlier run first, which is the only change; without it,
+    ``execute`` does that and plans again. ``break_lock``: as of ``execute``.
 
-    Raises UsageError for an invalid path or policy, OperationError for a folder that cannot be repaired now,
-    OSError when it cannot be read.
+    Raises UsageError for an invalid path or policy, OperationError for a folder that cannot be
+    repaired now, OSError when it cannot be read.
     """
     output = local_path(output)
     if isinstance(path, str) and looks_like_url(path):
         with ExitStack() as image:
             place = image.enter_context(opened(path))
             plan = plan_repair(
-                place, policy, output=output, recover=recover, break_lock=break_lock, progress=progress
+                place,
+                policy,
+                output=output,
+                recover=recover,
+                break_lock=break_lock,
+                progress=progress,
             )
             return replace(plan, image=image.pop_all())
     target = find_target(path)
@@ -417,7 +453,9 @@ def plan_repair(
     policy = policy or Policy()
     if output is not None:
         if pending := interrupted(target):
-            raise OperationError(f"{target.path}: {pending[0]}; {pending[0].advice_at(str(target.path))}")
+            raise OperationError(
+                f"{target.path}: {pending[0]}; {pending[0].advice_at(str(target.path))}"
+            )
         copy = output if isinstance(output, str) and looks_like_url(output) else Path(output)
         _check_copy(target, copy)  # before every byte of a large model is compared
         return _plan(target, policy, copy, progress)
@@ -443,9 +481,11 @@ def repair(
     break_lock: bool = False,
     progress: Progress | None = None,
 ) -> RepairReceipt:
-    """Plan a repair and execute it: ``plan_repair``, then ``RepairPlan.execute``, with the errors of both.
+    """Plan a repair and execute it: ``plan_repair``, then ``RepairPlan.execute``, with the errors
+    of both.
 
-    ``dry_run``: change nothing, and return what would be done. ``transfer`` and ``break_lock``: as of ``execute``.
+    ``dry_run``: change nothing, and return what would be done. ``transfer`` and ``break_lock``: as
+    of ``execute``.
     """
     plan = plan_repair(
         path, policy, output=output, recover=not dry_run, break_lock=break_lock, progress=progress
@@ -458,13 +498,14 @@ def repair(
 def _ensure_uploaded(target: Target) -> None:
     """Raise UsageError for a checkpoint in a store whose upload has not ended.
 
-    It may still be under way, and fail where a name is another one than it wrote. A copy would get a commit marker.
+    It may still be under way, and fail where a name is another one than it wrote. A copy would get
+    a commit marker.
     """
     if (why := cut_upload(target.root)) is not None:
         raise UsageError(
-            f"{target.path}: {why}; nothing was changed; next, with the folder that the save left: ckptfix upload "
-            f"FOLDER {shell_path(target.root)}, or, to recover what is there: {command('salvage', target.root)} "
-            "NEW_FOLDER"
+            f"{target.path}: {why}; nothing was changed; next, with the folder that the save left: "
+            f"ckptfix upload FOLDER {shell_path(target.root)}, or, to recover what is there: "
+            f"{command('salvage', target.root)} NEW_FOLDER"
         )
 
 
@@ -474,14 +515,18 @@ def _check_copy(target: Target, output: Path | str) -> None:
     if isinstance(output, Path):
         if store is not None:
             raise UsageError(
-                f"{output} is not a URL, and a repair of a URL downloads nothing; next: name a prefix of the same "
-                f"bucket, or download the checkpoint"
+                f"{output} is not a URL, and a repair of a URL downloads nothing; next: name a "
+                "prefix of the same bucket, or download the checkpoint"
             )
         check_output(target, output)
     elif store is None:
-        raise UsageError(f"{output} is a URL, and {target.path} is not; next: repair it, then upload it")
+        raise UsageError(
+            f"{output} is a URL, and {target.path} is not; next: repair it, then upload it"
+        )
     elif target.only is not None:
-        raise UsageError(f"{target.path} is one object; next: repair it in place, or name its folder")
+        raise UsageError(
+            f"{target.path} is one object; next: repair it in place, or name its folder"
+        )
     else:
         from ckptfix.storage.object_copies import check_free, places_of
 
@@ -490,7 +535,9 @@ def _check_copy(target: Target, output: Path | str) -> None:
 
 
 def _recovered(root: Path) -> RecoveryReport | None:
-    """Roll back an interrupted run, or finish it in a store; None where there was none. The caller holds the lock."""
+    """Roll back an interrupted run, or finish it in a store; None where there was none. The caller
+    holds the lock.
+    """
     recovered = recover_folder(root)
     return recovered if recovered and (recovered.rolled_back or recovered.finished) else None
 
@@ -499,18 +546,25 @@ def _listing(action: StepAction) -> PurePosixPath | None:
     """Return the file that an action writes and that lists other files, None for any other."""
     if isinstance(action, WriteIndex):
         return action.path
-    return action.path if isinstance(action, RewriteNames) and action.path.name == METADATA_NAME else None
+    return (
+        action.path
+        if isinstance(action, RewriteNames) and action.path.name == METADATA_NAME
+        else None
+    )
 
 
 @contextmanager
 def _undisturbed(path: Path) -> Iterator[None]:
-    """Say next to the name of a file that changed in this block that nothing was changed, and what to type next."""
+    """Say next to the name of a file that changed in this block that nothing was changed, and what
+    to type next.
+    """
     try:
         yield
     except FileChangedError as error:
         again = command("repair", path)
         raise ChangedError(
-            f"{error.problem}; nothing was changed; next: wait until the save has ended, then: {again}"
+            f"{error.problem}; nothing was changed; next: wait until the save has ended, then: "
+            f"{again}"
         ) from error
 
 
@@ -531,22 +585,29 @@ def _plan(
         if (bare is None or output is not None) and not has_journal:
             ensure_checkpoint(folder, "repair")
         near = neighbours or Siblings().of(target.root)
-        diagnosis = diagnose(folder, prove=True, drops=policy.drops, neighbours=near, progress=progress)
+        diagnosis = diagnose(
+            folder, prove=True, drops=policy.drops, neighbours=near, progress=progress
+        )
         if diagnosis.unfinished:
             raise OperationError(
                 f"{target.path}: nothing was changed: a repair reads every file first, and "
-                f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: {diagnosis.unfinished[0]}"
+                f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: "
+                f"{diagnosis.unfinished[0]}"
             )
         if bare is not None:
             diagnosis = replace(
                 diagnosis,
                 findings=(*bare.beyond(diagnosis.findings), *diagnosis.findings),
-                not_checked=tuple(words for words in diagnosis.not_checked if not words.startswith(GENERIC)),
+                not_checked=tuple(
+                    words for words in diagnosis.not_checked if not words.startswith(GENERIC)
+                ),
             )
         with unchanged(target.root, diagnosis.scanned):
             draft = make_plan(diagnosis, policy)
             # No object can be changed in place.
-            compiled = compile_plan(draft, new_files=policy.atomic or store_of(target.root) is not None)
+            compiled = compile_plan(
+                draft, new_files=policy.atomic or store_of(target.root) is not None
+            )
         return RepairPlan(
             target=target,
             policy=policy,
@@ -583,8 +644,8 @@ def _check_space(root: Path, edits: Sequence[Edit], shares_blocks: bool) -> None
     need, free = space_needed(edits, shares_blocks=shares_blocks), free_space(root)
     if edits and need > free:
         raise OperationError(
-            f"{root}: the repair needs {human_size(need)} of free space, {human_size(free)} are free on this disk; "
-            f"nothing was changed; free some, then run it again"
+            f"{root}: the repair needs {human_size(need)} of free space, {human_size(free)} are "
+            "free on this disk; nothing was changed; free some, then run it again"
         )
 
 
@@ -594,12 +655,16 @@ def _moved(report: CheckReport, source: Path, output: Path) -> CheckReport:
     return replace(report, path=output / report.path.relative_to(source), below=below)
 
 
-def plan_lines(path: Path | str, steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> Iterator[Line]:
+def plan_lines(
+    path: Path | str, steps: tuple[Step, ...], stays: tuple[Unplanned, ...]
+) -> Iterator[Line]:
     """Yield the steps of a repair of ``path``, and the findings that stay, with the reasons."""
     yield line(f"plan for {path}:" if steps else f"nothing to repair in {path}", bold=True)
     for (_, codes, safety), group in groupby(steps, key=_kind):
         asked = " (asked for)" if safety is Safety.LOSSY else ""
-        yield from few([f"  {step}  [{', '.join(codes)}]{asked}" for step in group], "steps like these")
+        yield from few(
+            [f"  {step}  [{', '.join(codes)}]{asked}" for step in group], "steps like these"
+        )
     for _, same in groupby(stays, key=lambda stay: (stay.code, stay.reason)):
         yield from few([f"  not done: {stay}" for stay in same], "files that stay", colour="yellow")
 
@@ -609,7 +674,9 @@ def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
 
 
 def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
-    """Return the advice for a script that registered an object twice: it fails until it is fixed."""
+    """Return the advice for a script that registered an object twice: it fails until it is
+    fixed.
+    """
     last: dict[Role, FileName | FolderName] = {}
     dropped: dict[Role, set[int]] = {}
     moved: list[tuple[int, PurePosixPath]] = []
@@ -630,7 +697,8 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
         # Models are loaded first and in order, so that this comes before a missing file.
         failure = f"finds another model in {min(moved)[1]}"
     else:
-        # Later entries move down, so that the highest numbers are missing. load_state misses the first of these.
+        # Later entries move down, so that the highest numbers are missing. load_state misses the
+        # first of these.
         missing = [
             _looked_for(last[role].at(last[role].index + 1 - len(dropped[role])))
             for role in Role
@@ -638,13 +706,21 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
         ]
         failure = f"looks for {series(missing)}, which a repaired folder does not hold"
     return (
-        f"the script passed an object to prepare() twice: unchanged, it {failure}, and load_state fails",
-        "before you resume, prepare each object once, or start the script with: ckptfix run SCRIPT",
+        (
+            f"the script passed an object to prepare() twice: unchanged, it {failure}, and "
+            "load_state fails"
+        ),
+        (
+            "before you resume, prepare each object once, or start the script with: ckptfix run "
+            "SCRIPT"
+        ),
     )
 
 
 def _before_loading(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
-    """Return the advice after a repair removed nested wrappers: the models that load the keys, and when to undo."""
+    """Return the advice after a repair removed nested wrappers: the models that load the keys, and
+    when to undo.
+    """
     targets = {
         key_map.insert
         for step in steps
@@ -654,16 +730,25 @@ def _before_loading(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[st
     if not targets:
         return ()
     assumed = any(isinstance(one, NestedPrefix) and one.assumed for one in found)
-    wrong = "; if a module of the model is itself called 'module', undo this repair" if assumed else ""
+    wrong = (
+        "; if a module of the model is itself called 'module', undo this repair" if assumed else ""
+    )
     return (
-        f"the keys now fit {' or '.join(map(fitting, sorted(targets)))}; the script wrapped the model twice: "
-        f"unchanged, it looks for the old keys, and loading fails{wrong}",
-        "before you resume, wrap the model only that way, or start the script with: ckptfix run SCRIPT",
+        (
+            f"the keys now fit {' or '.join(map(fitting, sorted(targets)))}; the script wrapped "
+            f"the model twice: unchanged, it looks for the old keys, and loading fails{wrong}"
+        ),
+        (
+            "before you resume, wrap the model only that way, or start the script with: ckptfix "
+            "run SCRIPT"
+        ),
     )
 
 
 def _looked_for(name: FileName | FolderName) -> str:
-    """Return the file that accelerate reports as missing: of a model the last of the names that it tries."""
+    """Return the file that accelerate reports as missing: of a model the last of the names that it
+    tries.
+    """
     if isinstance(name, FileName) and name.suffix == ".safetensors":
         return str(model_file(".bin", name.index))
     return str(name)

@@ -1,7 +1,8 @@
-"""Saved plans: ``repair --plan-out FILE`` writes one, and ``repair --plan FILE`` applies it unchanged or refuses.
+"""Saved plans: ``repair --plan-out FILE`` writes one, and ``repair --plan FILE`` applies it
+unchanged or refuses.
 
-The steps in a file are never executed. The folder is planned again with the saved policy, and the two plans
-must agree: so an edited file can do nothing that a repair would not do.
+The steps in a file are never executed. The folder is planned again with the saved policy, and the
+two plans must agree: so an edited file can do nothing that a repair would not do.
 """
 
 import hashlib
@@ -29,10 +30,12 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPlan:
-    """A plan that was read from ``file``. ``path``, ``output`` and ``policy`` are those of ``plan_repair``.
+    """A plan that was read from ``file``. ``path``, ``output`` and ``policy`` are those of
+    ``plan_repair``.
 
-    ``files``: (size, time of the last change) of every file that the plan depends on, by its name in the folder.
-    ``steps``: every step, as JSON values with a digest of its details; ``unplanned``: the findings that stay.
+    ``files``: (size, time of the last change) of every file that the plan depends on, by its name
+    in the folder. ``steps``: every step, as JSON values with a digest of its details;
+    ``unplanned``: the findings that stay.
     """
 
     file: Path
@@ -48,8 +51,8 @@ class SavedPlan:
     ) -> RepairPlan:
         """Plan again and return the plan, which equals the saved one.
 
-        Raises ChangedError when the plan is already applied, or the folder changed since, so that the plan may be
-        wrong now, and all that ``plan_repair`` raises.
+        Raises ChangedError when the plan is already applied, or the folder changed since, so that
+        the plan may be wrong now, and all that ``plan_repair`` raises.
         """
         plan = plan_repair(
             self.path,
@@ -60,21 +63,27 @@ class SavedPlan:
             progress=progress,
         )
         if difference := next(self._differences(plan), None):
-            done = "an interrupted earlier run was rolled back, nothing else" if plan.recovered else "nothing"
+            done = (
+                "an interrupted earlier run was rolled back, nothing else"
+                if plan.recovered
+                else "nothing"
+            )
             if (number := self._applied(plan)) is not None:
                 raise ChangedError(
-                    f"{self.file}: the plan is already applied: repair {number} of {self.path} did its "
-                    f"{count_of(len(self.steps), 'step')}, and its files are as it left them; {done} was changed; to "
-                    f"undo it: {command('undo', plan.path)}"
+                    f"{self.file}: the plan is already applied: repair {number} of {self.path} did "
+                    f"its {count_of(len(self.steps), 'step')}, and its files are as it left them; "
+                    f"{done} was changed; to undo it: {command('undo', plan.path)}"
                 )
             raise ChangedError(
-                f"{difference}, since {self.file} was written; {done} was changed; next, with the options of "
-                f"that plan: {command('repair', plan.path)} --plan-out NEW_FILE"
+                f"{difference}, since {self.file} was written; {done} was changed; next, with the "
+                f"options of that plan: {command('repair', plan.path)} --plan-out NEW_FILE"
             )
         return plan
 
     def _applied(self, plan: RepairPlan) -> int | None:
-        """Return the number of the last repair when it did the steps of this plan, as its journal proves, else None."""
+        """Return the number of the last repair when it did the steps of this plan, as its journal
+        proves, else None.
+        """
         root, only = plan.target.root, plan.target.only or ""
         done = [
             transaction
@@ -94,13 +103,21 @@ class SavedPlan:
             elif name not in self.files:
                 yield f"{root / name} is new"
             elif self.files[name][0] != files[name][0]:
-                yield f"{root / name} changed (expected {self.files[name][0]} bytes, found {files[name][0]})"
+                yield (
+                    f"{root / name} changed (expected {self.files[name][0]} bytes, found "
+                    f"{files[name][0]})"
+                )
             elif self.files[name] != files[name]:
                 yield f"{root / name} was written again (its time changed)"
         for mine, now in ((self.steps, _steps(plan)), (self.unplanned, _unplanned(plan))):
             if mine != now:
                 number = next(
-                    (at for at, pair in enumerate(zip(mine, now, strict=False)) if pair[0] != pair[1]), None
+                    (
+                        at
+                        for at, pair in enumerate(zip(mine, now, strict=False))
+                        if pair[0] != pair[1]
+                    ),
+                    None,
                 )
                 which = "number of steps" if number is None else f"step {number + 1}"
                 yield f"{plan.path} now needs another plan (different {which})"
@@ -110,9 +127,13 @@ def save_plan(plan: RepairPlan, file: str | os.PathLike[str]) -> None:
     """Write a plan to a new file. Raises UsageError when the file exists or cannot be written."""
     path = Path(file)
     if plan.pending:
-        raise UsageError(f"{plan.path}: {plan.pending[0]}; {plan.pending[0].advice}, then plan again")
+        raise UsageError(
+            f"{plan.path}: {plan.pending[0]}; {plan.pending[0].advice}, then plan again"
+        )
     if path.resolve().is_relative_to(plan.target.root.resolve()):
-        raise UsageError(f"{path} lies inside {plan.target.root}, which it would change; choose another path")
+        raise UsageError(
+            f"{path} lies inside {plan.target.root}, which it would change; choose another path"
+        )
     content: dict[str, object] = {
         "plan_version": _VERSION,
         "path": shown(os.path.abspath(plan.path)),
@@ -155,19 +176,21 @@ def read_plan(file: str | os.PathLike[str]) -> SavedPlan:
         )
     if document["plan_version"] != _VERSION:
         raise UsageError(
-            f"{path}: plan_version {document['plan_version']!r} is of another ckptfix (expected {_VERSION}); plan again"
+            f"{path}: plan_version {document['plan_version']!r} is of another ckptfix (expected "
+            f"{_VERSION}); plan again"
         )
     digest = document.pop("sha256", None)
     if digest != _digest(document):
         raise UsageError(
-            f"{path} was changed after ckptfix wrote it, so it is not the plan that was looked at; next: plan again "
-            f"with --plan-out and a new file"
+            f"{path} was changed after ckptfix wrote it, so it is not the plan that was looked at; "
+            "next: plan again with --plan-out and a new file"
         )
     try:
         return _saved_plan(path, document)
     except (LookupError, TypeError, ValueError, AttributeError):
         raise UsageError(
-            f"{path} is not a plan that ckptfix wrote; next: plan again with --plan-out and a new file"
+            f"{path} is not a plan that ckptfix wrote; next: plan again with --plan-out and a new "
+            "file"
         ) from None
 
 
@@ -186,7 +209,9 @@ def _saved_plan(path: Path, document: Mapping[str, Any]) -> SavedPlan:
             adapter=asked.get("adapter", ""),
             families=frozenset(asked.get("families", ())),
         ),
-        files={str(name): [int(size), int(time)] for name, (size, time) in document["files"].items()},
+        files={
+            str(name): [int(size), int(time)] for name, (size, time) in document["files"].items()
+        },
         steps=list(document["steps"]),
         unplanned=list(document["unplanned"]),
     )
@@ -207,7 +232,9 @@ def apply_command(file: str | os.PathLike[str]) -> str:
 
 def _files(plan: RepairPlan) -> dict[str, list[int]]:
     # Inodes can change when a file system is mounted again, so they are not compared.
-    return {str(path): [status.size, status.mtime_ns] for path, status in plan.diagnosis.scanned.items()}
+    return {
+        str(path): [status.size, status.mtime_ns] for path, status in plan.diagnosis.scanned.items()
+    }
 
 
 def _steps(plan: RepairPlan) -> list[dict[str, Any]]:

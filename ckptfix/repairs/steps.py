@@ -1,4 +1,6 @@
-"""The steps of a repair as values that print themselves, and the draft in which a plan collects them."""
+"""The steps of a repair as values that print themselves, and the draft in which a plan collects
+them.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +15,12 @@ from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import Numbered
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import UnsafePickle
-from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix, UndecidedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.duplicates import (
+    DoubledModel,
+    NestedPrefix,
+    UndecidedPrefix,
+    WrapperPrefix,
+)
 from ckptfix.diagnosis.findings.incomplete import UndecidedNames
 from ckptfix.diagnosis.policy import Keys, Policy
 from ckptfix.reports import Serialized
@@ -22,7 +29,9 @@ from ckptfix.wording import count_of, human_size
 
 
 class Safety(Enum):
-    """Safety of a step. SAFE: applied by default. LOSSY: applied only when named, as only the user can judge it."""
+    """Safety of a step. SAFE: applied by default. LOSSY: applied only when named, as only the user
+    can judge it.
+    """
 
     SAFE = "safe"
     LOSSY = "lossy"
@@ -32,7 +41,8 @@ class Safety(Enum):
 class DropEntry:
     """Removal of a duplicate file; the journal keeps the recipe that rebuilds it.
 
-    Of a DCP folder all files are removed; the folder itself stays, and no loader reads an empty one.
+    Of a DCP folder all files are removed; the folder itself stays, and no loader reads an empty
+    one.
     """
 
     path: PurePosixPath
@@ -50,7 +60,8 @@ class DropEntry:
 class SetAside:
     """Removal of the files that hold a model as no loader should take it; the journal keeps them.
 
-    ``path``: the file or the index that loaders look for, ``files``: all of them, ``kept``: what loaders take after it.
+    ``path``: the file or the index that loaders look for, ``files``: all of them, ``kept``: what
+    loaders take after it.
     """
 
     path: PurePosixPath
@@ -61,7 +72,10 @@ class SetAside:
     def __str__(self) -> str:
         more = len(self.files) - 1
         files = str(self.files[0]) + (f" and {count_of(more, 'more file')}" if more else "")
-        return f"set {files} aside ({human_size(self.size)}, in .ckptfix until an undo); {self.kept} stays"
+        return (
+            f"set {files} aside ({human_size(self.size)}, in .ckptfix until an undo); {self.kept} "
+            "stays"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +92,12 @@ class Trim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteNames:
-    """Rename of keys in a file's header or pickle, or in the ``.metadata`` of a DCP folder; no tensor byte changes.
+    """Rename of keys in a file's header or pickle, or in the ``.metadata`` of a DCP folder; no
+    tensor byte changes.
 
-    ``maps``: (path to the dict, kind of place) -> key map. ``add_format``: add a missing safetensors
-    "format". ``renames`` counts the names that change; ``example`` is one of them, old and new.
+    ``maps``: (path to the dict, kind of place) -> key map. ``add_format``: add a missing
+    safetensors "format". ``renames`` counts the names that change; ``example`` is one of them, old
+    and new.
     """
 
     path: PurePosixPath
@@ -113,7 +129,9 @@ class WriteIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renumber:
-    """Move of an entry, a file or all files of a DCP folder, to the position where the correct script looks for it."""
+    """Move of an entry, a file or all files of a DCP folder, to the position where the correct
+    script looks for it.
+    """
 
     source: PurePosixPath
     target: PurePosixPath
@@ -129,7 +147,8 @@ StepAction = DropEntry | SetAside | Trim | RewriteNames | WriteIndex | Renumber
 class Step(Serialized):
     """One action, the codes it fixes, and the files it relies on as they were when it was planned.
 
-    Steps of one ``bundle`` are done together or not at all, as the renames of all shards of a model; None: alone.
+    Steps of one ``bundle`` are done together or not at all, as the renames of all shards of a
+    model; None: alone.
     """
 
     json_keys: ClassVar = "action=kind message=__str__ fixes safety files"
@@ -179,7 +198,9 @@ class Unplanned(Serialized):
 
 
 class Draft:
-    """Draft of a plan: the diagnosis of the folder, the findings that may be repaired, and the steps so far."""
+    """Draft of a plan: the diagnosis of the folder, the findings that may be repaired, and the
+    steps so far.
+    """
 
     def __init__(self, diagnosis: Diagnosis, policy: Policy) -> None:
         """Start without steps."""
@@ -189,8 +210,12 @@ class Draft:
         self.sharded = diagnosis.sharded
         self.states = {state.path: state for state in diagnosis.sharded}
         self.all_findings = diagnosis.findings
-        self.findings = tuple(finding for finding in diagnosis.findings if policy.wants(finding.code))
-        self.unsafe = {finding.path for finding in diagnosis.findings if isinstance(finding, UnsafePickle)}
+        self.findings = tuple(
+            finding for finding in diagnosis.findings if policy.wants(finding.code)
+        )
+        self.unsafe = {
+            finding.path for finding in diagnosis.findings if isinstance(finding, UnsafePickle)
+        }
         self.doubles = {
             finding.path: finding.original
             for finding in diagnosis.findings
@@ -241,7 +266,9 @@ class Draft:
         return self._by_path.get(path, ())
 
     def undecided(self, paths: Iterable[PurePosixPath]) -> str | None:
-        """Return why the keys of these files stay, None where the evidence or an option decides about them."""
+        """Return why the keys of these files stay, None where the evidence or an option decides
+        about them.
+        """
         policy = self.policy
         if policy.keys is not Keys.AUTO or WrapperPrefix.code in policy.allow:
             return None
@@ -255,13 +282,13 @@ class Draft:
         nested = next((finding for finding in asking if isinstance(finding, UndecidedPrefix)), None)
         if nested is not None:
             return (
-                "the unchanged script would not find its keys after a rename; add --keys bare for a bare "
-                f"model, or --allow {nested.code} for {fitting(nested.target)}"
+                "the unchanged script would not find its keys after a rename; add --keys bare for "
+                f"a bare model, or --allow {nested.code} for {fitting(nested.target)}"
             )
         if asking:
             return (
-                "the unchanged script would not find its keys after a rename; if the model or the optimizer was "
-                f"renamed by hand, add --allow {asking[0].code}"
+                "the unchanged script would not find its keys after a rename; if the model or the "
+                f"optimizer was renamed by hand, add --allow {asking[0].code}"
             )
         return None
 
@@ -276,8 +303,12 @@ class Draft:
         """Add a step that relies on the files ``paths`` as they are now."""
         scanned = self._diagnosis.scanned
         before = {path: scanned[path] for path in paths if path in scanned}
-        self.steps.append(Step(action=action, fixes=(code,), safety=safety, before=before, bundle=bundle))
+        self.steps.append(
+            Step(action=action, fixes=(code,), safety=safety, before=before, bundle=bundle)
+        )
 
     def stay(self, code: str, paths: Sequence[PurePosixPath], reason: str) -> None:
         """Note why a finding stays in all of these files."""
-        self.unplanned.append(Unplanned(code=code, path=paths[0], reason=reason, others=tuple(paths[1:])))
+        self.unplanned.append(
+            Unplanned(code=code, path=paths[0], reason=reason, others=tuple(paths[1:]))
+        )

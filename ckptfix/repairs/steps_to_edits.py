@@ -1,9 +1,10 @@
-"""Edits compiled from steps: the bytes of each file that change, and the bytes that undo the change.
+"""Edits compiled from steps: the bytes of each file that change, and the bytes that undo the
+change.
 
-A rename in a DCP folder writes a new ``.metadata``, which atomically replaces the old one. An optimizer's
-keys are in small items of its ``.distcp`` files, too: those are written to a new file that the new
-``.metadata`` points to, and the old ones stay where they are. So a reader finds the old keys or the new ones,
-and no tensor's byte is touched.
+A rename in a DCP folder writes a new ``.metadata``, which atomically replaces the old one. An
+optimizer's keys are in small items of its ``.distcp`` files, too: those are written to a new file
+that the new ``.metadata`` points to, and the old ones stay where they are. So a reader finds the
+old keys or the new ones, and no tensor's byte is touched.
 """
 
 import os
@@ -57,7 +58,9 @@ NEW_DATA = "__ckptfix_{}" + DATA_SUFFIX
 _OWN = re.compile(r"__ckptfix_[0-9]+\.distcp")
 
 BLOCK = 4096
-"""Alignment that a new file keeps, so that file systems with reflinks can share the rest of its blocks."""
+"""Alignment that a new file keeps, so that file systems with reflinks can share the rest of its
+blocks.
+"""
 
 
 @dataclass(slots=True)
@@ -72,12 +75,14 @@ class Compiled:
 def compile_plan(plan: Plan, *, new_files: bool) -> Compiled:
     """Turn a plan into edits. Nothing is written.
 
-    ``new_files``: write new files instead of patching the old ones in place (``--atomic``, or a file system
-    where that costs nothing). Linked files are always replaced.
+    ``new_files``: write new files instead of patching the old ones in place (``--atomic``, or a
+    file system where that costs nothing). Linked files are always replaced.
 
     Raises OSError, and FormatError when a file changed since it was scanned.
     """
-    trims = {step.action.path: step.action.size for step in plan.steps if isinstance(step.action, Trim)}
+    trims = {
+        step.action.path: step.action.size for step in plan.steps if isinstance(step.action, Trim)
+    }
     writer = _Writer(plan, new_files, trims)
     edits: dict[int, list[Edit]] = {}
     refused: dict[int, Unplanned] = {}
@@ -146,7 +151,9 @@ class _Writer:
         self.trims = trims
 
     def drop(self, action: DropEntry) -> list[Edit]:
-        """Return the edits that remove every file of a duplicate. Raises FormatError when it no longer is one."""
+        """Return the edits that remove every file of a duplicate. Raises FormatError when it no
+        longer is one.
+        """
         dropped, kept = self.entries[action.path], self.entries[action.kept]
         pairing = pair_up(kept, dropped)
         if pairing is None or pairing.runs is None:
@@ -154,15 +161,21 @@ class _Writer:
         return [
             Remove(
                 path=path,
-                previous=KEPT
-                if file.is_linked or path in self.by_metadata or self._is_elsewhere(pairing, path)
-                else self._recipe(pairing.runs, path),
+                previous=(
+                    KEPT
+                    if file.is_linked
+                    or path in self.by_metadata
+                    or self._is_elsewhere(pairing, path)
+                    else self._recipe(pairing.runs, path)
+                ),
             )
             for path, file in dropped.files.items()
         ]
 
     def _is_elsewhere(self, pairing: Pairing, path: PurePosixPath) -> bool:
-        """Return whether the kept bytes of a file are outside of the checkpoint, where anyone may delete them."""
+        """Return whether the kept bytes of a file are outside of the checkpoint, where anyone may
+        delete them.
+        """
         kept = pairing.kept
         return os.path.islink(self.root / kept.path) or (
             isinstance(kept, DcpFolder)
@@ -170,16 +183,22 @@ class _Writer:
         )
 
     def _recipe(self, runs: Mapping[Files, tuple[Run, ...]], path: PurePosixPath) -> Recipe:
-        """Return the recipe that rebuilds a file of the duplicate from ranges of the files that stay."""
+        """Return the recipe that rebuilds a file of the duplicate from ranges of the files that
+        stay.
+        """
         ranges = [
-            (run, kept) for (kept, twin), runs_of_file in runs.items() if twin == path for run in runs_of_file
+            (run, kept)
+            for (kept, twin), runs_of_file in runs.items()
+            if twin == path
+            for run in runs_of_file
         ]
         pieces: list[RecipePart] = []
         position = 0
         with open_reader(self.root / path) as reader:
             for run, kept in sorted(ranges, key=lambda pair: pair[0].offset_b):
                 if run.offset_b < position:
-                    continue  # two storages, or two keys, may share bytes; they are in the recipe already
+                    # Two storages, or two keys, may share bytes; they are in the recipe already.
+                    continue
                 if run.offset_b > position:
                     pieces.append(Literal(reader.read(position, run.offset_b - position)))
                 pieces.append(Range(kept, run.offset_a, run.length))
@@ -189,13 +208,22 @@ class _Writer:
         return Recipe.like(self.root / path, tuple(pieces))
 
     def move(self, action: Renumber) -> list[Edit]:
-        """Return the edits that move a file, or every file of a folder into an existing, empty folder."""
+        """Return the edits that move a file, or every file of a folder into an existing, empty
+        folder.
+        """
         entry = self.entries[action.source]
-        files = [path for path in entry.files if path not in self.gone] + self.made.get(action.source, [])
-        return [Move(source=path, target=action.target / path.relative_to(action.source)) for path in files]
+        files = [path for path in entry.files if path not in self.gone] + self.made.get(
+            action.source, []
+        )
+        return [
+            Move(source=path, target=action.target / path.relative_to(action.source))
+            for path in files
+        ]
 
     def rewrite(self, action: RewriteNames) -> list[Edit]:
-        """Return the edits that rename. Raises UnsupportedFormat with the reason when they cannot be made."""
+        """Return the edits that rename. Raises UnsupportedFormat with the reason when they cannot
+        be made.
+        """
         if (state := self.by_metadata.get(action.path)) is not None:
             return self._rewrite_dcp(state, action)
         component = self.components[action.path]
@@ -204,7 +232,9 @@ class _Writer:
             return self._rewrite_safetensors(component, content, action)
         assert isinstance(content, TorchFile)  # nothing else has names
         if content.trailing and action.path not in self.trims:
-            raise UnsupportedFormat("bytes follow its end; add --allow trailing-bytes to cut them off")
+            raise UnsupportedFormat(
+                "bytes follow its end; add --allow trailing-bytes to cut them off"
+            )
         new_names: dict[int, str] = {}
         for names in name_lists(content.tree):
             is_metadata = names.kind == "metadata"
@@ -232,7 +262,10 @@ class _Writer:
         end = self.trims.get(component.path, component.size)
         path = component.path
         pieces = (Literal(head), Range(path, content.data_start, end - content.data_start))
-        back: list[RecipePart] = [Literal(old_head), Range(path, len(head), end - content.data_start)]
+        back: list[RecipePart] = [
+            Literal(old_head),
+            Range(path, len(head), end - content.data_start),
+        ]
         if end < component.size:
             with open_reader(self.root / path) as reader:
                 back.append(Literal(reader.read(end, component.size - end)))
@@ -251,7 +284,9 @@ class _Writer:
                 places[item.fqn] = ItemLocation(name.relative_to(state.path), len(data), len(new))
                 data += new
             like = self.root / state.path / items[0][0].path
-            edits.append(Replace(path=name, content=Recipe.like(like, (Literal(data),)), previous=ABSENT))
+            edits.append(
+                Replace(path=name, content=Recipe.like(like, (Literal(data),)), previous=ABSENT)
+            )
             self.made.setdefault(state.path, []).append(name)
         renamed = rewrite_metadata(metadata, new_paths(state, metadata, action.maps), places)
         content = Recipe.like(self.root / action.path, (Literal(renamed.data),))
@@ -262,7 +297,9 @@ class _Writer:
         return edits
 
     def _metadata(self, state: DcpFolder) -> DcpMetadata:
-        """Return the metadata that the plan is based on. Raises FormatError when the file changed since."""
+        """Return the metadata that the plan is based on. Raises FormatError when the file changed
+        since.
+        """
         assert state.metadata is not None  # a folder without metadata has no keys to change
         with open_reader(self.root / state.metadata_path) as reader:
             data = reader.read(0, reader.size)
@@ -286,7 +323,10 @@ class _Writer:
                     )
 
     def _renamed_items(
-        self, state: DcpFolder, metadata: DcpMetadata, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
+        self,
+        state: DcpFolder,
+        metadata: DcpMetadata,
+        maps: Mapping[tuple[tuple[str, ...], str], KeyMap],
     ) -> Iterator[tuple[StoredItem, bytes]]:
         """Yield the items whose keys change, each with its new bytes."""
         changes: dict[str, dict[int, str]] = {}  # one item can hold keys in several places
@@ -354,11 +394,14 @@ class _Writer:
     ) -> Replace:
         full = self.root / component.path
         previous = KEPT if component.is_linked else Recipe.like(full, _not_empty(back))
-        return Replace(path=component.path, content=Recipe.like(full, _not_empty(pieces)), previous=previous)
+        return Replace(
+            path=component.path, content=Recipe.like(full, _not_empty(pieces)), previous=previous
+        )
 
 
 def space_needed(edits: Sequence[Edit], *, shares_blocks: bool) -> int:
-    """Return an upper bound of the bytes that a transaction needs on disk, journal and new files together.
+    """Return an upper bound of the bytes that a transaction needs on disk, journal and new files
+    together.
 
     ``shares_blocks``: the file system lets a new file share the blocks that it copies.
     """
@@ -394,7 +437,9 @@ def _literal_size(recipe: object) -> int:
 
 
 def _not_empty(pieces: tuple[RecipePart, ...]) -> tuple[RecipePart, ...]:
-    return tuple(piece for piece in pieces if (piece.data if isinstance(piece, Literal) else piece.length))
+    return tuple(
+        piece for piece in pieces if (piece.data if isinstance(piece, Literal) else piece.length)
+    )
 
 
 def _superseded(

@@ -22,10 +22,12 @@ from ckptfix.wording import Line, Printable, count_of, few, line, list_names
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class UndoReceipt(Printable, Serialized):
-    """Receipt of an undo: the transaction's number and its steps in words; ``remaining`` can be undone next.
+    """Receipt of an undo: the transaction's number and its steps in words; ``remaining`` can be
+    undone next.
 
-    ``recovered``: an interrupted run was rolled back, and nothing else needed an undo. ``unproven``: the
-    files that ``force`` accepted without proof that they are unchanged since the repair.
+    ``recovered``: an interrupted run was rolled back, and nothing else needed an undo.
+    ``unproven``: the files that ``force`` accepted without proof that they are unchanged since the
+    repair.
     """
 
     json_keys: ClassVar = "path status transaction steps remaining recovered unproven"
@@ -50,7 +52,8 @@ class UndoReceipt(Printable, Serialized):
         if self.unproven:
             files = list_names(map(str, self.unproven))
             yield line(
-                f"not proven: the content of {files}: the journal of ckptfix 0.4.0 has no digest of it"
+                f"not proven: the content of {files}: the journal of ckptfix 0.4.0 has no digest "
+                "of it"
             )
         if self.remaining:
             earlier = count_of(self.remaining, "earlier repair")
@@ -68,14 +71,16 @@ def undo(
 ) -> UndoReceipt:
     """Undo the last repair of a folder, or of a lone file.
 
-    A repair that was killed is rolled back instead. Every byte that comes back is compared with its digest in the
-    journal first; times of files do not matter. ``force``, for a journal of 0.4.0, which has no digests, and for a
-    repair that was killed: accept files whose time changed while their size and their ends did not. In a store a repair
-    that was killed while it replaced objects is finished, and then undone; ``transfer`` lets bytes go through this
-    machine where the store cannot compose, ``break_lock`` takes over the lock of a run that was killed.
+    A repair that was killed is rolled back instead. Every byte that comes back is compared with its
+    digest in the journal first; times of files do not matter. ``force``, for a journal of 0.4.0,
+    which has no digests, and for a repair that was killed: accept files whose time changed while
+    their size and their ends did not. In a store a repair that was killed while it replaced objects
+    is finished, and then undone; ``transfer`` lets bytes go through this machine where the store
+    cannot compose, ``break_lock`` takes over the lock of a run that was killed.
 
-    Raises UsageError when there is nothing to undo, ChangedError when a file changed since the repair or cannot be
-    proven the same, LockedError and JournalError as ``repair`` does. Nothing is touched then.
+    Raises UsageError when there is nothing to undo, ChangedError when a file changed since the
+    repair or cannot be proven the same, LockedError and JournalError as ``repair`` does. Nothing is
+    touched then.
     """
     target = find_target(path)
     wanted = target.only or ""
@@ -92,16 +97,18 @@ def undo(
         done = _done(target.root, wanted)
         if not done:
             others = sorted({info.target or "the folder" for info in transactions(target.root)})
-            if not others:  # a run was killed before it touched anything, and what it left is gone now
+            # A run was killed before it touched anything, and what it left is gone now.
+            if not others:
                 raise UsageError(f"{target.path}: there is no repair to undo")
             raise UsageError(
-                f"{target.path}: there is no repair of it to undo; there is one of {', '.join(others)}"
+                f"{target.path}: there is no repair of it to undo; there is one of "
+                f"{', '.join(others)}"
             )
         last = done[-1]
         if last.foreign and store_of(target.root) is not None:
             raise UsageError(
-                f"{target.path}: repair {last.number} changed the folder before it was uploaded, and is undone only "
-                "there; next: ckptfix undo FOLDER, then upload it again"
+                f"{target.path}: repair {last.number} changed the folder before it was uploaded, "
+                "and is undone only there; next: ckptfix undo FOLDER, then upload it again"
             )
         unproven = undo_transaction(
             target.root, last.number, force=force, lock=lock, transfer=transfer, progress=progress
@@ -120,7 +127,9 @@ def _repaired_below(root: Path) -> Iterator[Path]:
 
 
 def _done(root: Path, target: str) -> list[TransactionInfo]:
-    done = [info for info in transactions(root) if info.state is State.DONE and info.target == target]
+    done = [
+        info for info in transactions(root) if info.state is State.DONE and info.target == target
+    ]
     # Repairs of a folder that was uploaded later have numbers of their own.
     return [info for info in done if info.in_store] or done
 

@@ -1,15 +1,17 @@
 """One edit applied, or undone, whether it is done, half done or not begun.
 
-``prepare`` reads the folder and writes only into the journal; ``act`` checks again and changes the folder.
+``prepare`` reads the folder and writes only into the journal; ``act`` checks again and changes the
+folder.
 
-An undo may itself be interrupted. Each case looks at the folder, decides how far the edit got, and goes back from
-there; so it can be killed and repeated at any point. It syncs even a file that is already right: the run before may
-have been killed ahead of its sync. Anything that no interruption explains (somebody saved the file again) is a
-JournalError, and that file is left alone. A newer file where nothing has to be restored is left alone, too.
+An undo may itself be interrupted. Each case looks at the folder, decides how far the edit got, and
+goes back from there; so it can be killed and repeated at any point. It syncs even a file that is
+already right: the run before may have been killed ahead of its sync. Anything that no interruption
+explains (somebody saved the file again) is a JournalError, and that file is left alone. A newer
+file where nothing has to be restored is left alone, too.
 
-After an edit that wrote into a file (Patch, Append, Truncate), the restored size and ends must first prove that it
-is the file that was edited. Then the old bytes are written even where the file seems to hold them already: after a
-failed fsync the kernel shows bytes that are not on the disk.
+After an edit that wrote into a file (Patch, Append, Truncate), the restored size and ends must
+first prove that it is the file that was edited. Then the old bytes are written even where the file
+seems to hold them already: after a failed fsync the kernel shows bytes that are not on the disk.
 """
 
 import hashlib
@@ -23,7 +25,15 @@ from pathlib import Path, PurePosixPath
 from typing_extensions import assert_never
 
 from ckptfix.errors import ChangedError, FileChangedError, JournalError, OperationError
-from ckptfix.storage.atomic import create_file, keep, move, put_back, rename_to_free, sync_folder, write_all
+from ckptfix.storage.atomic import (
+    create_file,
+    keep,
+    move,
+    put_back,
+    rename_to_free,
+    sync_folder,
+    write_all,
+)
 from ckptfix.storage.comparing import (
     Fingerprint,
     digest_before,
@@ -59,9 +69,11 @@ _AGAIN = "run again when nothing else writes to the folder"
 
 
 def prepare(work: Workspace, index: int, edit: Edit) -> Note:
-    """Check that the edit applies, put what it needs into the journal, and return what an undo needs to know.
+    """Check that the edit applies, put what it needs into the journal, and return what an undo
+    needs to know.
 
-    Raises ChangedError when a file is not what the edit expects, OperationError when it must not be edited so.
+    Raises ChangedError when a file is not what the edit expects, OperationError when it must not be
+    edited so.
     """
     match edit:
         case Patch():
@@ -77,7 +89,9 @@ def prepare(work: Workspace, index: int, edit: Edit) -> Note:
             with opened(work.at(edit.path), os.O_RDONLY) as fd:
                 _check_size(fd, edit.path, edit.old_size)
                 note = _note_of_open(fd, edit.path)
-                tail = _copy_tail(fd, work.at(edit.path), edit.new_size, edit.old_size, work.tail(index))
+                tail = _copy_tail(
+                    fd, work.at(edit.path), edit.new_size, edit.old_size, work.tail(index)
+                )
                 sync_folder(work.folder)
                 digest = digest_before(fd, edit.new_size)
             return Note(old=note.old, metadata=note.metadata, digest=digest, tail=tail)
@@ -88,7 +102,9 @@ def prepare(work: Workspace, index: int, edit: Edit) -> Note:
             if note.old is None:
                 raise ChangedError(f"{edit.source}: no longer there; {_AGAIN}")
             if os.path.lexists(work.at(edit.target)):
-                raise ChangedError(f"{edit.target}: already there, so {edit.source} cannot take its name")
+                raise ChangedError(
+                    f"{edit.target}: already there, so {edit.source} cannot take its name"
+                )
             return note
         case _:
             assert_never(edit)
@@ -97,8 +113,8 @@ def prepare(work: Workspace, index: int, edit: Edit) -> Note:
 def act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
     """Do a prepared edit, durably.
 
-    Raises ChangedError when a file is no longer the one of ``note``: this edit has then changed nothing. Any other
-    OperationError or OSError: it may be half done.
+    Raises ChangedError when a file is no longer the one of ``note``: this edit has then changed
+    nothing. Any other OperationError or OSError: it may be half done.
     """
     match edit:
         case Patch():
@@ -126,23 +142,28 @@ def act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
         case Move():
             source, target, moved = work.at(edit.source), work.at(edit.target), work.moved(index)
             _check_still(source, note.old)
-            # First to a name that no save writes: a save that wrote the file at the last moment wrote it as
-            # ``source``, so there it returns. At ``target`` it would be a file that the save wrote as ``target``.
+            # First to a name that no save writes: a save that wrote the file at the last moment
+            # wrote it as ``source``, so there it returns. At ``target`` it would be a file that the
+            # save wrote as ``target``.
             move(source, moved)
             try:
                 _check_taken(moved, source, note.old)
                 move(moved, target)
             except FileExistsError:
-                raise OperationError(f"{target}: saved while it was replaced") from FileChangedError(target)
+                raise OperationError(
+                    f"{target}: saved while it was replaced"
+                ) from FileChangedError(target)
         case _:
             assert_never(edit)
 
 
 def hold(work: Workspace, edits: Sequence[Edit]) -> None:
-    """Give each file that was moved a second name in the journal until the commit, where hard links are possible.
+    """Give each file that was moved a second name in the journal until the commit, where hard links
+    are possible.
 
-    A save that writes the new name meanwhile replaces the file there, as safetensors 0.8 does: the bytes of the save
-    before stay. torch.save and safetensors 0.7 empty the file instead, under both names.
+    A save that writes the new name meanwhile replaces the file there, as safetensors 0.8 does: the
+    bytes of the save before stay. torch.save and safetensors 0.7 empty the file instead, under both
+    names.
     """
     for index, edit in enumerate(edits):
         # A roll-back would copy a file with two names before it undoes a change in place.
@@ -154,11 +175,16 @@ def hold(work: Workspace, edits: Sequence[Edit]) -> None:
 
 
 def check_kept(work: Workspace, index: int, edit: Edit, note: Note) -> None:
-    """Check that nobody wrote into the previous file in the journal, as a save does that had it open.
+    """Check that nobody wrote into the previous file in the journal, as a save does that had it
+    open.
 
     Raises OperationError, OSError.
     """
-    if isinstance(edit, Remove | Replace) and not isinstance(edit.previous, Absent) and note.old is not None:
+    if (
+        isinstance(edit, Remove | Replace)
+        and not isinstance(edit.previous, Absent)
+        and note.old is not None
+    ):
         status = os.lstat(work.old(index, edit.previous))
         if (status.st_size, status.st_mtime_ns) != (note.old.size, note.old.mtime_ns):
             raise FileChangedError(work.root / edit.path)
@@ -181,7 +207,8 @@ def _replace(work: Workspace, index: int, edit: Replace, note: Note) -> None:
         keep(path, old)
         sync_folder(work.folder)
         _check_taken(old, path, note.old)
-    if isinstance(edit.previous, Absent) or not os.path.lexists(path):  # no links here: keep() moved it
+    # No links here: keep() moved it.
+    if isinstance(edit.previous, Absent) or not os.path.lexists(path):
         rename_to_free(new, path)
     elif os.path.samestat(os.lstat(path), os.lstat(old)):
         os.rename(new, path)
@@ -196,12 +223,18 @@ def _prepare_whole_file(work: Workspace, index: int, edit: Replace | Remove) -> 
     old = note.old
     if isinstance(edit.previous, Absent):
         if old is not None:
-            raise ChangedError(f"{edit.path}: already there, though it should be a new file; {_AGAIN}")
+            raise ChangedError(
+                f"{edit.path}: already there, though it should be a new file; {_AGAIN}"
+            )
     elif old is None:
         raise ChangedError(f"{edit.path}: no longer there; {_AGAIN}")
-    elif isinstance(edit.previous, Recipe) and (old.kind, old.size) != ("file", edit.previous.size):
+    elif isinstance(edit.previous, Recipe) and (old.kind, old.size) != (
+        "file",
+        edit.previous.size,
+    ):
         raise ChangedError(
-            f"{edit.path}: is a {old.kind} of {old.size} bytes, its recipe makes {edit.previous.size}; {_AGAIN}"
+            f"{edit.path}: is a {old.kind} of {old.size} bytes, its recipe makes "
+            f"{edit.previous.size}; {_AGAIN}"
         )
     new = fingerprint(work.new(index)) if isinstance(edit, Replace) else None
     return Note(old=old, metadata=note.metadata, new=new)
@@ -233,12 +266,16 @@ def _check_only_name(fd: int, path: PurePosixPath) -> None:
 def _check_size(fd: int, path: PurePosixPath, expected: int) -> None:
     size = os.fstat(fd).st_size
     if size != expected:
-        raise ChangedError(f"{path}: has {size} bytes, it had {expected} when it was read; {_AGAIN}")
+        raise ChangedError(
+            f"{path}: has {size} bytes, it had {expected} when it was read; {_AGAIN}"
+        )
 
 
 def _check_patched(fd: int, edit: Patch) -> None:
     if os.pread(fd, len(edit.old), edit.offset) != edit.old:
-        raise ChangedError(f"{edit.path}: changed at byte {edit.offset} since it was read; {_AGAIN}")
+        raise ChangedError(
+            f"{edit.path}: changed at byte {edit.offset} since it was read; {_AGAIN}"
+        )
 
 
 def _check_same(fd: int, path: Path, expected: Fingerprint | None) -> None:
@@ -254,7 +291,9 @@ def _check_still(path: Path, expected: Fingerprint | None) -> None:
 
 
 def _check_taken(old: Path, path: Path, expected: Fingerprint | None) -> None:
-    """Check that the recipe can rebuild the file in the journal, which may be deleted at the commit."""
+    """Check that the recipe can rebuild the file in the journal, which may be deleted at the
+    commit.
+    """
     found = fingerprint(old)
     if found != expected:
         raise OperationError(f"{path}: saved again while it was taken") from _saved_again(
@@ -262,8 +301,12 @@ def _check_taken(old: Path, path: Path, expected: Fingerprint | None) -> None:
         )
 
 
-def _saved_again(path: Path, found: Fingerprint | None, expected: Fingerprint | None) -> FileChangedError:
-    was, now = (f"{f.size} bytes of {moment(f.mtime_ns)}" if f else "nothing" for f in (expected, found))
+def _saved_again(
+    path: Path, found: Fingerprint | None, expected: Fingerprint | None
+) -> FileChangedError:
+    was, now = (
+        f"{f.size} bytes of {moment(f.mtime_ns)}" if f else "nothing" for f in (expected, found)
+    )
     return FileChangedError(path, f"expected {was}, found {now}")
 
 
@@ -298,10 +341,12 @@ def undo_edit(
     *,
     keeps_newer: bool = False,
 ) -> None:
-    """Bring the files of ``edit`` durably back to what they were before it. Raises OperationError and OSError.
+    """Bring the files of ``edit`` durably back to what they were before it. Raises OperationError
+    and OSError.
 
-    ``keeps_newer``: of a file that this run moved or removed, and that a save wrote again meanwhile, keep the new
-    version alone, as if the save had come after the roll-back. Else such a file is a JournalError.
+    ``keeps_newer``: of a file that this run moved or removed, and that a save wrote again
+    meanwhile, keep the new version alone, as if the save had come after the roll-back. Else such a
+    file is a JournalError.
     """
     match edit:
         case Move():
@@ -316,8 +361,12 @@ def undo_edit(
             _undo_in_place(work, index, edit, note)
 
 
-def _undo_in_place(work: Workspace, index: int, edit: Patch | Appended | Truncate, note: Note) -> None:
-    """Bring the file back durably to what it was before ``edit``. Raises JournalError and OSError."""
+def _undo_in_place(
+    work: Workspace, index: int, edit: Patch | Appended | Truncate, note: Note
+) -> None:
+    """Bring the file back durably to what it was before ``edit``. Raises JournalError and
+    OSError.
+    """
     path = work.at(edit.path)
     if not os.path.lexists(path):
         raise work.unexplained(path, "is missing")
@@ -353,9 +402,11 @@ def _finish(work: Workspace, fd: int, note: Note) -> None:
 
 @contextmanager
 def _without_other_names(work: Workspace, index: int, path: Path, fd: int) -> Iterator[int]:
-    """Yield a descriptor of the file at ``path``; if the file has other names, of a copy that replaces it.
+    """Yield a descriptor of the file at ``path``; if the file has other names, of a copy that
+    replaces it.
 
-    A snapshot made of hard links since the repair (``cp -al``, ``rsync --link-dest``) must keep its bytes.
+    A snapshot made of hard links since the repair (``cp -al``, ``rsync --link-dest``) must keep its
+    bytes.
     """
     status = os.fstat(fd)
     if status.st_nlink == 1:
@@ -383,7 +434,9 @@ def _check_patch(work: Workspace, path: Path, fd: int, edit: Patch, note: Note) 
     size = os.fstat(fd).st_size
     current = os.pread(fd, len(edit.old), edit.offset)
     if note.old is None or size != note.old.size:
-        raise work.unexplained(path, f"has {size} bytes, {note.old.size if note.old else 0} would be")
+        raise work.unexplained(
+            path, f"has {size} bytes, {note.old.size if note.old else 0} would be"
+        )
     if not _is_mixture(current, edit.old, edit.new):
         raise work.unexplained(path, f"holds other bytes at {edit.offset}")
 
@@ -399,11 +452,15 @@ def _check_patch(work: Workspace, path: Path, fd: int, edit: Patch, note: Note) 
 
 def _check_ends(work: Workspace, path: Path, note: Note, digest: str) -> None:
     if note.old is None or digest != note.old.sha256:
-        raise work.unexplained(path, "holds other bytes at its ends, besides those that were edited")
+        raise work.unexplained(
+            path, "holds other bytes at its ends, besides those that were edited"
+        )
 
 
 def _is_mixture(current: bytes, old: bytes, new: bytes) -> bool:
-    """Return True when every byte is the old or the new one: a torn write leaves its sectors in any order."""
+    """Return True when every byte is the old or the new one: a torn write leaves its sectors in any
+    order.
+    """
     if current in (old, new):
         return True
     if len(current) != len(old):
@@ -412,7 +469,9 @@ def _is_mixture(current: bytes, old: bytes, new: bytes) -> bool:
         part = slice(start, start + _SECTOR)
         if current[part] in (old[part], new[part]):
             continue
-        if any(c not in (a, b) for c, a, b in zip(current[part], old[part], new[part], strict=True)):
+        if any(
+            c not in (a, b) for c, a, b in zip(current[part], old[part], new[part], strict=True)
+        ):
             return False
     return True
 
@@ -425,15 +484,20 @@ def _check_append(work: Workspace, path: Path, fd: int, edit: Appended, note: No
     _check_ends(work, path, note, digest)
 
 
-def _check_truncate(work: Workspace, path: Path, fd: int, edit: Truncate, note: Note, tail: int) -> None:
+def _check_truncate(
+    work: Workspace, path: Path, fd: int, edit: Truncate, note: Note, tail: int
+) -> None:
     size = os.fstat(fd).st_size
     if not edit.new_size <= size <= edit.old_size:
-        raise work.unexplained(path, f"has {size} bytes, {edit.new_size} to {edit.old_size} would be")
+        raise work.unexplained(
+            path, f"has {size} bytes, {edit.new_size} to {edit.old_size} would be"
+        )
     if digest_before(fd, edit.new_size) != note.digest:
         raise work.unexplained(path, f"holds other bytes before byte {edit.new_size}")
     if _digest(tail, edit.old_size - edit.new_size) != note.tail:
         raise JournalError(
-            f"{work.folder}: the end cut off from {path} is damaged, its sha256 is another; {forget(work.root)}"
+            f"{work.folder}: the end cut off from {path} is damaged, its sha256 is another; "
+            f"{forget(work.root)}"
         )
 
     def read(offset: int, length: int) -> bytes:
@@ -460,13 +524,15 @@ def _digest(fd: int, length: int) -> str:
 def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_newer: bool) -> None:
     source, target, moved = work.at(edit.source), work.at(edit.target), work.moved(index)
     at_source, at_target = fingerprint(source), fingerprint(target)
-    # ``hold`` made a second name. Once a save has replaced the file at ``target``, it is the only name.
+    # ``hold`` made a second name. Once a save has replaced the file at ``target``, it is the only
+    # name.
     is_second_name = any(_is_second_name(moved, path, note.old) for path in (source, target))
     if os.path.lexists(moved) and not is_second_name:
         if at_source is None:
             _make_folder(source.parent)
             move(moved, source)
-        elif keeps_newer or at_target is not None:  # a save that wrote both names replaced this file
+        # A save that wrote both names replaced this file.
+        elif keeps_newer or at_target is not None:
             os.unlink(moved)
         else:
             raise work.unexplained(source, "exists again")
@@ -474,9 +540,9 @@ def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_new
     if at_source is None:
         if at_target is not None and not at_target.same_content(note.old):
             raise JournalError(
-                f"{source}: its bytes are lost: it was moved to {target}, where a save wrote over it; that file was "
-                f"left alone; next: wait until the save has ended, then: {command('undo', work.root)}; or "
-                f"{forget(work.root)}"
+                f"{source}: its bytes are lost: it was moved to {target}, where a save wrote over "
+                "it; that file was left alone; next: wait until the save has ended, then: "
+                f"{command('undo', work.root)}; or {forget(work.root)}"
             )
         if not work.is_the(at_target, note.old):
             raise work.not_the(target, at_target, note.old)
@@ -484,7 +550,9 @@ def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_new
         move(target, source)
     elif not work.is_the(at_source, note.old) and work.is_the(at_target, note.old):
         if not keeps_newer:
-            raise work.unexplained(source, f"exists again, and the file that was moved is now {edit.target}")
+            raise work.unexplained(
+                source, f"exists again, and the file that was moved is now {edit.target}"
+            )
         os.unlink(target)
     if is_second_name:
         os.unlink(moved)
@@ -493,18 +561,23 @@ def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_new
 
 
 def _is_second_name(moved: Path, path: Path, old: Fingerprint | None) -> bool:
-    """Return whether two names are one file, or were before the folder was copied: links do not survive that.
+    """Return whether two names are one file, or were before the folder was copied: links do not
+    survive that.
 
-    A save that replaced the file with the same bytes left another time than the file in the journal has.
+    A save that replaced the file with the same bytes left another time than the file in the journal
+    has.
     """
     held, at = fingerprint(moved), fingerprint(path)
     if held is None or at is None:
         return False
-    # Not samefile(): it follows a link, and one that points to a neighbour leads nowhere from within the journal.
+    # Not samefile(): it follows a link, and one that points to a neighbour leads nowhere from
+    # within the journal.
     if os.path.samestat(os.lstat(moved), os.lstat(path)):
         return True
     was_replaced = old is not None and held.mtime_ns == old.mtime_ns != at.mtime_ns
-    return not was_replaced and held.same_content(at) and samples_digest(moved) == samples_digest(path)
+    return (
+        not was_replaced and held.same_content(at) and samples_digest(moved) == samples_digest(path)
+    )
 
 
 def _undo_new_file(work: Workspace, index: int, edit: Replaced, note: Note) -> None:
@@ -518,8 +591,12 @@ def _undo_new_file(work: Workspace, index: int, edit: Replaced, note: Note) -> N
     sync_folder(path.parent)
 
 
-def _undo_replace(work: Workspace, index: int, edit: Replaced, note: Note, progress: Progress | None) -> None:
-    """Undo a Replace; ``N.new`` exists exactly while the new file is not in place, or has a second name here."""
+def _undo_replace(
+    work: Workspace, index: int, edit: Replaced, note: Note, progress: Progress | None
+) -> None:
+    """Undo a Replace; ``N.new`` exists exactly while the new file is not in place, or has a second
+    name here.
+    """
     assert not isinstance(edit.previous, Absent)
     path, new, old = work.at(edit.path), work.new(index), work.old(index, edit.previous)
     if not os.path.lexists(new):
@@ -541,7 +618,9 @@ def _undo_replace(work: Workspace, index: int, edit: Replaced, note: Note, progr
 
 
 def _check_place(work: Workspace, path: Path, ours: tuple[Path, ...], note: Note) -> None:
-    """Raise JournalError when a file is at ``path`` that is neither the previous nor the new one."""
+    """Raise JournalError when a file is at ``path`` that is neither the previous nor the new
+    one.
+    """
     if not os.path.lexists(path):
         return
     status = os.lstat(path)
@@ -553,7 +632,13 @@ def _check_place(work: Workspace, path: Path, ours: tuple[Path, ...], note: Note
 
 
 def _undo_remove(
-    work: Workspace, index: int, edit: Remove, note: Note, progress: Progress | None, *, keeps_newer: bool
+    work: Workspace,
+    index: int,
+    edit: Remove,
+    note: Note,
+    progress: Progress | None,
+    *,
+    keeps_newer: bool,
 ) -> None:
     path, old = work.at(edit.path), work.old(index, edit.previous)
     if os.path.lexists(path):
@@ -561,8 +646,13 @@ def _undo_remove(
             if not keeps_newer:
                 raise work.unexplained(path, "exists again")
             os.unlink(old)
-        # The file was never removed, or is restored. After a commit that deleted it, it must be rebuilt.
-        elif work.was_committed and not keeps_newer and not work.is_the(found := fingerprint(path), note.old):
+        # The file was never removed, or is restored. After a commit that deleted it, it must be
+        # rebuilt.
+        elif (
+            work.was_committed
+            and not keeps_newer
+            and not work.is_the(found := fingerprint(path), note.old)
+        ):
             raise work.not_the(path, found, note.old)
         sync_folder(path.parent)
         return
@@ -587,10 +677,13 @@ def _rebuild(
     note: Note,
     progress: Progress | None,
 ) -> None:
-    """Rebuild the previous file at ``old``, complete or not at all, and check that it is the same file."""
+    """Rebuild the previous file at ``old``, complete or not at all, and check that it is the same
+    file.
+    """
     if not isinstance(previous, Recipe):
         raise JournalError(
-            f"{old}: the previous version of {path} is no longer in the journal; {forget(work.root)}"
+            f"{old}: the previous version of {path} is no longer in the journal; "
+            f"{forget(work.root)}"
         )
     part = old.with_suffix(".part")
     with suppress(FileNotFoundError):
@@ -601,7 +694,10 @@ def _rebuild(
         made, why = fingerprint(part), "the files that hold its bytes are no longer what they were"
         if any(differing(previous, lambda one: (Piece(part, one.position, one.length),))):
             made = None
-    except (OperationError, FileNotFoundError) as error:  # a source is shorter than it was, or gone
+    except (
+        OperationError,
+        FileNotFoundError,
+    ) as error:  # a source is shorter than it was, or gone
         made, why = None, str(error)
     if made is None or not made.same_content(note.old):
         with suppress(FileNotFoundError):

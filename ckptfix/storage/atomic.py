@@ -1,4 +1,6 @@
-"""Durable writing: short writes completed, folders synced, and renames that never cover another file."""
+"""Durable writing: short writes completed, folders synced, and renames that never cover another
+file.
+"""
 
 import ctypes
 import errno
@@ -15,7 +17,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of ``data`` at ``offset``; one ``pwrite`` may write less, and never more than 2 GiB.
+    """Write all of ``data`` at ``offset``; one ``pwrite`` may write less, and never more than 2
+    GiB.
 
     Raises OSError with the path of the file, and of a full disk with the bytes that are missing.
     """
@@ -37,7 +40,8 @@ def sync_file(fd: int) -> None:
 
 
 def located(error: OSError, fd: int, missing: int = 0) -> OSError:
-    """Return an error of a descriptor with the path of its file, and for a full disk the free space.
+    """Return an error of a descriptor with the path of its file, and for a full disk the free
+    space.
 
     ``missing``: how many bytes could not be written.
     """
@@ -115,22 +119,28 @@ def read_file(path: Path) -> bytes:
 
 
 def keep(path: Path, kept: Path) -> None:
-    """Give the inode at ``path`` the second name ``kept``; where links are not possible, move it there."""
+    """Give the inode at ``path`` the second name ``kept``; where links are not possible, move it
+    there.
+    """
     try:
         os.link(path, kept, follow_symlinks=False)
     except OSError as error:
-        # EPERM: no links on this file system (FAT, some FUSE), or fs.protected_hardlinks and another owner.
+        # EPERM: no links on this file system (FAT, some FUSE), or fs.protected_hardlinks and
+        # another owner.
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
         os.rename(path, kept)
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder of the journal and the files and links in it. Raises OSError when it is itself a link."""
+    """Delete a folder of the journal and the files and links in it. Raises OSError when it is
+    itself a link.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         for name in os.listdir(fd):
-            os.unlink(name, dir_fd=fd)  # never a folder: ckptfix makes none in there, and deletes no other
+            # Never a folder: ckptfix makes none in there, and deletes no other.
+            os.unlink(name, dir_fd=fd)
     finally:
         os.close(fd)
     os.rmdir(folder)
@@ -142,7 +152,9 @@ _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # an old kernel or l
 
 
 def renameat2(source: Path, target: Path, flags: int = _NOREPLACE) -> None:
-    """Rename unless ``target`` exists, in one step of the kernel. Raises FileExistsError, OSError."""
+    """Rename unless ``target`` exists, in one step of the kernel. Raises FileExistsError,
+    OSError.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     call = getattr(libc, "renameat2", None)
     if call is None:
@@ -153,7 +165,9 @@ def renameat2(source: Path, target: Path, flags: int = _NOREPLACE) -> None:
 
 
 def rename_to_free(source: Path, target: Path) -> None:
-    """Rename to a name that must be free. Raises FileExistsError; never replaces a file where the kernel can help."""
+    """Rename to a name that must be free. Raises FileExistsError; never replaces a file where the
+    kernel can help.
+    """
     try:
         renameat2(source, target)
     except OSError as error:
@@ -167,7 +181,9 @@ def rename_to_free(source: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; return False where the kernel or the file system cannot. Raises OSError."""
+    """Exchange two names in one step; return False where the kernel or the file system cannot.
+    Raises OSError.
+    """
     try:
         renameat2(one, other, _EXCHANGE)
     except OSError as error:
@@ -178,7 +194,9 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename durably to a free name, which is synced first, so that no crash leaves the file without a name."""
+    """Rename durably to a free name, which is synced first, so that no crash leaves the file
+    without a name.
+    """
     rename_to_free(source, target)
     sync_folder(target.parent)
     if source.parent != target.parent:
@@ -189,7 +207,8 @@ def put_back(kept: Path, path: Path) -> None:
     """Move ``kept`` to or over ``path``, also when both are links to one inode already."""
     if os.path.lexists(path):
         os.rename(kept, path)
-        if os.path.lexists(kept):  # rename does nothing, and succeeds, when both names are one inode (POSIX)
+        # Rename does nothing, and succeeds, when both names are one inode (POSIX).
+        if os.path.lexists(kept):
             os.unlink(kept)
     else:
         rename_to_free(kept, path)

@@ -1,7 +1,9 @@
-"""Azure: conditions, blocks that the server copies, and pinned reads, by the client of azure-storage-blob in adlfs.
+"""Azure: conditions, blocks that the server copies, and pinned reads, by the client of
+azure-storage-blob in adlfs.
 
-Account and credential are found as adlfs finds them: ``AZURE_STORAGE_...``, the login of the machine; or as fsspec is
-configured (``FSSPEC_AZ_...``). Errors of that client are known by their status and code.
+Account and credential are found as adlfs finds them: ``AZURE_STORAGE_...``, the login of the
+machine; or as fsspec is configured (``FSSPEC_AZ_...``). Errors of that client are known by their
+status and code.
 """
 
 import asyncio
@@ -34,28 +36,57 @@ _PAGE = 5000  # names of a page of a listing: the store gives no more
 _SCOPE = "https://storage.azure.com/.default"
 _SIGNED = timedelta(hours=1)  # a copy of one block takes seconds
 
-_SETTINGS = ("content_type", "content_encoding", "content_language", "content_disposition", "cache_control")
-"""Properties that a composed object gets from the object that it is like, next to metadata, tags, tier and scope."""
+_SETTINGS = (
+    "content_type",
+    "content_encoding",
+    "content_language",
+    "content_disposition",
+    "cache_control",
+)
+"""Properties that a composed object gets from the object that it is like, next to metadata, tags,
+tier and scope.
+"""
 
-_REFUSED = {"ConditionNotMet", "BlobAlreadyExists", "SourceConditionNotMet", "TargetConditionNotMet", "412"}
+_REFUSED = {
+    "ConditionNotMet",
+    "BlobAlreadyExists",
+    "SourceConditionNotMet",
+    "TargetConditionNotMet",
+    "412",
+}
 _TEMPORARY = {"ServerBusy", "InternalError", "OperationTimedOut", "Md5Mismatch"}
 
 _LOGIN = "next: export AZURE_STORAGE_ACCOUNT_NAME=NAME, then: az login"
 _ADVICE = {
-    "AuthenticationFailed": f"the store does not accept this credential, or it has expired; {_LOGIN}",
-    "AuthorizationFailure": "this credential may not do that from here; next: az storage account show --name NAME",
-    "AuthorizationPermissionMismatch": "this credential may not do that; next: az role assignment list --all",
+    "AuthenticationFailed": (
+        f"the store does not accept this credential, or it has expired; {_LOGIN}"
+    ),
+    "AuthorizationFailure": (
+        "this credential may not do that from here; next: az storage account show --name NAME"
+    ),
+    "AuthorizationPermissionMismatch": (
+        "this credential may not do that; next: az role assignment list --all"
+    ),
     "InvalidAuthenticationInfo": f"the store cannot read this credential; {_LOGIN}",
     "NoAuthenticationInformation": f"the store wants a credential; {_LOGIN}",
-    "CannotVerifyCopySource": "the store may not read the object that it is to copy; next: az role assignment list",
+    "CannotVerifyCopySource": (
+        "the store may not read the object that it is to copy; next: az role assignment list"
+    ),
     "BlobArchived": "the object is archived; next: az storage blob set-tier --tier Hot",
-    "LeaseIdMissing": "another program holds a lease of this object; next: az storage blob lease break",
-    "SnapshotsPresent": "the object has snapshots, which would go with it; next: az storage blob delete "
-    "--delete-snapshots only, if nobody needs them",
+    "LeaseIdMissing": (
+        "another program holds a lease of this object; next: az storage blob lease break"
+    ),
+    "SnapshotsPresent": (
+        "the object has snapshots, which would go with it; next: az storage blob delete "
+        "--delete-snapshots only, if nobody needs them"
+    ),
     "InvalidBlobType": "the object is a page or append blob; next: copy it to a block blob",
-    "InvalidBlobOrBlock": "blocks of another upload that was cut short are in the way; next: upload the object anew",
-    "BlobImmutableDueToPolicy": "a policy keeps this object as it is; next: az storage container immutability-policy "
-    "show",
+    "InvalidBlobOrBlock": (
+        "blocks of another upload that was cut short are in the way; next: upload the object anew"
+    ),
+    "BlobImmutableDueToPolicy": (
+        "a policy keeps this object as it is; next: az storage container immutability-policy show"
+    ),
 }
 _SAME = {
     "InvalidSasToken": "AuthenticationFailed",
@@ -71,7 +102,8 @@ _SAME = {
 class AzureStore(ComposingStore):
     """One prefix of a container."""
 
-    # A block may have 4,000 MiB; one of 256 MiB is copied within seconds, and 50,000 of them hold 12 TiB.
+    # A block may have 4,000 MiB; one of 256 MiB is copied within seconds, and 50,000 of them hold
+    # 12 TiB.
     abilities: ClassVar[Abilities] = Abilities(
         composes=True, conditions=True, most_copied=256 * MIB, most_parts=50_000
     )
@@ -88,19 +120,26 @@ class AzureStore(ComposingStore):
             raise StoreError(f"{self.name()}: {_said(error)}; {_LOGIN}") from error
         self._container, _, prefix = kind._strip_protocol(self.url).strip("/").partition("/")
         if not self._container:
-            raise UsageError(f"{self.name()} names no container: expected {scheme}://CONTAINER/PATH")
+            raise UsageError(
+                f"{self.name()} names no container: expected {scheme}://CONTAINER/PATH"
+            )
         return files, prefix
 
     def removal(self, below: str = "") -> str:
         """Return the command that deletes every object in a folder."""
         pattern = shell_path(f"{self._path(below.rstrip('/'))}/*")
-        return f"az storage blob delete-batch --source {shell_path(self._container)} --pattern {pattern}"
+        return (
+            f"az storage blob delete-batch --source {shell_path(self._container)} --pattern "
+            f"{pattern}"
+        )
 
     def ask(
         self, method: str, path: str = "", *, up: int = 0, seconds: float | None = None,
         expected: str | Expected = ANY, **words: Any,
     ) -> Any:  # fmt: skip
-        """Send one request about an object, or for a page of a listing, and return the answer; a body comes read."""
+        """Send one request about an object, or for a page of a listing, and return the answer; a
+        body comes read.
+        """
         from fsspec.asyn import sync
 
         patience = stores.PATIENCE
@@ -130,14 +169,19 @@ class AzureStore(ComposingStore):
         return answer
 
     def readable(self, path: str) -> tuple[str, dict[str, Any]]:
-        """Return an address by which the store reads an object itself, and the words of a request that copies it.
+        """Return an address by which the store reads an object itself, and the words of a request
+        that copies it.
 
-        Both hold credentials: a token, or an access of an hour to this object, signed with the key of the account.
+        Both hold credentials: a token, or an access of an hour to this object, signed with the key
+        of the account.
         """
         from fsspec.asyn import sync
 
         service = self._files.service_client
-        address, credential = service.get_blob_client(self._container, path).url, service.credential
+        address, credential = (
+            service.get_blob_client(self._container, path).url,
+            service.credential,
+        )
         if hasattr(credential, "get_token"):
             token = sync(self._files.loop, credential.get_token, _SCOPE).token
             return address, {"source_authorization": f"Bearer {token}"}
@@ -146,7 +190,8 @@ class AzureStore(ComposingStore):
 
             signature = generate_blob_sas(
                 credential.account_name, self._container, path, account_key=credential.account_key,
-                permission=BlobSasPermissions(read=True), expiry=datetime.now(timezone.utc) + _SIGNED,
+                permission=BlobSasPermissions(read=True),
+                expiry=datetime.now(timezone.utc) + _SIGNED,
             )  # fmt: skip
             return f"{address}?{signature}", {}
         return (
@@ -161,7 +206,8 @@ class AzureStore(ComposingStore):
         words["name_starts_with"] = f"{self._base}/{below}" if self._base else below
         folders: set[str] = set()
         while True:
-            # each page is asked for until it comes: a listing of a million names does not begin anew
+            # each page is asked for until it comes: a listing of a million names does not begin
+            # anew
             found, words["token"] = self._persist(below, lambda: self.ask(method, **words))
             for one in found:
                 key = one.name[start:].rstrip("/")
@@ -169,7 +215,8 @@ class AzureStore(ComposingStore):
                 if not is_folder:
                     yield one.name[start:], _info(one)
                 elif not deep and key != below.rstrip("/") and key not in folders:
-                    folders.add(key)  # a folder of its own is there twice: by its name, and as a prefix
+                    # A folder of its own is there twice: by its name, and as a prefix.
+                    folders.add(key)
                     yield f"{key}/", None
             if not words["token"]:
                 return
@@ -200,7 +247,9 @@ class AzureStore(ComposingStore):
             "validate_content": True,
             "overwrite": True,
         }
-        return _etag(self.ask("upload_blob", self._path(key), up=len(data), expected=expected, **words))
+        return _etag(
+            self.ask("upload_blob", self._path(key), up=len(data), expected=expected, **words)
+        )
 
     def _begin(self, key: str, words: Mapping[str, Any]) -> Upload:
         return Upload(key, secrets.token_hex(8), words)
@@ -224,7 +273,13 @@ class AzureStore(ComposingStore):
         if copied.etag:
             words["headers"] = {"x-ms-source-if-match": quoted(copied.etag)}
         words |= {"source_offset": copied.offset, "source_length": copied.length}
-        self.ask("stage_block_from_url", self._path(upload.key), block_id=name, source_url=address, **words)
+        self.ask(
+            "stage_block_from_url",
+            self._path(upload.key),
+            block_id=name,
+            source_url=address,
+            **words,
+        )
         return name
 
     def _complete(self, upload: Upload, parts: Sequence[str], expected: str | Expected) -> str:
@@ -235,9 +290,13 @@ class AzureStore(ComposingStore):
             try:
                 return _etag(self.ask("commit_block_list", path, expected=expected, **words))
             except Exception as error:
-                # An earlier attempt may have arrived, whose answer was lost: no other upload has blocks of these
-                # names. A write of another program throws blocks away that are not listed yet.
-                if not isinstance(self._judge(error), Refused) and _code(error) != "InvalidBlockList":
+                # An earlier attempt may have arrived, whose answer was lost: no other upload has
+                # blocks of these names. A write of another program throws blocks away that are not
+                # listed yet.
+                if (
+                    not isinstance(self._judge(error), Refused)
+                    and _code(error) != "InvalidBlockList"
+                ):
                     raise
                 if not names or self._stat(upload.key) is None:
                     raise Refused from error
@@ -251,12 +310,18 @@ class AzureStore(ComposingStore):
         words: dict[str, Any] = {}
         if like is not None:
             found = self._persist(like, lambda: self.ask("get_blob_properties", self._path(like)))
-            settings = {name: value for name in _SETTINGS if (value := getattr(found.content_settings, name))}
+            settings = {
+                name: value
+                for name in _SETTINGS
+                if (value := getattr(found.content_settings, name))
+            }
             words = {"settings": settings, "metadata": dict(found.metadata or {})}
             words["tier"] = found.blob_tier if not found.blob_tier_inferred else None
             words["encryption_scope"] = found.encryption_scope
             if found.tag_count:
-                words["tags"] = self._persist(like, lambda: self.ask("get_blob_tags", self._path(like)))
+                words["tags"] = self._persist(
+                    like, lambda: self.ask("get_blob_tags", self._path(like))
+                )
         if mark:
             words["metadata"] = {**words.get("metadata", {}), MARK: mark}
         return {name: value for name, value in words.items() if value}
@@ -284,7 +349,9 @@ class AzureStore(ComposingStore):
             return Refused()
         if code == "ContainerNotFound":
             where = escape(self._container)
-            return UsageError(f"the container {where} does not exist; next: az storage container list")
+            return UsageError(
+                f"the container {where} does not exist; next: az storage container list"
+            )
         if code in _TEMPORARY or status in (408, 429, 500, 502, 503, 504):
             return Temporary(f"{status} {code}")
         if status == 404:
@@ -322,7 +389,9 @@ def _condition(expected: str | Expected) -> dict[str, Any]:
 
 
 def _block(upload: Upload, number: int) -> str:
-    """Return the name of a block: those of an object are equally long, and no other upload has them."""
+    """Return the name of a block: those of an object are equally long, and no other upload has
+    them.
+    """
     return f"{upload.name}-{number:05}"
 
 
@@ -335,14 +404,18 @@ def _etag(answer: Mapping[str, Any]) -> str:
 
 
 def _is_folder(found: Any) -> bool:
-    """Return whether a blob only marks a folder, as accounts with a hierarchical namespace have them."""
+    """Return whether a blob only marks a folder, as accounts with a hierarchical namespace have
+    them.
+    """
     return str((found.metadata or {}).get("hdi_isfolder", "")).lower() == "true"
 
 
 def _code(error: BaseException) -> str:
     """Return the code of the store, or the status where an answer has none, as that to a HEAD."""
     code = getattr(error, "error_code", None)
-    return str(getattr(code, "value", code) or getattr(error, "status_code", None) or type(error).__name__)
+    return str(
+        getattr(code, "value", code) or getattr(error, "status_code", None) or type(error).__name__
+    )
 
 
 def _said(error: BaseException) -> str:

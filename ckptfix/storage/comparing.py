@@ -1,7 +1,8 @@
-"""Byte ranges of two files compared in parallel, and fingerprints that show in a millisecond that a file changed.
+"""Byte ranges of two files compared in parallel, and fingerprints that show in a millisecond that a
+file changed.
 
-Several threads compare, in little memory. Where the file system reports the blocks of a range (Linux FIEMAP), shared
-blocks need not be read.
+Several threads compare, in little memory. Where the file system reports the blocks of a range
+(Linux FIEMAP), shared blocks need not be read.
 """
 
 import ctypes
@@ -26,19 +27,23 @@ from ckptfix.storage.partial_results import Identity, Unit
 from ckptfix.storage.reading import FileReader, opened_elsewhere, page_buffer
 
 _FS_IOC_FIEMAP = 0xC020660B
-_SYNC = 1  # unsynced data has no block yet, and a write to shared blocks moves them when it is synced
+# Unsynced data has no block yet, and a write to shared blocks moves them when it is synced.
+_SYNC = 1
 _LAST = 1
-# UNKNOWN, DELALLOC, ENCODED, DATA_ENCRYPTED, NOT_ALIGNED, DATA_INLINE, DATA_TAIL, UNWRITTEN: the position of
-# such an extent says nothing about its bytes.
+# UNKNOWN, DELALLOC, ENCODED, DATA_ENCRYPTED, NOT_ALIGNED, DATA_INLINE, DATA_TAIL, UNWRITTEN: the
+# position of such an extent says nothing about its bytes.
 _UNPROVEN = 0x2 | 0x4 | 0x8 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
-_SHARED = 0x2000  # without it two files cannot lie on one place; equal numbers are then places on two devices
+# Without it two files cannot lie on one place; equal numbers are then places on two devices.
+_SHARED = 0x2000
 _HEADER = struct.Struct("=QQLLLL")
 _EXTENT = struct.Struct("=QQQQQLLLL")
 _AT_ONCE = 256
 
 
 def same_extents(fd_a: int, offset_a: int, fd_b: int, offset_b: int, length: int) -> bool:
-    """Return True when two ranges of files on one device lie on the same blocks, False when that is not known."""
+    """Return True when two ranges of files on one device lie on the same blocks, False when that is
+    not known.
+    """
     try:
         parts_a, parts_b = _physical(fd_a, offset_a, length), _physical(fd_b, offset_b, length)
         done = 0
@@ -57,7 +62,8 @@ def same_extents(fd_a: int, offset_a: int, fd_b: int, offset_b: int, length: int
 
 
 def _physical(fd: int, offset: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, position on the disk) of each proven extent; start and end count from ``offset``.
+    """Yield (start, end, position on the disk) of each proven extent; start and end count from
+    ``offset``.
 
     Ends early at an extent that proves nothing or belongs to one file alone; holes are left out.
     """
@@ -84,11 +90,13 @@ def _physical(fd: int, offset: int, length: int) -> Iterator[tuple[int, int, int
                 return
 
 
-# With 256 KiB blocks the threads spend half their time handing the interpreter's lock around; from 2 MiB on the
-# blocks fall out of the cores' caches before memcmp sees them.
+# With 256 KiB blocks the threads spend half their time handing the interpreter's lock around; from
+# 2 MiB on the blocks fall out of the cores' caches before memcmp sees them.
 _BLOCK = 1 << 20  # per file and thread
 SEGMENT = 1 << 26
-"""Bytes that a thread takes at a time: long enough for the kernel's readahead to run ahead. A digest covers one."""
+"""Bytes that a thread takes at a time: long enough for the kernel's readahead to run ahead. A
+digest covers one.
+"""
 
 _PAGE = 4096
 
@@ -108,7 +116,9 @@ Digests = dict[tuple[int, int], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """First differing byte: ``run`` is the index of its run, the offsets are those in the two files."""
+    """First differing byte: ``run`` is the index of its run, the offsets are those in the two
+    files.
+    """
 
     run: int
     offset_a: int
@@ -124,13 +134,15 @@ def first_difference(
     progress: Progress | None = None,
     digests: Digests | None = None,
 ) -> Difference | None:
-    """Return the first differing byte of two files in the order of ``runs``, None when all runs are equal.
+    """Return the first differing byte of two files in the order of ``runs``, None when all runs are
+    equal.
 
-    ``digests``, when all are equal, gets the digest of every part of the first file that was compared: hashing on
-    the way costs no second read.
+    ``digests``, when all are equal, gets the digest of every part of the first file that was
+    compared: hashing on the way costs no second read.
 
-    Needs 2 MiB of memory per thread, and starts at most 8 unless told, whatever the files' size. ``progress`` gets
-    the bytes read, of both files together, since its last call, from any thread, never from two at once.
+    Needs 2 MiB of memory per thread, and starts at most 8 unless told, whatever the files' size.
+    ``progress`` gets the bytes read, of both files together, since its last call, from any thread,
+    never from two at once.
 
     Raises FileChangedError when a file ends inside a run.
     """
@@ -143,7 +155,13 @@ def first_difference(
         file_b.expect((run.offset_b, run.length) for run in runs)
     search = _Search(file_a, file_b, digests)
     team = teams.current()
-    if team is None or digests is not None or total < _WORTH_SHARING or file_a.fd < 0 or file_b.fd < 0:
+    if (
+        team is None
+        or digests is not None
+        or total < _WORTH_SHARING
+        or file_a.fd < 0
+        or file_b.fd < 0
+    ):
         run_all(search.segments(runs), search.worker, threads=count, progress=progress)
         return search.found
     segments = list(search.segments(runs))
@@ -152,7 +170,8 @@ def first_difference(
     def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
         mine = (segments[number] for number in numbers)
         run_all(mine, search.worker, threads=count, progress=progress)
-        # The one that differs comes first: of those behind it nothing is known, which only matters without it.
+        # The one that differs comes first: of those behind it nothing is known, which only matters
+        # without it.
         for number in sorted(numbers, key=lambda number: number != search.stopped_at):
             found = search.found if number == search.stopped_at else None
             done(number, None if found is None else [found.offset_a, found.offset_b])
@@ -166,7 +185,8 @@ def first_difference(
 
 
 _WORTH_SHARING = 1 << 28
-"""Bytes from which on the processes of a team share a comparison; each reads a shorter one itself."""
+"""Bytes from which on the processes of a team share a comparison; each reads a shorter one itself.
+"""
 
 
 def _identity(fd: int) -> Identity:
@@ -179,7 +199,8 @@ def _identity(fd: int) -> Identity:
 
 
 def same_bytes_without_reading(file_a: FileReader, file_b: FileReader, runs: Sequence[Run]) -> bool:
-    """Return True when the file system proves all runs equal (one inode, or the same blocks), else False.
+    """Return True when the file system proves all runs equal (one inode, or the same blocks), else
+    False.
 
     A store proves nothing.
     """
@@ -202,8 +223,8 @@ def same_bytes_without_reading(file_a: FileReader, file_b: FileReader, runs: Seq
 
 
 def _same_path(fd_a: int, fd_b: int) -> bool:
-    """Compare the paths by which both files were opened. Some FUSE and SMB mounts give two files the same
-    inode number.
+    """Compare the paths by which both files were opened. Some FUSE and SMB mounts give two files
+    the same inode number.
     """
     with suppress(OSError):  # no /proc
         return os.readlink(f"/proc/self/fd/{fd_a}") == os.readlink(f"/proc/self/fd/{fd_b}")
@@ -211,9 +232,11 @@ def _same_path(fd_a: int, fd_b: int) -> bool:
 
 
 def sample_runs(runs: Sequence[Run], *, pages: int = 24) -> tuple[Run, ...]:
-    """Return samples of at most 4096 bytes, ``pages`` at most, spread evenly from the first byte to the last.
+    """Return samples of at most 4096 bytes, ``pages`` at most, spread evenly from the first byte to
+    the last.
 
-    Runs that are together no longer than all samples would be are returned whole, however many they are.
+    Runs that are together no longer than all samples would be are returned whole, however many they
+    are.
     """
     runs = [run for run in runs if run.length]
     ends = list(accumulate(run.length for run in runs))
@@ -234,7 +257,9 @@ def sample_runs(runs: Sequence[Run], *, pages: int = 24) -> tuple[Run, ...]:
 def _thread_count(file_a: FileReader, file_b: FileReader, runs: Sequence[Run]) -> int:
     samples = sample_runs(runs, pages=8)
     return reading_threads(
-        is_cached=all(file_a.is_cached(run.offset_a) and file_b.is_cached(run.offset_b) for run in samples)
+        is_cached=all(
+            file_a.is_cached(run.offset_a) and file_b.is_cached(run.offset_b) for run in samples
+        )
     )
 
 
@@ -243,7 +268,9 @@ Segment = tuple[int, int, Run]
 
 
 class _Search:
-    """Search for the first difference. Segments are taken in order, so the lowest one that differs is the first."""
+    """Search for the first difference. Segments are taken in order, so the lowest one that differs
+    is the first.
+    """
 
     def __init__(self, file_a: FileReader, file_b: FileReader, digests: Digests | None) -> None:
         self._files, self._digests = (file_a, file_b), digests
@@ -262,7 +289,9 @@ class _Search:
             for start in range(0, run.length, SEGMENT):
                 if number >= self._stop:
                     return
-                part = Run(run.offset_a + start, run.offset_b + start, min(SEGMENT, run.length - start))
+                part = Run(
+                    run.offset_a + start, run.offset_b + start, min(SEGMENT, run.length - start)
+                )
                 yield number, index, part
                 number += 1
 
@@ -272,7 +301,9 @@ class _Search:
             blocks = _Blocks(file_a, file_b)
             yield lambda segment: self._compare(control, blocks, *segment)
 
-    def _compare(self, control: Control, blocks: "_Blocks", number: int, index: int, part: Run) -> None:
+    def _compare(
+        self, control: Control, blocks: "_Blocks", number: int, index: int, part: Run
+    ) -> None:
         done = 0
         digest = hashlib.sha256() if self._digests is not None else None
         while done < part.length and number < self._stop and not control.is_stopping:
@@ -297,7 +328,9 @@ class _Search:
 
 
 class _Blocks:
-    """A pair of page-aligned buffers, and libc's memcmp, which ctypes calls without the interpreter's lock."""
+    """A pair of page-aligned buffers, and libc's memcmp, which ctypes calls without the
+    interpreter's lock.
+    """
 
     def __init__(self, file_a: FileReader, file_b: FileReader) -> None:
         self.files = (file_a, file_b)
@@ -338,8 +371,8 @@ _PAGES = 24
 class Fingerprint:
     """Fingerprint of a file, link or folder (``kind``).
 
-    ``sha256`` is over the first and last 64 KiB of a file, or over where a link points; ``mtime_ns`` is in
-    nanoseconds since 1970.
+    ``sha256`` is over the first and last 64 KiB of a file, or over where a link points;
+    ``mtime_ns`` is in nanoseconds since 1970.
     """
 
     kind: str
@@ -348,7 +381,9 @@ class Fingerprint:
     sha256: str
 
     def same_content(self, other: "Fingerprint | None") -> bool:
-        """Return True when only the modification time may differ, and the bytes between the ends of a file."""
+        """Return True when only the modification time may differ, and the bytes between the ends of
+        a file.
+        """
         return other is not None and (self.kind, self.size, self.sha256) == (
             other.kind,
             other.size,
@@ -357,19 +392,25 @@ class Fingerprint:
 
 
 def fingerprint(path: Path) -> Fingerprint | None:
-    """Return the fingerprint of ``path``, None when nothing exists there. Raises OSError for a special file."""
+    """Return the fingerprint of ``path``, None when nothing exists there. Raises OSError for a
+    special file.
+    """
     try:
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
             digest = hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
-            return Fingerprint(kind="link", size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest)
+            return Fingerprint(
+                kind="link", size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest
+            )
         if stat.S_ISDIR(status.st_mode):
             return Fingerprint(kind="folder", size=0, mtime_ns=status.st_mtime_ns, sha256="")
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is neither a file nor a link nor a folder", str(path))
         if (reader := opened_elsewhere(path)) is not None:
             digest = ends_digest(reader.read, reader.size)
-            return Fingerprint(kind="file", size=reader.size, mtime_ns=status.st_mtime_ns, sha256=digest)
+            return Fingerprint(
+                kind="file", size=reader.size, mtime_ns=status.st_mtime_ns, sha256=digest
+            )
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -387,7 +428,9 @@ def fingerprint_of_open(fd: int) -> Fingerprint:
 
 
 def ends_digest(read: Callable[[int, int], bytes], size: int) -> str:
-    """Return the sha256 of both ends of a file of ``size`` bytes, whose bytes ``read(offset, length)`` gives."""
+    """Return the sha256 of both ends of a file of ``size`` bytes, whose bytes ``read(offset,
+    length)`` gives.
+    """
     digest = hashlib.sha256(read(0, min(_ENDS, size)))
     if size > _ENDS:
         start = max(_ENDS, size - _ENDS)
@@ -396,8 +439,8 @@ def ends_digest(read: Callable[[int, int], bytes], size: int) -> str:
 
 
 def samples_digest(path: Path) -> str:
-    """Return the sha256 of 24 pages between the ends of a file, "" where the ends cover it all, or for
-    anything but a file.
+    """Return the sha256 of 24 pages between the ends of a file, "" where the ends cover it all, or
+    for anything but a file.
 
     A training step changes nearly every page of a model whose ends are frozen. Raises OSError.
     """

@@ -1,4 +1,6 @@
-"""Copies between files: blocks are shared where the file system can, else written at the speed of the disk."""
+"""Copies between files: blocks are shared where the file system can, else written at the speed of
+the disk.
+"""
 
 import ctypes
 import errno
@@ -20,13 +22,15 @@ from ckptfix.storage.reading import page_buffer
 _FICLONE = 0x40049409
 _FICLONERANGE = 0x4020940D
 _BLOCK = 8 << 20
-# Unpaced copies fall to 0.35-0.5 GB/s once dirty pages fill the page cache, paced ones stay at 1.0-1.2 GB/s and
-# leave the user's cached files alone (measured on ext4 with files of 4 and 8 GB).
+# Unpaced copies fall to 0.35-0.5 GB/s once dirty pages fill the page cache, paced ones stay at
+# 1.0-1.2 GB/s and leave the user's cached files alone (measured on ext4 with files of 4 and 8 GB).
 _PACE = 256 << 20
 
 
 def supports_reflink(folder: Path) -> bool:
-    """Return whether files in ``folder`` can share blocks (XFS, btrfs, bcachefs). Leaves nothing, even killed."""
+    """Return whether files in ``folder`` can share blocks (XFS, btrfs, bcachefs). Leaves nothing,
+    even killed.
+    """
     flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
     try:
         source = os.open(folder, flags, 0o600)
@@ -55,11 +59,14 @@ def copy_range(
 ) -> None:
     """Copy ``length`` bytes between two descriptors; the caller syncs ``target``.
 
-    Blocks are shared, in milliseconds at any size, when the file system can and both offsets have the same phase
-    modulo its block size. Raises ChangedError when the source ends early. ``progress`` gets bytes done.
+    Blocks are shared, in milliseconds at any size, when the file system can and both offsets have
+    the same phase modulo its block size. Raises ChangedError when the source ends early.
+    ``progress`` gets bytes done.
     """
     head, middle = _cloneable(target, source_offset, target_offset, length)
-    if not middle or not _shared(source, source_offset + head, target, target_offset + head, middle):
+    if not middle or not _shared(
+        source, source_offset + head, target, target_offset + head, middle
+    ):
         _copy_paced(source, source_offset, target, target_offset, length, progress)
         return
     if progress:
@@ -70,16 +77,24 @@ def copy_range(
 
 
 def _shared(source: int, source_offset: int, target: int, target_offset: int, length: int) -> bool:
-    """Make ``target`` share full blocks of ``source``; return False where the file system cannot."""
+    """Make ``target`` share full blocks of ``source``; return False where the file system
+    cannot.
+    """
     try:
-        fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, source_offset, length, target_offset))
+        fcntl.ioctl(
+            target,
+            _FICLONERANGE,
+            struct.pack("=qQQQ", source, source_offset, length, target_offset),
+        )
     except OSError:
         return False
     return True
 
 
 def _cloneable(target: int, source_offset: int, target_offset: int, length: int) -> tuple[int, int]:
-    """Return the bytes before the first full block, and the bytes in full blocks; (0, 0) when out of phase."""
+    """Return the bytes before the first full block, and the bytes in full blocks; (0, 0) when out
+    of phase.
+    """
     block = os.fstatvfs(target).f_bsize
     if block <= 0 or (source_offset - target_offset) % block:
         return 0, 0
@@ -120,7 +135,8 @@ _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _STEP = 16 << 20
 _IN_FLIGHT = 64 << 20
 _MOST_ENDED = 64
-"""Complete files that are synced together: each sync alone has the file system commit its journal."""
+"""Complete files that are synced together: each sync alone has the file system commit its journal.
+"""
 
 _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
 
@@ -132,13 +148,15 @@ def _sync_file_range() -> Any:
 
 
 class Pacer:
-    """Writeback control for new files that several threads write: the disk is kept busy, and little waits for it.
+    """Writeback control for new files that several threads write: the disk is kept busy, and little
+    waits for it.
 
-    ``sync_file_range`` starts writing and does not wait, and at most 64 MiB in all, and a step of each thread, wait to
-    be written: left to the kernel, dirty pages fill the page cache and then stop every writer at once. Written pages
-    are dropped from the cache: the user's own files stay in it, a later check reads the bytes on the disk, and
-    the same few pages are used again and again, where new ones would cost a virtual machine four times as
-    much as the copying. Use as a context manager; at its end every file is closed.
+    ``sync_file_range`` starts writing and does not wait, and at most 64 MiB in all, and a step of
+    each thread, wait to be written: left to the kernel, dirty pages fill the page cache and then
+    stop every writer at once. Written pages are dropped from the cache: the user's own files stay
+    in it, a later check reads the bytes on the disk, and the same few pages are used again and
+    again, where new ones would cost a virtual machine four times as much as the copying. Use as a
+    context manager; at its end every file is closed.
     """
 
     def __init__(self) -> None:
@@ -154,13 +172,17 @@ class Pacer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         while self._open:
             os.close(self._open.pop())
 
     def create(self, path: Path) -> int:
-        """Create a file, and the folders above it, and return its descriptor, which stays the pacer's.
+        """Create a file, and the folders above it, and return its descriptor, which stays the
+        pacer's.
 
         Raises FileExistsError, OSError.
         """
@@ -174,7 +196,9 @@ class Pacer:
         return fd
 
     def wrote(self, fd: int, begin: int, end: int) -> None:
-        """Note that these bytes of a file are written, in any order. Raises OSError where writing them out failed."""
+        """Note that these bytes of a file are written, in any order. Raises OSError where writing
+        them out failed.
+        """
         if self._has_ranges:
             self._sync(fd, begin, end, _WRITE)
         with self._lock:
@@ -206,7 +230,9 @@ class Pacer:
                 os.close(fd)
 
     def _settle_oldest(self) -> None:
-        """Wait until the bytes that were written first are on the disk, where they are still too many in all."""
+        """Wait until the bytes that were written first are on the disk, where they are still too
+        many in all.
+        """
         with self._lock:
             if self._in_flight <= (_IN_FLIGHT if self._has_ranges else _PACE):
                 return

@@ -1,4 +1,5 @@
-"""Doors of the verbs: a URL that comes in becomes the path of its image, and goes out in messages as a URL again.
+"""Doors of the verbs: a URL that comes in becomes the path of its image, and goes out in messages
+as a URL again.
 
 Nothing of object stores is imported before the first URL comes.
 """
@@ -29,7 +30,9 @@ def looks_like_url(path: object) -> bool:
 
 
 def local_path(path: Any) -> Any:
-    """Return the path that a ``file://`` URL names, and anything else as it is. Raises UsageError."""
+    """Return the path that a ``file://`` URL names, and anything else as it is. Raises
+    UsageError.
+    """
     if not isinstance(path, str) or not path.startswith("file://"):
         return path
     place = path.removeprefix("file://").removeprefix("localhost")
@@ -38,17 +41,23 @@ def local_path(path: Any) -> Any:
     return place
 
 
-def takes_urls(*names: str, complete: bool = True) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let a verb take URLs for these parameters, which are its first ones or keywords; lists may hold some.
+def takes_urls(
+    *names: str, complete: bool = True
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Let a verb take URLs for these parameters, which are its first ones or keywords; lists may
+    hold some.
 
-    ``complete``: refuse a prefix with objects that no folder can hold; the verb does not report them by itself.
+    ``complete``: refuse a prefix with objects that no folder can hold; the verb does not report
+    them by itself.
     """
 
     def decorate(verb: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(verb)
         def opening(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             given: list[Any] = [*args[: len(names)], *(kwargs.get(name) for name in names)]
-            if not any(looks_like_url(part) for one in given for part in (one if _is_list(one) else [one])):
+            if not any(
+                looks_like_url(part) for one in given for part in (one if _is_list(one) else [one])
+            ):
                 return verb(*args, **kwargs)
             with ExitStack() as images:
 
@@ -59,7 +68,9 @@ def takes_urls(*names: str, complete: bool = True) -> Callable[[Callable[_P, _R]
                         return one
                     return images.enter_context(opened(one, complete=complete))
 
-                places: list[Any] = [local(one) if at < len(names) else one for at, one in enumerate(args)]
+                places: list[Any] = [
+                    local(one) if at < len(names) else one for at, one in enumerate(args)
+                ]
                 words: dict[str, Any] = {
                     name: local(one) if name in names else one for name, one in kwargs.items()
                 }
@@ -75,13 +86,17 @@ def _is_list(value: Any) -> bool:
 
 
 def _images() -> Any:
-    """Return the module of images, None before the first URL. One that another thread is importing is waited for."""
+    """Return the module of images, None before the first URL. One that another thread is importing
+    is waited for.
+    """
     return import_module(_IMAGES) if _IMAGES in sys.modules else None
 
 
 @contextmanager
 def watched(path: str | Path) -> Iterator[None]:
-    """Raise a failure of the store at the end even where it was caught on its way: what was not read is not ok."""
+    """Raise a failure of the store at the end even where it was caught on its way: what was not
+    read is not ok.
+    """
     images = _images()
     before = images.count_failures(path) if images is not None else 0
     yield
@@ -98,7 +113,8 @@ def etag_of(path: Path) -> str:
 
 @contextmanager
 def made(path: str) -> Iterator[str]:
-    """Yield the folder of a path that ``opened`` has listed alone, and remove it at the end; any other path as it is.
+    """Yield the folder of a path that ``opened`` has listed alone, and remove it at the end; any
+    other path as it is.
 
     The block is ``watched``.
     """
@@ -111,13 +127,17 @@ def made(path: str) -> Iterator[str]:
 
 
 def states_of(folder: Path) -> Mapping[str, Any] | None:
-    """Return the facts about every object in and below a folder that ``opened`` has listed alone, None for others."""
+    """Return the facts about every object in and below a folder that ``opened`` has listed alone,
+    None for others.
+    """
     images = _images()
     return images.states_at(folder) if images is not None else None
 
 
 def has_gone(folder: Path) -> bool:
-    """Return whether nothing is there any more at a path, which may be one that ``opened`` has listed alone."""
+    """Return whether nothing is there any more at a path, which may be one that ``opened`` has
+    listed alone.
+    """
     if states_of(folder) is None:
         return not os.path.lexists(folder)
     try:
@@ -130,12 +150,14 @@ def has_gone(folder: Path) -> bool:
 def opened(path: str, *, complete: bool = True, lists: bool = False) -> Iterator[Path]:
     """Yield the path of the image of a URL, which is removed at the end; any other path as it is.
 
-    An error that passes through names the URL. ``lists``: the objects are listed alone, ``made`` makes the folders of
-    some of them, and that they can be read is watched there.
+    An error that passes through names the URL. ``lists``: the objects are listed alone, ``made``
+    makes the folders of some of them, and that they can be read is watched there.
     """
     path = local_path(path)
     if not looks_like_url(path):
-        yield Path(path) if path else existing(path)  # raises: Path("") would be the current folder
+        yield (
+            Path(path) if path else existing(path)
+        )  # raises: Path("") would be the current folder
         return
     from ckptfix.storage import images
 

@@ -1,7 +1,8 @@
 """The changes a transaction can make to the files of one folder, as plain values.
 
-Every path is relative to the folder. No edit follows a symbolic link, none creates a directory, and an edit in
-place (Patch, Append, Truncate) is refused for a file that has a second hard link: the other name would change too.
+Every path is relative to the folder. No edit follows a symbolic link, none creates a directory, and
+an edit in place (Patch, Append, Truncate) is refused for a file that has a second hard link: the
+other name would change too.
 """
 
 from collections.abc import Iterator
@@ -30,8 +31,8 @@ class Patch:
 class Append:
     """Add ``data`` to a file of ``old_size`` bytes.
 
-    The last ``tail`` bytes are written only when all before them are on disk: for a zip file the end records,
-    so that a reader finds the old directory or the complete new one.
+    The last ``tail`` bytes are written only when all before them are on disk: for a zip file the
+    end records, so that a reader finds the old directory or the complete new one.
     """
 
     path: PurePosixPath
@@ -54,8 +55,8 @@ class Replace:
     """Put a new file at ``path`` by one rename.
 
     ``content``: its ranges name files as they are before the first edit of the transaction.
-    ``previous``: how an undo gets the old file back. A recipe's ranges name files as they are right after this
-    edit, with all later edits undone; ``path`` itself is then the new file.
+    ``previous``: how an undo gets the old file back. A recipe's ranges name files as they are right
+    after this edit, with all later edits undone; ``path`` itself is then the new file.
     """
 
     path: PurePosixPath
@@ -94,7 +95,9 @@ def read_paths(edit: "Edit | Record") -> Iterator[PurePosixPath]:
 
 
 def check_edit(edit: "Edit | Record") -> None:
-    """Raise OperationError when the edit makes no sense whatever the files are, or leaves the folder."""
+    """Raise OperationError when the edit makes no sense whatever the files are, or leaves the
+    folder.
+    """
     for path in (*edited_paths(edit), *dict.fromkeys(read_paths(edit))):
         check_path(path)
     match edit:

@@ -1,9 +1,10 @@
 """The Hugging Face hub: reads by ranges at one commit, and writes that become one commit, or none.
 
-Inside ``atomically`` every write is kept on this machine, and every store of the same repository in this process sees
-it. At the end all of them are sent as one commit whose parent is the commit that was read: the hub refuses it when
-anybody else committed in between. A write outside is a commit of its own. Endpoint and token are those of
-``huggingface_hub``: ``HF_ENDPOINT``, ``HF_TOKEN``, ``hf auth login``.
+Inside ``atomically`` every write is kept on this machine, and every store of the same repository in
+this process sees it. At the end all of them are sent as one commit whose parent is the commit that
+was read: the hub refuses it when anybody else committed in between. A write outside is a commit of
+its own. Endpoint and token are those of ``huggingface_hub``: ``HF_ENDPOINT``, ``HF_TOKEN``, ``hf
+auth login``.
 """
 
 import hashlib
@@ -52,7 +53,8 @@ _PATHS = 500  # of one request
 
 
 class _New(NamedTuple):
-    """New bytes of a path: a file of this machine, or those that another path has in the commit that was read.
+    """New bytes of a path: a file of this machine, or those that another path has in the commit
+    that was read.
 
     ``stamp``: size and time of the file when it was hashed.
     """
@@ -64,7 +66,9 @@ class _New(NamedTuple):
 
 
 class _Bytes(NamedTuple):
-    """The bytes of a file of this machine, as the hub knows them: by the id of git, or by their sha256."""
+    """The bytes of a file of this machine, as the hub knows them: by the id of git, or by their
+    sha256.
+    """
 
     sample: bytes
     size: int
@@ -75,7 +79,8 @@ class _Bytes(NamedTuple):
 
 @dataclass(kw_only=True)
 class _Commit:
-    """The next commit of a repository. ``changes``: the new bytes by path, None for a path that goes.
+    """The next commit of a repository. ``changes``: the new bytes by path, None for a path that
+    goes.
 
     ``owner``: the thread whose single write it is, None for one that every thread adds to.
     """
@@ -110,7 +115,9 @@ class _Failed(Exception):
     """An answer of the hub that is none of success."""
 
     def __init__(self, response: Any) -> None:
-        super().__init__(f"{response.status_code} {response.headers.get('x-error-message', '')}".strip())
+        super().__init__(
+            f"{response.status_code} {response.headers.get('x-error-message', '')}".strip()
+        )
         self.response = response
 
 
@@ -127,9 +134,15 @@ class HubStore(Store):
         from huggingface_hub import HfApi
 
         match = _URL.fullmatch(self.url)
-        if match is None or match[2].partition("/")[0] in ("models", "datasets", "spaces", "buckets"):
+        if match is None or match[2].partition("/")[0] in (
+            "models",
+            "datasets",
+            "spaces",
+            "buckets",
+        ):
             raise UsageError(
-                f"{self.name()} names no repository: expected hf://USER/MODEL/PATH, or hf://datasets/USER/NAME/PATH"
+                f"{self.name()} names no repository: expected hf://USER/MODEL/PATH, or "
+                "hf://datasets/USER/NAME/PATH"
             )
         self._type = (match[1] or "models").removesuffix("s")
         self._repo, self._branch = match[2], match[3] or "main"
@@ -163,7 +176,9 @@ class HubStore(Store):
         """Return the commit that the branch is at."""
         return str(self._ask("get", f"revision/{quote(self._branch, safe='')}").json()["sha"])
 
-    def _tree(self, path: str, commit: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
+    def _tree(
+        self, path: str, commit: str, *, deep: bool
+    ) -> Iterator[tuple[str, ObjectInfo | None]]:
         """Yield the paths below a folder at a commit, with None for a folder in it."""
         below = f"/{quote(path, safe='')}" if path else ""
         address = f"tree/{commit}{below}?recursive={str(deep).lower()}&expand=false"
@@ -181,7 +196,9 @@ class HubStore(Store):
         found = {}
         for begin in range(0, len(paths), _PATHS):
             words = {"paths": list(paths[begin : begin + _PATHS]), "expand": "false"}
-            for one in self._ask("post", f"paths-info/{quote(revision, safe='')}", data=words).json():
+            for one in self._ask(
+                "post", f"paths-info/{quote(revision, safe='')}", data=words
+            ).json():
                 if one["type"] == "file":
                     found[one["path"]] = _info(one)
         return found
@@ -233,12 +250,16 @@ class HubStore(Store):
         if path in commit.changes:
             new = commit.changes[path]
             return None if new is None else new.info
-        return self._listed(commit).get(path) if key else self._infos([path], commit.parent).get(path)
+        return (
+            self._listed(commit).get(path) if key else self._infos([path], commit.parent).get(path)
+        )
 
     def _read(self, key: str, offset: int, length: int, etag: str) -> bytes:
         path, commit = self._path(key), self._current()
         if commit is None or path not in commit.changes:
-            return self._get(path, self._branch if commit is None else commit.parent, offset, length, etag)
+            return self._get(
+                path, self._branch if commit is None else commit.parent, offset, length, etag
+            )
         new = commit.changes[path]
         if new is None:
             raise FileNotFoundError(key)
@@ -259,7 +280,8 @@ class HubStore(Store):
         data: bytes = response.content
         self.traffic.add(down=len(data), requests=0)
         if etag and _etag_of(response) != etag:
-            # A cache in between may name another ETag, or none: what is there after the read was there during it.
+            # A cache in between may name another ETag, or none: what is there after the read was
+            # there during it.
             now = self._infos([path], revision).get(path)
             if now is None or now.etag != etag:
                 raise Refused
@@ -283,16 +305,27 @@ class HubStore(Store):
             return info
 
     def _compose(
-        self, key: str, pieces: Sequence[Piece], expected: str | Expected, like: str | None, mark: str
+        self,
+        key: str,
+        pieces: Sequence[Piece],
+        expected: str | Expected,
+        like: str | None,
+        mark: str,
     ) -> ObjectInfo:
         with self._changing(key) as commit:
             return self._change(commit, key, self._composed(commit, key, pieces), expected)
 
     def _composed(self, commit: _Commit, key: str, pieces: Sequence[Piece]) -> _New:
-        """Return an object of pieces: a complete one as it is, any other in a file of this machine."""
+        """Return an object of pieces: a complete one as it is, any other in a file of this
+        machine.
+        """
         if len(pieces) == 1 and isinstance(one := pieces[0], ObjectRange):
             path, now = self._path(one.key), self._stat(one.key)
-            if now is not None and (one.offset, one.length) == (0, now.size) and one.etag in ("", now.etag):
+            if (
+                now is not None
+                and (one.offset, one.length) == (0, now.size)
+                and one.etag in ("", now.etag)
+            ):
                 made = commit.changes.get(path)
                 if made is not None and made.file is not None:
                     return self._new(commit, key, made.file)
@@ -307,29 +340,37 @@ class HubStore(Store):
         with self._changing(key) as commit:
             self._change(commit, key, None, expected)
 
-    def _change(self, commit: _Commit, key: str, new: _New | None, expected: str | Expected) -> ObjectInfo:
+    def _change(
+        self, commit: _Commit, key: str, new: _New | None, expected: str | Expected
+    ) -> ObjectInfo:
         with commit.lock:
             self._ensure(key, expected)
             commit.changes[self._path(key)] = new
         return new.info if new is not None else ObjectInfo(0, "", 0)
 
     def _new(self, commit: _Commit, key: str, file: Path) -> _New:
-        """Return the new bytes of a key, with their ETag: the hub says whether it stores them as a large file."""
+        """Return the new bytes of a key, with their ETag: the hub says whether it stores them as a
+        large file.
+        """
         found = commit.bytes_of(file)
         path = self._path(key)
         asked = {"path": path, "sample": b64encode(found.sample).decode(), "size": found.size}
         answer = self._persist(
             key,
-            lambda: self._ask("post", f"preupload/{quote(self._branch, safe='')}", json={"files": [asked]}),
+            lambda: self._ask(
+                "post", f"preupload/{quote(self._branch, safe='')}", json={"files": [asked]}
+            ),
         ).json()["files"][0]
         if answer.get("shouldIgnore"):
             raise UsageError(
-                f"{self.name(key)}: the .gitignore of the repository keeps this file out of commits, so nothing was "
-                "changed; next: take its line out of .gitignore"
+                f"{self.name(key)}: the .gitignore of the repository keeps this file out of "
+                "commits, so nothing was changed; next: take its line out of .gitignore"
             )
         is_large = answer["uploadMode"] == "lfs" and found.size > 0
         return _New(
-            ObjectInfo(found.size, found.sha256 if is_large else found.git, 0), file, stamp=found.stamp
+            ObjectInfo(found.size, found.sha256 if is_large else found.git, 0),
+            file,
+            stamp=found.stamp,
         )
 
     # Commits.
@@ -338,7 +379,9 @@ class HubStore(Store):
     def _changing(self, key: str) -> Iterator[_Commit]:
         """Yield the commit that is being made; otherwise one of this write alone."""
         if _COMMIT.fullmatch(self._branch):
-            raise UsageError(f"{self.name()} names a commit, which never changes; next: name a branch")
+            raise UsageError(
+                f"{self.name()} names a commit, which never changes; next: name a branch"
+            )
         if (commit := self._current()) is not None:
             yield commit
             return
@@ -348,11 +391,14 @@ class HubStore(Store):
     def _current(self) -> _Commit | None:
         """Return the commit that this thread adds to, None where each of its writes is one."""
         commit = _commits.get(self._where)
-        return commit if commit is not None and commit.owner in (None, threading.get_ident()) else None
+        return (
+            commit if commit is not None and commit.owner in (None, threading.get_ident()) else None
+        )
 
     @contextmanager
     def atomically(self, title: str) -> Iterator[None]:
-        """Send all writes of the block as one commit at its end; none of them when an error ends it.
+        """Send all writes of the block as one commit at its end; none of them when an error ends
+        it.
 
         Raises ChangedError when somebody else committed since it began: then nothing was changed.
         """
@@ -365,8 +411,8 @@ class HubStore(Store):
                     yield
         except _Overtaken as error:
             raise ChangedError(
-                f"{self.name()}: {error}, so nothing was changed; next: when nobody commits there, run the same "
-                "command again"
+                f"{self.name()}: {error}, so nothing was changed; next: when nobody commits there, "
+                "run the same command again"
             ) from error
 
     @contextmanager
@@ -400,16 +446,25 @@ class HubStore(Store):
             if new is not None and new.file is not None:
                 status = new.file.stat()
                 if (status.st_size, status.st_mtime_ns) != new.stamp:
-                    raise ChangedError(f"{new.file} changed while it was uploaded; nothing was changed")
+                    raise ChangedError(
+                        f"{new.file} changed while it was uploaded; nothing was changed"
+                    )
         try:
-            made = self._persist("", lambda: self._commit(commit, changes, title), has_condition=True)
+            made = self._persist(
+                "", lambda: self._commit(commit, changes, title), has_condition=True
+            )
         except Refused:
             raise _Overtaken(f"another commit came since {commit.parent[:10]}") from None
         except (StoreError, UsageError) as error:
             is_unknown = error.__cause__ is not None and isinstance(
-                self._judge(error.__cause__) if isinstance(error.__cause__, Exception) else None, Temporary
+                self._judge(error.__cause__) if isinstance(error.__cause__, Exception) else None,
+                Temporary,
             )
-            words = "no file changed, or all of them in one commit" if is_unknown else "nothing was changed"
+            words = (
+                "no file changed, or all of them in one commit"
+                if is_unknown
+                else "nothing was changed"
+            )
             raise type(error)(f"{error}; {words}") from error
         try:
             is_same = self._persist("", lambda: self._holds(changes, made))
@@ -422,7 +477,9 @@ class HubStore(Store):
             )
 
     def _commit(self, commit: _Commit, changes: Mapping[str, _New | None], title: str) -> str:
-        """Ask for the commit, and return its name, or that of the branch where the answer was lost."""
+        """Ask for the commit, and return its name, or that of the branch where the answer was
+        lost.
+        """
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
         operations: list[Any] = []
@@ -438,19 +495,22 @@ class HubStore(Store):
         try:
             with _quiet():
                 made = self._files.create_commit(
-                    self._repo, operations, commit_message=title, repo_type=self._type, revision=self._branch,
-                    parent_commit=commit.parent,
+                    self._repo, operations, commit_message=title, repo_type=self._type,
+                    revision=self._branch, parent_commit=commit.parent,
                 )  # fmt: skip
             return str(made.oid)
         except Exception:
-            # An earlier attempt may have arrived, whose answer was lost: then every path is as it should be.
+            # An earlier attempt may have arrived, whose answer was lost: then every path is as it
+            # should be.
             if not self._holds(changes, self._branch):
                 raise
             return self._branch
 
     def _holds(self, changes: Mapping[str, _New | None], revision: str) -> bool:
         now = self._infos(list(changes), revision)
-        return all(now.get(path) == (None if new is None else new.info) for path, new in changes.items())
+        return all(
+            now.get(path) == (None if new is None else new.info) for path, new in changes.items()
+        )
 
     def _judge(self, error: Exception) -> Exception | None:
         if type(error).__name__ == "OfflineModeIsEnabled":
@@ -467,11 +527,13 @@ class HubStore(Store):
             return Temporary(f"{status} {code}".strip())
         if code == "RepoNotFound":
             return UsageError(
-                f"the repository {escape(self._repo)} does not exist, or this token may not see it; next: hf auth login"
+                f"the repository {escape(self._repo)} does not exist, or this token may not see "
+                "it; next: hf auth login"
             )
         if code == "RevisionNotFound":
             return UsageError(
-                f"{escape(self._repo)} has no branch, tag or commit {escape(self._branch)}; next: name another one"
+                f"{escape(self._repo)} has no branch, tag or commit {escape(self._branch)}; next: "
+                "name another one"
             )
         if code == "GatedRepo":
             return StoreError(f"{escape(self._repo)} is gated; next: ask for access on its page")
@@ -480,7 +542,9 @@ class HubStore(Store):
         if status == 401:
             return StoreError("the hub knows no token, or it has expired; next: hf auth login")
         if status == 403:
-            return StoreError("this token may not do that; next: hf auth login, with a token that may write")
+            return StoreError(
+                "this token may not do that; next: hf auth login, with a token that may write"
+            )
         said = escape(" ".join(response.headers.get("x-error-message", "").split()))
         return StoreError(f"{status} {said}".strip() + "; next: ckptfix help stores")
 
@@ -501,7 +565,10 @@ def _quiet() -> Iterator[None]:
 
 def _hashed(file: Path) -> _Bytes:
     status = file.stat()
-    git, sha256 = hashlib.sha1(b"blob %d\0" % status.st_size, usedforsecurity=False), hashlib.sha256()
+    git, sha256 = (
+        hashlib.sha1(b"blob %d\0" % status.st_size, usedforsecurity=False),
+        hashlib.sha256(),
+    )
     with file.open("rb") as opened:
         sample = opened.read(_SAMPLE)
         opened.seek(0)
@@ -513,7 +580,9 @@ def _hashed(file: Path) -> _Bytes:
 
 
 def _info(one: Mapping[str, Any]) -> ObjectInfo:
-    """Return the facts about a file; its ETag is the sha256 of a large file, the id of git of any other."""
+    """Return the facts about a file; its ETag is the sha256 of a large file, the id of git of any
+    other.
+    """
     large = one.get("lfs")
     return ObjectInfo(one["size"], str(large["oid"] if large else one["oid"]), 0)
 
@@ -525,6 +594,8 @@ def _etag_of(response: Any) -> str:
         if etag := one.headers.get("x-linked-etag"):
             return str(etag).strip('"')
     named = [
-        one.headers["etag"] for one in answers if "x-repo-commit" in one.headers and "etag" in one.headers
+        one.headers["etag"]
+        for one in answers
+        if "x-repo-commit" in one.headers and "etag" in one.headers
     ]
     return str(named[0]).removeprefix("W/").strip('"') if named else ""

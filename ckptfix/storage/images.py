@@ -1,8 +1,10 @@
-"""Images of prefixes: temporary folders with the names, sizes and times of the objects of a store, and no bytes.
+"""Images of prefixes: temporary folders with the names, sizes and times of the objects of a store,
+and no bytes.
 
-All that lists and looks up files works on an image as on any folder. ``storage.reading`` reads the bytes from the
-store, through a cache of blocks. Nothing else may open, change or remove a file of an image: a guard of the interpreter
-refuses it, as a hole would read as zeros, and a change would change nothing in the store.
+All that lists and looks up files works on an image as on any folder. ``storage.reading`` reads the
+bytes from the store, through a cache of blocks. Nothing else may open, change or remove a file of
+an image: a guard of the interpreter refuses it, as a hole would read as zeros, and a change would
+change nothing in the store.
 """
 
 import errno
@@ -34,11 +36,15 @@ _FOLDER = rf"{re.escape(staged.WRITING)}[^/]*\+stores"
 
 
 _MEMORY = "/dev/shm"
-"""A file system in memory. Measured on ext4: a folder takes 3 ms to be made and removed again, there 10 us."""
+"""A file system in memory. Measured on ext4: a folder takes 3 ms to be made and removed again,
+there 10 us.
+"""
 
 
 def _temporary() -> str:
-    """Return the folder for images, which have no bytes: TMPDIR, or one in memory where that is not set."""
+    """Return the folder for images, which have no bytes: TMPDIR, or one in memory where that is not
+    set.
+    """
     if not os.environ.get("TMPDIR") and os.access(_MEMORY, os.W_OK | os.X_OK):
         return _MEMORY
     return tempfile.gettempdir()
@@ -53,8 +59,8 @@ class _Depth(threading.local):
 class _Session:
     """The images of this process, in one folder.
 
-    Its path never changes, and what lies below it is guarded until the process ends: a thread that still holds a path
-    of an image that another one has removed must not read a hole.
+    Its path never changes, and what lies below it is guarded until the process ends: a thread that
+    still holds a path of an image that another one has removed must not read a hole.
     """
 
     def __init__(self) -> None:
@@ -69,11 +75,17 @@ class _Session:
         with self.lock, changing():
             if not self.folder:
                 parent = Path(os.path.realpath(_temporary()))
-                for one in {parent, Path(tempfile.gettempdir())}:  # downloads are in the second one
+                for one in {
+                    parent,
+                    Path(tempfile.gettempdir()),
+                }:  # downloads are in the second one
                     with suppress(OSError):
                         staged.sweep(one)
                 folder = str(parent / staged.temporary_name(Path("stores")))
-                show_as(rf"{re.escape(str(parent))}/{_FOLDER}/\d+/([a-z][a-z0-9+.-]*):(?:/|$)", r"\1://")
+                show_as(
+                    rf"{re.escape(str(parent))}/{_FOLDER}/\d+/([a-z][a-z0-9+.-]*):(?:/|$)",
+                    r"\1://",
+                )
                 self.folder = folder
                 sys.addaudithook(_guard)
                 reading.look_elsewhere(_files)
@@ -90,8 +102,8 @@ _session = _Session()
 def image_of(url: str, *, complete: bool = True) -> Path:
     """Open a URL: list what is there, and return the path of its image, a folder or a file.
 
-    ``complete``: refuse a prefix with an object whose key no folder can hold; otherwise ``unheld`` returns it. Raises
-    UsageError when nothing is there, StoreError.
+    ``complete``: refuse a prefix with an object whose key no folder can hold; otherwise ``unheld``
+    returns it. Raises UsageError when nothing is there, StoreError.
     """
     store = open_store(url)
     listed = store.list()
@@ -102,7 +114,8 @@ def image_of(url: str, *, complete: bool = True) -> Path:
         listed = _listed_for_one(folder)
         if only not in listed:
             raise UsageError(
-                f"{escape(url)} does not exist: the store has no object of this name, and none below it"
+                f"{escape(url)} does not exist: the store has no object of this name, and none "
+                "below it"
             )
         store = folder
     elif not listed:
@@ -120,7 +133,8 @@ def image_of(url: str, *, complete: bool = True) -> Path:
 
 
 def listing_of(url: str) -> Path:
-    """Open a URL as ``image_of`` does, but make no folder: ``made`` makes that of one checkpoint in it.
+    """Open a URL as ``image_of`` does, but make no folder: ``made`` makes that of one checkpoint in
+    it.
 
     A single object has an image all the same. Raises UsageError when nothing is there, StoreError.
     """
@@ -130,7 +144,8 @@ def listing_of(url: str) -> Path:
         listing = Listing(store.listed(), len(os.fsencode(root)))
         if listing or listing.misfits:
             unheld = (
-                Unheld(key, one.info.size, root / one.home, one.why) for key, one in listing.misfits.items()
+                Unheld(key, one.info.size, root / one.home, one.why)
+                for key, one in listing.misfits.items()
             )
             _session.images[str(top)] = Image(
                 store=store, root=root, place=root, objects=listing, unheld=tuple(unheld)
@@ -140,19 +155,25 @@ def listing_of(url: str) -> Path:
 
 
 def prefixes_in(url: str) -> list[str]:
-    """Return the names of the prefixes right below a URL, by one listing. Raises UsageError, StoreError."""
+    """Return the names of the prefixes right below a URL, by one listing. Raises UsageError,
+    StoreError.
+    """
     return list(open_store(url).folders())
 
 
 def names_right_below(url: str) -> list[str]:
-    """Return the names of the objects and prefixes right below a URL, by one listing. Raises UsageError, StoreError."""
+    """Return the names of the objects and prefixes right below a URL, by one listing. Raises
+    UsageError, StoreError.
+    """
     objects, prefixes = open_store(url).children()
     return [*objects, *prefixes]
 
 
 @contextmanager
 def made(path: Path) -> Iterator[Path]:
-    """Make the folder of a part of a listing, and yield its path; it is removed at the end. Any other path as it is."""
+    """Make the folder of a part of a listing, and yield its path; it is removed at the end. Any
+    other path as it is.
+    """
     full = os.path.abspath(path)
     image = _image_at(full)
     if image is None or not isinstance(image.objects, Listing):
@@ -176,7 +197,8 @@ def made(path: Path) -> Iterator[Path]:
         cache.forget(str(top))
         with changing():
             shutil.rmtree(part.root)
-            # The next part may be a folder above: runs/two after runs/two/more/checkpoint_1 was "File exists".
+            # The next part may be a folder above: runs/two after runs/two/more/checkpoint_1 was
+            # "File exists".
             for above in takewhile(lambda above: above != top, part.root.parents):
                 above.rmdir()
         with image.lock:
@@ -208,7 +230,9 @@ def _new_image(store: Store, listed: Mapping[str, ObjectInfo], only: str) -> Ima
 
 
 def _listed_for_one(folder: Store) -> dict[str, ObjectInfo]:
-    """Return the objects right in a folder, next to the one that was asked for, and those of its journal."""
+    """Return the objects right in a folder, next to the one that was asked for, and those of its
+    journal.
+    """
     return folder.children()[0] | folder.list(JOURNAL)
 
 
@@ -217,7 +241,9 @@ def _made(store: Store, listed: Mapping[str, ObjectInfo], root: Path, only: str)
     folders: dict[str, None] = {}
     for key in listed:
         parts = key.split("/")[:-1]
-        folders.update(dict.fromkeys("/".join(parts[:number]) for number in range(1, len(parts) + 1)))
+        folders.update(
+            dict.fromkeys("/".join(parts[:number]) for number in range(1, len(parts) + 1))
+        )
     held: dict[str, ObjectInfo] = {}
     unheld: list[Unheld] = []
     with changing():
@@ -250,7 +276,9 @@ def _make_file(path: Path, info: ObjectInfo) -> None:
 
 
 def info_at(path: str | os.PathLike[str]) -> ObjectInfo | None:
-    """Return the facts about the object at a path of an image, as it was listed; None for any other path."""
+    """Return the facts about the object at a path of an image, as it was listed; None for any other
+    path.
+    """
     full = os.path.abspath(path)
     image = _image_at(full)
     return image.objects.get(image.key_of(full)) if image is not None else None
@@ -272,7 +300,9 @@ def states_at(folder: Path) -> dict[str, ObjectInfo] | None:
 
 
 def has_gone(folder: Path) -> bool:
-    """Return whether the store has no object any more in or below a folder of a listing. Raises StoreError."""
+    """Return whether the store has no object any more in or below a folder of a listing. Raises
+    StoreError.
+    """
     full = os.path.abspath(folder)
     image = _image_at(full)
     if image is None or not isinstance(image.objects, Listing):
@@ -281,7 +311,9 @@ def has_gone(folder: Path) -> bool:
 
 
 def objects_at(folder: Path) -> dict[str, ObjectInfo]:
-    """Return the objects in or below a folder of an image, as they were listed, by their keys relative to it."""
+    """Return the objects in or below a folder of an image, as they were listed, by their keys
+    relative to it.
+    """
     full = os.path.abspath(folder)
     image = _image_at(full)
     if image is None:
@@ -291,7 +323,9 @@ def objects_at(folder: Path) -> dict[str, ObjectInfo]:
 
 
 class Shown(NamedTuple):
-    """Object that a name of an image shows for a while. ``moved``: the name that has shown its bytes, None for none."""
+    """Object that a name of an image shows for a while. ``moved``: the name that has shown its
+    bytes, None for none.
+    """
 
     key: str
     info: ObjectInfo
@@ -299,11 +333,13 @@ class Shown(NamedTuple):
 
 
 @contextmanager
-def showing(folder: Path, names: Mapping[str, Shown | None], *, store: Store | None = None) -> Iterator[None]:
+def showing(
+    folder: Path, names: Mapping[str, Shown | None], *, store: Store | None = None
+) -> Iterator[None]:
     """Let names of an image show other objects, or nothing, until the end of the block.
 
-    Names and keys are relative to the folder, and keys to ``store`` where it is given. A moved name keeps its file, as
-    a rename in a folder does.
+    Names and keys are relative to the folder, and keys to ``store`` where it is given. A moved name
+    keeps its file, as a rename in a folder does.
     """
     full = os.path.abspath(folder)
     image = _image_at(full)
@@ -316,7 +352,9 @@ def showing(folder: Path, names: Mapping[str, Shown | None], *, store: Store | N
     try:
         with changing():
             aside.mkdir()
-            moved = {one.moved for one in names.values() if one is not None and one.moved is not None}
+            moved = {
+                one.moved for one in names.values() if one is not None and one.moved is not None
+            }
             for number, name in enumerate({*names, *moved}):
                 if (image.root / f"{start}{name}").exists():
                     held[name] = aside / str(number)
@@ -372,7 +410,8 @@ def refresh(folder: Path) -> None:
 def raise_failure(path: str | Path, *, since: int = 0) -> None:
     """Raise the first failure of the store after the first ``since`` ones.
 
-    It may be one that another thread met, which reads another checkpoint of the same prefix at the same time.
+    It may be one that another thread met, which reads another checkpoint of the same prefix at the
+    same time.
     """
     image = _image_at(os.path.abspath(path))
     if image is not None and len(image.failures) > since:
@@ -408,14 +447,18 @@ def nbytes_at(path: Path) -> int:
 
 def _keys_at(image: Image, path: Path) -> list[str]:
     prefix = image.key_of(os.path.abspath(path))
-    return [key for key in image.objects if not prefix or key == prefix or key.startswith(f"{prefix}/")]
+    return [
+        key for key in image.objects if not prefix or key == prefix or key.startswith(f"{prefix}/")
+    ]
 
 
 @contextmanager
 def materialised(path: Path, *, progress: Progress | None = None) -> Iterator[Path]:
-    """Download all files of an image at or below a path, and yield the path of the copies, which go at the end.
+    """Download all files of an image at or below a path, and yield the path of the copies, which go
+    at the end.
 
-    For libraries that open files by themselves. Raises OperationError where there is no room for them.
+    For libraries that open files by themselves. Raises OperationError where there is no room for
+    them.
     """
     image = _image_at(os.path.abspath(path))
     if image is None:
@@ -428,8 +471,8 @@ def materialised(path: Path, *, progress: Progress | None = None) -> Iterator[Pa
     free = shutil.disk_usage(parent).free
     if total > free:
         raise OperationError(
-            f"{path}: {human_size(total)} must be downloaded, {human_size(free)} are free in {parent}; "
-            "next: export TMPDIR=FOLDER_ON_A_LARGER_DISK"
+            f"{path}: {human_size(total)} must be downloaded, {human_size(free)} are free in "
+            f"{parent}; next: export TMPDIR=FOLDER_ON_A_LARGER_DISK"
         )
     # Under a name that the next run knows: a process that is killed must not leave terabytes there.
     folder = parent / staged.temporary_name(Path("copies"))
@@ -447,14 +490,18 @@ def materialised(path: Path, *, progress: Progress | None = None) -> Iterator[Pa
 
 
 def download(image: Image, key: str, target: Path, progress: Progress | None) -> None:
-    """Write the bytes of an object to a new file. Raises ChangedError when it is another one than was listed."""
+    """Write the bytes of an object to a new file. Raises ChangedError when it is another one than
+    was listed.
+    """
     info = image.objects[key]
     lock = threading.Lock()
     with target.open("xb") as file:
         file.truncate(info.size)
 
         def take(offset: int) -> None:
-            data = image.store.read(key, offset, min(RANGE, info.size - offset), etag=info.etag or None)
+            data = image.store.read(
+                key, offset, min(RANGE, info.size - offset), etag=info.etag or None
+            )
             os.pwrite(file.fileno(), data, offset)
             if progress is not None:
                 with lock:
@@ -467,9 +514,10 @@ def download(image: Image, key: str, target: Path, progress: Progress | None) ->
 # The guard: nobody reads a hole or changes an image by mistake.
 
 _GUARDED = {
-    "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate",
-    "os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr", "shutil.copyfile", "shutil.copymode",
-    "shutil.copystat", "shutil.copytree", "shutil.move", "shutil.rmtree", "shutil.chown",
+    "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink",
+    "os.truncate", "os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr",
+    "shutil.copyfile", "shutil.copymode", "shutil.copystat", "shutil.copytree", "shutil.move",
+    "shutil.rmtree", "shutil.chown",
 }  # fmt: skip
 
 
@@ -482,8 +530,9 @@ def _guard(event: str, arguments: tuple[Any, ...]) -> None:
             if path.startswith(_session.folder):
                 what = "read" if event == "open" and _only_reads(arguments) else "change"
                 refused = OperationError(
-                    f"{path}: this command would {what} the file by itself, and can only do that to a file on this "
-                    "machine; nothing was changed; next: download the checkpoint first"
+                    f"{path}: this command would {what} the file by itself, and can only do that "
+                    "to a file on this machine; nothing was changed; next: download the "
+                    "checkpoint first"
                 )
                 if (image := _image_at(os.path.abspath(path))) is not None:
                     image.failures.append(refused)
@@ -509,7 +558,9 @@ class _Files:
     """The images of this process, as ``storage.reading`` asks for them."""
 
     def open(self, path: Path) -> ObjectReader | None:
-        """Return the reader of a file of an image, None for any other path. Raises OSError as ``open`` does."""
+        """Return the reader of a file of an image, None for any other path. Raises OSError as
+        ``open`` does.
+        """
         text = os.fspath(path)
         if not _session.folder or not text.startswith(_session.folder):
             return None
@@ -542,7 +593,9 @@ class _Files:
         return open_store(f"{image.store.url}/{key}") if key else image.store
 
     def names(self, folder: Path) -> Names | None:
-        """Return the names in a folder of a listing, None for any other folder. Raises FileNotFoundError."""
+        """Return the names in a folder of a listing, None for any other folder. Raises
+        FileNotFoundError.
+        """
         full = os.path.abspath(folder)
         image = _image_at(full)
         if image is None or not isinstance(image.objects, Listing):

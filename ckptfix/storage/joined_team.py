@@ -1,8 +1,8 @@
 """The team of processes that see one store: those of torchrun, accelerate launch or Slurm.
 
-Torch's store comes from ``training.rendezvous``; nothing here knows a network. It is a store and no collective
-operation: a process that waits for a key can stop when another one has failed, and 1,024 processes need one connection
-each, not one to each other.
+Torch's store comes from ``training.rendezvous``; nothing here knows a network. It is a store and no
+collective operation: a process that waits for a key can stop when another one has failed, and 1,024
+processes need one connection each, not one to each other.
 """
 
 import hashlib
@@ -30,7 +30,9 @@ from ckptfix.wording import count_of, moment, shown
 
 
 class Store(Protocol):
-    """The keys and values that all processes of a team see, as torch's stores have them; no call waits for a key."""
+    """The keys and values that all processes of a team see, as torch's stores have them; no call
+    waits for a key.
+    """
 
     def set(self, key: str, value: bytes, /) -> object:
         """Set a key."""
@@ -46,7 +48,9 @@ class Store(Protocol):
 
 
 TIMEOUT = 60.0
-"""Seconds without a sign of life after which a process counts as lost; the variable below sets another number."""
+"""Seconds without a sign of life after which a process counts as lost; the variable below sets
+another number.
+"""
 
 TIMEOUT_VARIABLE = "CKPTFIX_TEAM_TIMEOUT"
 _LOOKS = 0.3
@@ -56,25 +60,31 @@ _LONGEST_VALUE = 4 << 20
 """Bytes: torch's store takes at most 8 MiB at a time."""
 
 _LINGERS = 10.0
-"""Seconds that the leader waits for the others at the end: it may be the one that runs the store."""
+"""Seconds that the leader waits for the others at the end: it may be the one that runs the store.
+"""
 
 _STALLED = 300.0
-"""Seconds without a byte after which a process is named. Nothing is ended then: a server of files may come back."""
+"""Seconds without a byte after which a process is named. Nothing is ended then: a server of files
+may come back.
+"""
 
 
 _FIRST = "rank 0"
 
 
 class _PatientStore:
-    """A store whose calls end: a process that is stopped keeps its connections open, and answers nothing.
+    """A store whose calls end: a process that is stopped keeps its connections open, and answers
+    nothing.
 
-    Each call raises TimeoutError after ``timeout`` seconds, counted in tenths: a process that was stopped itself, as
-    Slurm suspends a job, lost one of them alone.
+    Each call raises TimeoutError after ``timeout`` seconds, counted in tenths: a process that was
+    stopped itself, as Slurm suspends a job, lost one of them alone.
     """
 
     def __init__(self, store: Store, timeout: float) -> None:
         self._store, self._timeout = store, timeout
-        self._calls: SimpleQueue[tuple[Callable[[], Any], list[Any], threading.Event]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], Any], list[Any], threading.Event]] = (
+            SimpleQueue()
+        )
         self._is_lost = False
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -151,15 +161,23 @@ class JoinedTeam(InOrder):
         self._watch.start()
 
     def _share(
-        self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
+        self,
+        what: str,
+        units: Sequence[Unit],
+        do: Do,
+        assume: Assume | None,
+        progress: Progress | None,
     ) -> list[Any]:
-        """Return the results of all units, as ``Team`` says. Raises TeamError when another process has failed."""
+        """Return the results of all units, as ``Team`` says. Raises TeamError when another process
+        has failed.
+        """
         step = self._next()
         known = self._same(step, what, units)
         results: dict[int, Any] = dict(known)
         left = [number for number in range(len(units)) if number not in known]
         mine = [
-            left[place] for place in plan_shares([units[number] for number in left], self.count)[self.rank]
+            left[place]
+            for place in plan_shares([units[number] for number in left], self.count)[self.rank]
         ]
         found: dict[int, Any] = {}
 
@@ -180,7 +198,8 @@ class JoinedTeam(InOrder):
         missing = [number for number in range(len(units)) if number not in results]
         if missing:
             raise OperationError(
-                f"{count_of(len(missing), 'unit')} of {len(units)} has no result; this is a fault of ckptfix"
+                f"{count_of(len(missing), 'unit')} of {len(units)} has no result; this is a fault "
+                "of ckptfix"
             )
         return [results[number] for number in range(len(units))]
 
@@ -192,10 +211,11 @@ class JoinedTeam(InOrder):
         return self._got(key)
 
     def ensure_same(self, mine: Any, differs: Callable[[str, Any], str | None]) -> None:
-        """Compare JSON values with the leader's. Raises OperationError on a process that has others.
+        """Compare JSON values with the leader's. Raises OperationError on a process that has
+        others.
 
-        ``differs``: gets the leader's name and values, and returns the difference in words that follow this one's name;
-        None where it does not matter.
+        ``differs``: gets the leader's name and values, and returns the difference in words that
+        follow this one's name; None where it does not matter.
         """
         leader = self.told(lambda: {"name": self._name, "values": mine})
         self._first = leader["name"]
@@ -208,20 +228,25 @@ class JoinedTeam(InOrder):
         part = self._part
         if error is not None:
             text = (
-                "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+                "interrupted"
+                if isinstance(error, KeyboardInterrupt)
+                else str(error) or type(error).__name__
             )
             kind = "" if isinstance(error, CkptfixError | OSError) else f"{type(error).__name__}: "
             outcome = {"error": f"{kind}{text}", "name": self._name}
             with suppress(Exception):
                 self._put(f"ckptfix/end/{part}/{self.rank}", outcome)
-                if not isinstance(error, TeamError):  # that of another one, which told the others itself
+                # That of another one, which told the others itself.
+                if not isinstance(error, TeamError):
                     self._store.set(f"ckptfix/stop/{part}", str(self.rank).encode())
             if isinstance(error, KeyboardInterrupt | TeamError):
                 return
         else:
             self._put(f"ckptfix/end/{part}/{self.rank}", {"error": None, "name": self._name})
             self._store.set(f"ckptfix/passed/{part}", self._name.encode())
-        others = [self._got(f"ckptfix/end/{part}/{rank}", is_end=True) for rank in range(self.count)]
+        others = [
+            self._got(f"ckptfix/end/{part}/{rank}", is_end=True) for rank in range(self.count)
+        ]
         if len({one["error"] for one in others}) == 1:
             self._part += 1
             return
@@ -230,14 +255,17 @@ class JoinedTeam(InOrder):
         raise TeamError(_words_of(others))
 
     def finish(self, status: int) -> int:
-        """Return the leader's exit status on every process, once the leader has printed everything."""
+        """Return the leader's exit status on every process, once the leader has printed
+        everything.
+        """
         if self.leads:
             self._put("ckptfix/status", status)
             end = time.monotonic() + _LINGERS
             with suppress(Exception):  # who has gone needs nothing more
                 others = self.count - 1
                 while (
-                    self._store.add("ckptfix/left", 0) < others - len(self._silent) and time.monotonic() < end
+                    self._store.add("ckptfix/left", 0) < others - len(self._silent)
+                    and time.monotonic() < end
                 ):
                     time.sleep(0.01)
         else:
@@ -252,8 +280,12 @@ class JoinedTeam(InOrder):
         return self._step
 
     def _same(self, step: int, what: str, units: Sequence[Unit]) -> dict[int, Any]:
-        """Return the results that an earlier run left, by the leader's word. Raises TeamError for another folder."""
-        plan = json.dumps([what, [(one.key, one.size, [file[:3] for file in one.files]) for one in units]])
+        """Return the results that an earlier run left, by the leader's word. Raises TeamError for
+        another folder.
+        """
+        plan = json.dumps(
+            [what, [(one.key, one.size, [file[:3] for file in one.files]) for one in units]]
+        )
         mine = {"plan": hashlib.sha256(plan.encode()).hexdigest(), "name": self._name}
         key = f"ckptfix/{step}/plan"
         if self.leads:
@@ -265,7 +297,10 @@ class JoinedTeam(InOrder):
         theirs = self._got(key)
         if theirs["plan"] != mine["plan"]:
             differs = _differs(theirs["name"], theirs["files"], _files(units))
-            other = f"sees another folder than {theirs['name']}: the tensors in its files differ; {_REMEDY}"
+            other = (
+                f"sees another folder than {theirs['name']}: the tensors in its files differ; "
+                f"{_REMEDY}"
+            )
             raise OperationError(f"{self._name} {differs or other}")
         return {int(number): result for number, result in theirs["known"].items()}
 
@@ -279,7 +314,9 @@ class JoinedTeam(InOrder):
     def _put(self, key: str, value: Any) -> None:
         """Set a JSON value of any length; its last part makes it visible."""
         data = zlib.compress(json.dumps(value).encode(), 1)
-        parts = [data[begin : begin + _LONGEST_VALUE] for begin in range(0, len(data), _LONGEST_VALUE)]
+        parts = [
+            data[begin : begin + _LONGEST_VALUE] for begin in range(0, len(data), _LONGEST_VALUE)
+        ]
         for number, part in enumerate(parts):
             self._store.set(f"{key}/{number}", part)
         self._store.set(key, str(len(parts)).encode())
@@ -293,10 +330,14 @@ class JoinedTeam(InOrder):
         )
 
     def _wait(self, is_there: Callable[[], bool], *, is_end: bool = False) -> None:
-        """Wait until something is there. ``is_end``: for the ends of the others, the failed ones, too."""
-        pause, longest = 0.001, 0.02 + self.count / 2000  # 1,024 processes ask a store 2,000 times a second
+        """Wait until something is there. ``is_end``: for the ends of the others, the failed ones,
+        too.
+        """
+        # 1,024 processes ask a store 2,000 times a second.
+        pause, longest = 0.001, 0.02 + self.count / 2000
         while True:
-            passed = "" if is_end else self._passed.get(self._part, "")  # before the look at what is there
+            # Before the look at what is there.
+            passed = "" if is_end else self._passed.get(self._part, "")
             try:
                 if is_there():
                     return
@@ -306,9 +347,12 @@ class JoinedTeam(InOrder):
                 raise self._ended()
             if (
                 passed
-            ):  # it went through all steps of this part, and put there what is missing: it had other steps
+                # It went through all steps of this part, and put there what is missing: it had
+                # other steps.
+            ):
                 raise OperationError(
-                    f"{self._name} sees another folder than {passed}, which has ended without it; {_REMEDY}"
+                    f"{self._name} sees another folder than {passed}, which has ended without it; "
+                    f"{_REMEDY}"
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
@@ -331,7 +375,8 @@ class JoinedTeam(InOrder):
         pause = min(_LOOKS, self._timeout / 40)
         while not self._over.wait(pause):
             turn += 1
-            # Time in which this process was stopped itself, as Slurm suspends a job, is no silence of the others.
+            # Time in which this process was stopped itself, as Slurm suspends a job, is no silence
+            # of the others.
             clock += min(time.monotonic() - looked, max(4 * pause, self._timeout / 10))
             looked = time.monotonic()
             try:
@@ -355,12 +400,17 @@ class JoinedTeam(InOrder):
                 return
 
     def _ensure_alive(self, signs: "_Signs", clock: float) -> None:
-        """Find out who has gone silent: the leader looks at all others, and each of them at the leader."""
+        """Find out who has gone silent: the leader looks at all others, and each of them at the
+        leader.
+        """
         for rank in range(self.count) if self.leads else (0,):
             key = f"ckptfix/alive/{rank}"
             signs.take(rank, self._store.get(key) if self._store.check([key]) else b"", clock)
             if rank != self.rank and signs.silence(rank, clock) > self._timeout:
-                outcome = {"error": f"no sign of life for {self._timeout:g} s", "name": self._name_of(rank)}
+                outcome = {
+                    "error": f"no sign of life for {self._timeout:g} s",
+                    "name": self._name_of(rank),
+                }
                 if not self.leads:
                     self._lost = _words_of([outcome])
                     return
@@ -370,8 +420,10 @@ class JoinedTeam(InOrder):
                 return
             if self.leads and signs.is_stalled(rank, clock):
                 self._say(
-                    f"{self._name_of(rank)} has read nothing for {signs.stall(rank, clock) / 60:.0f} minutes, and all "
-                    "wait for it: its disk may hang; next: look at that node, or end all and run the same command again"
+                    f"{self._name_of(rank)} has read nothing for "
+                    f"{signs.stall(rank, clock) / 60:.0f} minutes, and all wait for it: its disk "
+                    "may hang; next: look at that node, or end all and run the same command "
+                    "again"
                 )
 
     def _name_of(self, rank: int) -> str:
@@ -380,9 +432,15 @@ class JoinedTeam(InOrder):
 
     def _lost_store(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
-            return f"{self._first}, or the launcher on its node, is stopped or lost, so all of them stop: {error}"
+            return (
+                f"{self._first}, or the launcher on its node, is stopped or lost, so all of them "
+                f"stop: {error}"
+            )
         why = (str(error) or type(error).__name__).splitlines()[0]
-        return f"the connection to the other processes is lost, one of them or its node has died: {why}"
+        return (
+            "the connection to the other processes is lost, one of them or its node has died: "
+            f"{why}"
+        )
 
     def _ended(self) -> TeamError:
         """Return the error of the process that failed."""
@@ -398,7 +456,9 @@ class JoinedTeam(InOrder):
 
 
 class _Signs:
-    """Signs of life of processes, each with the time on the clock of the one that looks at which it last changed."""
+    """Signs of life of processes, each with the time on the clock of the one that looks at which it
+    last changed.
+    """
 
     def __init__(self) -> None:
         self._signs: dict[int, tuple[bytes, float]] = {}
@@ -424,7 +484,9 @@ class _Signs:
         return clock - self._work[rank][1]
 
     def is_stalled(self, rank: int, clock: float) -> bool:
-        """Return whether it is time to say that a process reads nothing: after five minutes, ten, twenty."""
+        """Return whether it is time to say that a process reads nothing: after five minutes, ten,
+        twenty.
+        """
         if self.stall(rank, clock) < self._said.get(rank, _STALLED):
             return False
         self._said[rank] = 2 * self.stall(rank, clock)
@@ -438,15 +500,17 @@ def _words_of(outcomes: Sequence[dict[str, Any]]) -> str:
 
 
 _REMEDY = (
-    "next: mount one folder on all nodes; or start each node alone, with --shard I/N or with CKPTFIX_TEAM=0"
+    "next: mount one folder on all nodes; or start each node alone, with --shard I/N or with "
+    "CKPTFIX_TEAM=0"
 )
 
 
 def ensure_same_files(paths: Iterable[Path]) -> None:
-    """Find out whether all processes of a team see the same files at some paths: names, sizes and times.
+    """Find out whether all processes of a team see the same files at some paths: names, sizes and
+    times.
 
-    On disks of a single machine the inodes count, too: rsync gives a copy the same times. Raises OperationError on a
-    process that sees others: a node with a disk of its own, or an old copy.
+    On disks of a single machine the inodes count, too: rsync gives a copy the same times. Raises
+    OperationError on a process that sees others: a node with a disk of its own, or an old copy.
     """
     team = teams.current()
     if isinstance(team, JoinedTeam):
@@ -455,15 +519,20 @@ def ensure_same_files(paths: Iterable[Path]) -> None:
 
 
 def ensure_seen(folder: Path, remedy: str) -> None:
-    """Raise OperationError where this process does not see a folder that the leader has made for all of them."""
+    """Raise OperationError where this process does not see a folder that the leader has made for
+    all of them.
+    """
     if not folder.is_dir():
         raise OperationError(
-            f"{folder}: {os.uname().nodename} does not see this folder, which rank 0 has made for all; {remedy}"
+            f"{folder}: {os.uname().nodename} does not see this folder, which rank 0 has made for "
+            f"all; {remedy}"
         )
 
 
 def ensure_same_names(names: Sequence[str]) -> None:
-    """Find out whether all processes of a team go through the same checkpoints. Raises OperationError where not."""
+    """Find out whether all processes of a team go through the same checkpoints. Raises
+    OperationError where not.
+    """
     team = teams.current()
     if isinstance(team, JoinedTeam):
         mine = [shown(name) for name in names]
@@ -471,16 +540,21 @@ def ensure_same_names(names: Sequence[str]) -> None:
         def differs(leader: str, theirs: Sequence[str]) -> str:
             for here, there in zip_longest(mine, theirs):
                 if here != there:
-                    return f"finds other checkpoints than {leader}: {here} (expected {there}); {_REMEDY}"
+                    return (
+                        f"finds other checkpoints than {leader}: {here} (expected {there}); "
+                        f"{_REMEDY}"
+                    )
             raise AssertionError("they are equal")
 
         team.ensure_same(mine, differs)
 
 
 def _listing(path: Path) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield name, size, time and inode of every file of a checkpoint; nothing of an object in a store.
+    """Yield name, size, time and inode of every file of a checkpoint; nothing of an object in a
+    store.
 
-    The inode is 0 on a file system that machines can share, whose numbers may differ on each of them.
+    The inode is 0 on a file system that machines can share, whose numbers may differ on each of
+    them.
     """
     if shown(str(path)) != str(path):
         return
@@ -496,7 +570,8 @@ def _listing(path: Path) -> Iterator[tuple[str, tuple[int, int, int]]]:
 
 def _walk(path: Path) -> Iterator[tuple[str, str]]:
     for root, folders, names in os.walk(path):
-        if JOURNAL in folders:  # the leader may be at work in it; what counts for all is the manifest
+        # The leader may be at work in it; what counts for all is the manifest.
+        if JOURNAL in folders:
             folders.remove(JOURNAL)
             yield root, MANIFEST
         yield from ((root, name) for name in names)
@@ -509,18 +584,24 @@ def _files(units: Sequence[Unit]) -> dict[str, list[int]]:
 def _differs(
     leader: str, theirs: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]]
 ) -> str | None:
-    """Return in words the first file in which two processes differ; the name of this one goes before them."""
+    """Return in words the first file in which two processes differ; the name of this one goes
+    before them.
+    """
     where = f"sees another folder than {leader}"
     copied = ""
     for name in sorted({*theirs, *mine}):
         here, there = mine.get(name), theirs.get(name)
         if here is None or there is None or here[:2] != there[:2]:
             words = [
-                "missing" if one is None else f"{one[0]} bytes of {moment(one[1])}" for one in (here, there)
+                "missing" if one is None else f"{one[0]} bytes of {moment(one[1])}"
+                for one in (here, there)
             ]
             return f"{where}: {name} is {words[0]} (expected {words[1]}); {_REMEDY}"
         if all((*here[2:], *there[2:])) and here[2:] != there[2:]:
             copied = copied or name
     if copied:
-        return f"{where}: {copied} is another file of the same size and time, on a disk of its own; {_REMEDY}"
+        return (
+            f"{where}: {copied} is another file of the same size and time, on a disk of its own; "
+            f"{_REMEDY}"
+        )
     return None

@@ -1,4 +1,5 @@
-"""Transactions on the files of one folder: all edits happen, or none, and a committed one can be undone.
+"""Transactions on the files of one folder: all edits happen, or none, and a committed one can be
+undone.
 
 The journal of ``ROOT`` is the folder ``ROOT/.ckptfix``; transaction 7 is a folder in it::
 
@@ -6,8 +7,8 @@ The journal of ``ROOT`` is the folder ``ROOT/.ckptfix``; transaction 7 is a fold
     0007.pending    edits happen, one note in ``steps`` before each; rolled back by the next run after a crash
     0007.done       committed by the rename to this name; an undo renames back to pending and rolls back
 
-Each name is made durable before the step that it announces begins, so there is one way forward, one way back,
-and no state in which a reader of the journal has to guess.
+Each name is made durable before the step that it announces begins, so there is one way forward, one
+way back, and no state in which a reader of the journal has to guess.
 """
 
 import os
@@ -31,10 +32,26 @@ from ckptfix.errors import (
 from ckptfix.storage.applying import act, check_kept, hold, prepare, undo_edit
 from ckptfix.storage.atomic import remove_folder, sync_folder
 from ckptfix.storage.comparing import Digests, fingerprint, samples_digest
-from ckptfix.storage.edits import Edit, Move, Remove, Replace, check_edit, edited_paths, read_paths, record_of
+from ckptfix.storage.edits import (
+    Edit,
+    Move,
+    Remove,
+    Replace,
+    check_edit,
+    edited_paths,
+    read_paths,
+    record_of,
+)
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, locate
-from ckptfix.storage.reading import ABSENT, FileIdentity, identity, open_reader, store_of, unchanged
+from ckptfix.storage.reading import (
+    ABSENT,
+    FileIdentity,
+    identity,
+    open_reader,
+    store_of,
+    unchanged,
+)
 from ckptfix.storage.recipes import Recipe, build, with_digests
 from ckptfix.storage.transaction_folder import (
     Note,
@@ -65,7 +82,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryReport:
-    """Result of ``recover``: the transaction rolled back (None: none), and the number of left-overs removed.
+    """Result of ``recover``: the transaction rolled back (None: none), and the number of left-overs
+    removed.
 
     ``finished``: the transaction that was finished instead, in a store.
     """
@@ -75,15 +93,18 @@ class RecoveryReport:
     finished: TransactionInfo | None = None
 
 
-def recover(root: Path, *, force: bool = False, progress: Progress | None = None) -> RecoveryReport | None:
-    """Roll back the unfinished transaction and clean up after a crash; None when there was nothing to do.
+def recover(
+    root: Path, *, force: bool = False, progress: Progress | None = None
+) -> RecoveryReport | None:
+    """Roll back the unfinished transaction and clean up after a crash; None when there was nothing
+    to do.
 
-    The caller holds the lock. Raises JournalError when the journal is damaged or a file is neither as before nor
-    as the transaction left it; that file is then not touched. ``force`` accepts other modification times of files
-    whose size and ends are right.
+    The caller holds the lock. Raises JournalError when the journal is damaged or a file is neither
+    as before nor as the transaction left it; that file is then not touched. ``force`` accepts other
+    modification times of files whose size and ends are right.
 
-    In a store a transaction whose names were being replaced is finished, and an undo counts as rolled back: what it
-    undid is as it was.
+    In a store a transaction whose names were being replaced is finished, and an undo counts as
+    rolled back: what it undid is as it was.
     """
     if (store := store_of(root)) is not None:
         return _recover_objects(store, root, progress)
@@ -105,13 +126,19 @@ def recover(root: Path, *, force: bool = False, progress: Progress | None = None
                 leftovers += _empty_trash(folder)
     except OSError as error:
         raise JournalError(
-            f"{root}: an earlier run was cut short and cannot be rolled back yet: {error}; mend that, then: "
-            f"{command('undo', root)}"
+            f"{root}: an earlier run was cut short and cannot be rolled back yet: {error}; mend "
+            f"that, then: {command('undo', root)}"
         ) from error
-    return RecoveryReport(rolled_back=rolled_back, leftovers=leftovers) if rolled_back or leftovers else None
+    return (
+        RecoveryReport(rolled_back=rolled_back, leftovers=leftovers)
+        if rolled_back or leftovers
+        else None
+    )
 
 
-def _recover_objects(store: "Store", root: Path, progress: Progress | None) -> RecoveryReport | None:
+def _recover_objects(
+    store: "Store", root: Path, progress: Progress | None
+) -> RecoveryReport | None:
     from ckptfix.storage.images import refresh
     from ckptfix.storage.object_transactions import recover_objects
 
@@ -119,13 +146,15 @@ def _recover_objects(store: "Store", root: Path, progress: Progress | None) -> R
     if uploaded := [one for one in pending if one.foreign]:
         number = uploaded[0].number
         raise JournalError(
-            f"{root / JOURNAL}: repair {number} was cut short in a folder, which was uploaded then; next: download the "
-            f"checkpoint, run ckptfix undo there, and upload it again"
+            f"{root / JOURNAL}: repair {number} was cut short in a folder, which was uploaded "
+            "then; next: download the checkpoint, run ckptfix undo there, and upload it again"
         )
     recovered = recover_objects(store, progress=progress)
     if recovered.finished is None:  # no name changed: what was planned from the image still holds
         return (
-            RecoveryReport(rolled_back=None, leftovers=recovered.leftovers) if recovered.leftovers else None
+            RecoveryReport(rolled_back=None, leftovers=recovered.leftovers)
+            if recovered.leftovers
+            else None
         )
     refresh(root)
     number, plan = recovered.finished
@@ -160,23 +189,35 @@ def commit(
     transfer: bool = False,
     progress: Progress | None = None,
 ) -> int:
-    """Apply all edits in order, call ``verify``, and return the number of the committed transaction.
+    """Apply all edits in order, call ``verify``, and return the number of the committed
+    transaction.
 
-    The caller holds the lock and has called ``recover``. ``target`` is the path that the user named, ``summary``
-    any JSON value; ``watched`` are further files (besides edited ones and those that recipes read) whose change
-    makes an undo refuse. ``known``: the files that the edits were planned for. When a save wrote one of them by the
-    time that an edit takes it, or until the end, all is undone, and the save's files stay. ``digests``: of parts of
-    files that recipes read, where they were read already. ``progress`` gets the bytes copied since its last call. For
-    an image: ``indexes`` are the files that list others, which change after them; ``lock`` is that of the store;
-    ``transfer`` lets bytes go through this machine where the store cannot compose.
+    The caller holds the lock and has called ``recover``. ``target`` is the path that the user
+    named, ``summary`` any JSON value; ``watched`` are further files (besides edited ones and those
+    that recipes read) whose change makes an undo refuse. ``known``: the files that the edits were
+    planned for. When a save wrote one of them by the time that an edit takes it, or until the end,
+    all is undone, and the save's files stay. ``digests``: of parts of files that recipes read,
+    where they were read already. ``progress`` gets the bytes copied since its last call. For an
+    image: ``indexes`` are the files that list others, which change after them; ``lock`` is that of
+    the store; ``transfer`` lets bytes go through this machine where the store cannot compose.
 
-    Raises OperationError when it failed before anything was touched, RolledBackError when an edit or ``verify``
-    failed (``__cause__``) and all was undone, JournalError when the undoing failed too: the next ``recover``
-    finishes it. KeyboardInterrupt and the like are re-raised after the roll-back.
+    Raises OperationError when it failed before anything was touched, RolledBackError when an edit
+    or ``verify`` failed (``__cause__``) and all was undone, JournalError when the undoing failed
+    too: the next ``recover`` finishes it. KeyboardInterrupt and the like are re-raised after the
+    roll-back.
     """
     if (store := store_of(root)) is not None:
         return _commit_objects(
-            store, root, edits, target, summary, verify, indexes, lock, transfer=transfer, progress=progress
+            store,
+            root,
+            edits,
+            target,
+            summary,
+            verify,
+            indexes,
+            lock,
+            transfer=transfer,
+            progress=progress,
         )
     number = _next_number(root)
     for edit in edits:
@@ -193,8 +234,11 @@ def commit(
         expected = dict(known or {})
         notes: list[Note] = []
         for index, edit in enumerate(edits):
-            # Unchanged until after the note: so it is of the planned file, and the edit refuses to take a later one.
-            with unchanged(root, {path: expected[path] for path in edited_paths(edit) if path in expected}):
+            # Unchanged until after the note: so it is of the planned file, and the edit refuses to
+            # take a later one.
+            with unchanged(
+                root, {path: expected[path] for path in edited_paths(edit) if path in expected}
+            ):
                 note = prepare(work, index, edit)
             add_note(pending, note)
             notes.append(note)
@@ -212,7 +256,11 @@ def commit(
             write_after(
                 pending,
                 {path: fingerprint(root / path) for path in watching},
-                {path: samples_digest(root / path) for path in watching if os.path.lexists(root / path)},
+                {
+                    path: samples_digest(root / path)
+                    for path in watching
+                    if os.path.lexists(root / path)
+                },
             )
             sync_folder(pending)
             check_dropped(work, record, progress)
@@ -226,8 +274,8 @@ def commit(
             raise
         if (changed := _change_behind(error)) is not None:
             raise RolledBackError(
-                f"{changed.problem}; everything was rolled back; next: wait until the save has ended, then run the "
-                "same command again"
+                f"{changed.problem}; everything was rolled back; next: wait until the save has "
+                "ended, then run the same command again"
             ) from error
         raise RolledBackError(f"{root}: {error}; everything is unchanged") from error
     with suppress(OSError):  # the transaction is committed; the next run frees the space
@@ -255,9 +303,11 @@ def _commit_objects(
         return showing(
             root,
             {
-                str(path): Shown(one.key, one.info, str(one.moved) if one.moved is not None else None)
-                if one.key is not None and one.info is not None
-                else None
+                str(path): (
+                    Shown(one.key, one.info, str(one.moved) if one.moved is not None else None)
+                    if one.key is not None and one.info is not None
+                    else None
+                )
                 for path, one in staged.items()
             },
         )
@@ -268,13 +318,16 @@ def _commit_objects(
 
     def prove() -> None:
         verify()
-        raise_failure(root)  # also of a read while it was planned: what could not be read decides nothing
+        # Also of a read while it was planned: what could not be read decides nothing.
+        raise_failure(root)
 
     if lock is None:
-        raise OperationError(f"{root}: nothing was changed: this verb does not lock a checkpoint in a store")
+        raise OperationError(
+            f"{root}: nothing was changed: this verb does not lock a checkpoint in a store"
+        )
     number = commit_objects(
-        store, edits, objects_at(root), lock=lock, target=target, summary=summary, indexes=indexes, read=read,
-        show=show, verify=prove, transfer=transfer, progress=progress,
+        store, edits, objects_at(root), lock=lock, target=target, summary=summary, indexes=indexes,
+        read=read, show=show, verify=prove, transfer=transfer, progress=progress,
     )  # fmt: skip
     try:
         refresh(root)
@@ -286,7 +339,8 @@ def _commit_objects(
 
 
 def carriage(root: Path, edits: Sequence[Edit], *, is_copy: bool) -> str | None:
-    """Return in words the bytes that the edits send to the store of an image, None for a folder on this machine.
+    """Return in words the bytes that the edits send to the store of an image, None for a folder on
+    this machine.
 
     ``is_copy``: they are made in a copy of the whole checkpoint.
     """
@@ -317,16 +371,18 @@ def undo(
     transfer: bool = False,
     progress: Progress | None = None,
 ) -> tuple[PurePosixPath, ...]:
-    """Undo a committed transaction byte for byte, and forget it; return what ``force`` accepted without a proof.
+    """Undo a committed transaction byte for byte, and forget it; return what ``force`` accepted
+    without a proof.
 
-    Every byte that comes back is compared with the digests in the journal first; of bytes that stay in place,
-    the size, both ends and pages between them. Times prove nothing. ``force`` accepts another time of files
-    of which a journal of 0.4.0 or older has no digest, and nothing else. ``lock`` and ``transfer``: as of ``commit``.
+    Every byte that comes back is compared with the digests in the journal first; of bytes that stay
+    in place, the size, both ends and pages between them. Times prove nothing. ``force`` accepts
+    another time of files of which a journal of 0.4.0 or older has no digest, and nothing else.
+    ``lock`` and ``transfer``: as of ``commit``.
 
-    The caller holds the lock and has called ``recover``. Raises UsageError when there is no such transaction;
-    ChangedError when a later transaction needs the current files, or when a file differs from the
-    transaction's result, or cannot be proven the same; JournalError when it could not finish: the next
-    ``recover`` does.
+    The caller holds the lock and has called ``recover``. Raises UsageError when there is no such
+    transaction; ChangedError when a later transaction needs the current files, or when a file
+    differs from the transaction's result, or cannot be proven the same; JournalError when it could
+    not finish: the next ``recover`` does.
     """
     if (store := store_of(root)) is not None:
         from ckptfix.storage.object_transactions import undo_objects
@@ -355,7 +411,9 @@ def undo(
         sync_folder(root / JOURNAL)
         _roll_back(root, pending, progress)
     except OSError as error:
-        raise JournalError(f"{root}: the undo could not finish, the next run does: {error}") from error
+        raise JournalError(
+            f"{root}: the undo could not finish, the next run does: {error}"
+        ) from error
     return allowed.unproven
 
 
@@ -366,7 +424,8 @@ def _next_number(root: Path) -> int:
         check_real(folder)
         if state is not State.DONE:
             raise JournalError(
-                f"{folder}: transaction {number} is unfinished; recover it first: {command('undo', root)}"
+                f"{folder}: transaction {number} is unfinished; recover it first: "
+                f"{command('undo', root)}"
             )
     return folders[-1][0] + 1 if folders else 1
 
@@ -387,8 +446,8 @@ def _build(
     digests: Mapping[PurePosixPath, Digests],
     progress: Progress | None,
 ) -> TransactionRecord:
-    """Write everything that the transaction needs, and return its plan. When that fails, for instance on a full disk,
-    nothing has changed.
+    """Write everything that the transaction needs, and return its plan. When that fails, for
+    instance on a full disk, nothing has changed.
     """
     try:
         with suppress(FileExistsError):
@@ -423,17 +482,21 @@ def _with_digests(root: Path, edit: Edit, known: Mapping[PurePosixPath, Digests]
         return edit
     path = locate(root, edit.path)
     if not path.is_file() or path.stat().st_size != edit.previous.size:
-        return edit  # a file of an earlier edit, or a mismatch with the recipe that a later check reports
+        # A file of an earlier edit, or a mismatch with the recipe that a later check reports.
+        return edit
     return replace(edit, previous=with_digests(edit.previous, path, known))
 
 
-def _undo_after(root: Path, building: Path, error: BaseException, progress: Progress | None) -> None:
+def _undo_after(
+    root: Path, building: Path, error: BaseException, progress: Progress | None
+) -> None:
     """Roll back after ``error``, from whichever state the transaction got to."""
     pending, done = building.with_suffix(".pending"), building.with_suffix(".done")
     try:
         if os.path.lexists(done):
             os.rename(done, pending)
-            sync_folder(root / JOURNAL)  # else a crash may leave it half undone, yet committed on the disk
+            # Else a crash may leave it half undone, yet committed on the disk.
+            sync_folder(root / JOURNAL)
         if os.path.lexists(building):
             remove_folder(building)
         else:
@@ -443,12 +506,13 @@ def _undo_after(root: Path, building: Path, error: BaseException, progress: Prog
     ) as second:  # the next run cannot roll it back, either, before somebody does what this says
         changed = _change_behind(error)
         raise JournalError(
-            f"{root}: failed ({changed.problem if changed is not None else error}), and cannot be rolled back: {second}"
+            f"{root}: failed ({changed.problem if changed is not None else error}), and cannot be "
+            f"rolled back: {second}"
         ) from error
     except Exception as second:
         raise JournalError(
-            f"{root}: failed ({error}), and rolling back failed too ({second}); the next run rolls it back: "
-            f"{command('undo', root)}"
+            f"{root}: failed ({error}), and rolling back failed too ({second}); the next run rolls "
+            f"it back: {command('undo', root)}"
         ) from error
 
 
@@ -458,8 +522,12 @@ def _change_behind(error: BaseException) -> FileChangedError | None:
     return changed if isinstance(changed, FileChangedError) else None
 
 
-def _roll_back(root: Path, folder: Path, progress: Progress | None, *, keeps_newer: bool = False) -> None:
-    """Undo the edits of a pending transaction in reverse order, and remove it. ``keeps_newer``: as of ``undo_edit``."""
+def _roll_back(
+    root: Path, folder: Path, progress: Progress | None, *, keeps_newer: bool = False
+) -> None:
+    """Undo the edits of a pending transaction in reverse order, and remove it. ``keeps_newer``: as
+    of ``undo_edit``.
+    """
     record = read_record(folder)
     notes = read_notes(folder, len(record.edits))
     work = Workspace(root, folder)
@@ -467,16 +535,22 @@ def _roll_back(root: Path, folder: Path, progress: Progress | None, *, keeps_new
         undo_edit(work, index, record.edits[index], notes[index], progress, keeps_newer=keeps_newer)
         cut_notes(folder, index)
     stranded = [name for name in os.listdir(folder) if name.endswith((".kept", ".trash", ".moved"))]
-    if stranded:  # never reached; but the next step deletes, and these would be the user's only copy
-        raise JournalError(f"{folder / stranded[0]}: still there after the roll-back; nothing more was done")
+    # Never reached; but the next step deletes, and these would be the user's only copy.
+    if stranded:
+        raise JournalError(
+            f"{folder / stranded[0]}: still there after the roll-back; nothing more was done"
+        )
     garbage = folder.with_suffix(".building")
-    os.rename(folder, garbage)  # a half-deleted pending transaction could not be read by the next run
+    # A half-deleted pending transaction could not be read by the next run.
+    os.rename(folder, garbage)
     sync_folder(folder.parent)
     remove_folder(garbage)
 
 
 def _empty_trash(folder: Path) -> int:
-    """Delete what only a roll-back needs, files that a recipe can rebuild and second names; return their number."""
+    """Delete what only a roll-back needs, files that a recipe can rebuild and second names; return
+    their number.
+    """
     try:
         names = [name for name in os.listdir(folder) if name.endswith((".trash", ".moved"))]
     except PermissionError:  # another user's repair, which only that user can clean up

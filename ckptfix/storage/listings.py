@@ -1,4 +1,6 @@
-"""Listings of prefixes: the objects of a store by their folders, packed, as there may be a million of them."""
+"""Listings of prefixes: the objects of a store by their folders, packed, as there may be a million
+of them.
+"""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +41,9 @@ class Listing(Mapping[str, ObjectInfo]):
             folder, _, name = key.rpartition("/")
             self._add(folder)
             packed = f"{name}\0{info.size}\0{info.etag}\0{info.modified_ns}\0"
-            self._packed.setdefault(folder, bytearray()).extend(packed.encode("utf-8", "surrogateescape"))
+            self._packed.setdefault(folder, bytearray()).extend(
+                packed.encode("utf-8", "surrogateescape")
+            )
             self._count += 1
         for folder in self._packed:
             if names := self._folders[folder]:
@@ -61,7 +65,9 @@ class Listing(Mapping[str, ObjectInfo]):
     def _objects(self, folder: str) -> dict[str, ObjectInfo]:
         fields = self._packed.get(folder, b"").decode("utf-8", "surrogateescape").split("\0")
         parts = zip(*(fields[at:-1:4] for at in range(4)), strict=True)
-        return {name: ObjectInfo(int(size), etag, int(modified)) for name, size, etag, modified in parts}
+        return {
+            name: ObjectInfo(int(size), etag, int(modified)) for name, size, etag, modified in parts
+        }
 
     def folders(self, folder: str) -> Sequence[str] | None:
         """Return the names of the sub-folders of a folder, None where there is no such folder."""
@@ -90,7 +96,9 @@ class Listing(Mapping[str, ObjectInfo]):
         """Return the misfits in and below a folder by their keys relative to it."""
         start = _join(folder, "")
         return {
-            key.removeprefix(start): one.info for key, one in self.misfits.items() if key.startswith(start)
+            key.removeprefix(start): one.info
+            for key, one in self.misfits.items()
+            if key.startswith(start)
         }
 
     def __getitem__(self, key: str) -> ObjectInfo:
@@ -109,7 +117,8 @@ def _join(folder: str, name: str) -> str:
 
 
 def why_unheld(key: str, folders: Collection[str], before: int) -> tuple[str, str]:
-    """Return why no folder can hold a key, "" where one can, and the last folder of it that can exist.
+    """Return why no folder can hold a key, "" where one can, and the last folder of it that can
+    exist.
 
     ``folders``: those of all keys; ``before``: the bytes of the path before the key.
     """

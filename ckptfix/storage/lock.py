@@ -26,14 +26,15 @@ def folder_lock(
 ) -> Iterator["StoreLock | None"]:
     """Hold the lock of the folder ``root``; readers do not need it.
 
-    Of an image it is the lock in the store, which is yielded; ``verb`` is what it says there, and ``break_lock`` takes
-    it over from a run that was killed.
+    Of an image it is the lock in the store, which is yielded; ``verb`` is what it says there, and
+    ``break_lock`` takes it over from a run that was killed.
 
-    The lock dies with the process that holds it, so a lock file that a killed run left behind locks nothing.
-    At the end the lock file is removed, and ``.ckptfix/`` with it when it is empty.
+    The lock dies with the process that holds it, so a lock file that a killed run left behind locks
+    nothing. At the end the lock file is removed, and ``.ckptfix/`` with it when it is empty.
 
-    Raises LockedError when another process holds it, JournalError when ``.ckptfix`` is a symbolic link or no
-    directory, OperationError when the folder cannot be written to or its file system has no locks.
+    Raises LockedError when another process holds it, JournalError when ``.ckptfix`` is a symbolic
+    link or no directory, OperationError when the folder cannot be written to or its file system has
+    no locks.
     """
     if (store := store_of(root)) is not None:
         from ckptfix.storage.object_journal import store_lock
@@ -46,15 +47,17 @@ def folder_lock(
     except OSError as error:
         with suppress(OSError):  # made in vain; stays when somebody else uses it
             os.rmdir(root / JOURNAL)
-        copy = f"; next: ckptfix repair {shell_path(root)} --output COPY" if verb == "repair" else ""
+        copy = (
+            f"; next: ckptfix repair {shell_path(root)} --output COPY" if verb == "repair" else ""
+        )
         raise OperationError(
             f"{root}: cannot lock this folder for writing: {error.strerror}{copy}"
         ) from error
     try:
         yield None
     finally:
-        # While the descriptor is open nobody else gets the lock; whoever has opened the file already finds that
-        # it is no longer there (see _acquire) and makes a new one.
+        # While the descriptor is open nobody else gets the lock; whoever has opened the file
+        # already finds that it is no longer there (see _acquire) and makes a new one.
         with suppress(OSError):
             os.unlink(root / JOURNAL / LOCK)
         with suppress(OSError):
@@ -70,7 +73,9 @@ def _acquire(root: Path) -> int:
             os.mkdir(folder)
         with suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(folder).st_mode):
-                raise JournalError(f"{folder}: is a symbolic link or no directory; move it away first")
+                raise JournalError(
+                    f"{folder}: is a symbolic link or no directory; move it away first"
+                )
         try:
             fd = _open(path)
         except FileNotFoundError:  # the holder removed lock file and folder just now
@@ -91,8 +96,8 @@ def _acquire(root: Path) -> int:
             os.close(fd)
             if error.errno == errno.EBADF:  # NFS: only files open for writing are locked, see _open
                 raise OperationError(
-                    f"{path}: left by a killed run of another user, and here only its owner can lock it; to remove it: "
-                    f"rm -f {shell_path(path)}"
+                    f"{path}: left by a killed run of another user, and here only its owner can "
+                    f"lock it; to remove it: rm -f {shell_path(path)}"
                 ) from error
             raise
         except BaseException:
@@ -121,8 +126,10 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _write_pid(fd: int) -> None:
-    with suppress(OSError):  # only for the message of the other side; a full disk must not stop an undo
-        if os.fstat(fd).st_nlink > 1:  # a snapshot of hard links, or a trap: the file has another name
+    # Only for the message of the other side; a full disk must not stop an undo.
+    with suppress(OSError):
+        # A snapshot of hard links, or a trap: the file has another name.
+        if os.fstat(fd).st_nlink > 1:
             return
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -1,9 +1,11 @@
-"""The two records of an upload: ``upload.json``, written first, and the commit marker ``committed.json``, written last.
+"""The two records of an upload: ``upload.json``, written first, and the commit marker
+``committed.json``, written last.
 
-No store has a rename, and neither has a mount of one. So a checkpoint that ckptfix writes there counts when its commit
-marker is there, as Orbax has it with ``commit_success.txt``. The record that is written first tells an upload that was
-cut short from a folder that somebody copied with other tools, which has neither. Both carry the number of their upload:
-the marker of an older one commits nothing. They lie in ``.ckptfix/``, which no loader looks at.
+No store has a rename, and neither has a mount of one. So a checkpoint that ckptfix writes there
+counts when its commit marker is there, as Orbax has it with ``commit_success.txt``. The record that
+is written first tells an upload that was cut short from a folder that somebody copied with other
+tools, which has neither. Both carry the number of their upload: the marker of an older one commits
+nothing. They lie in ``.ckptfix/``, which no loader looks at.
 """
 
 import json
@@ -19,19 +21,27 @@ from ckptfix.storage.reading import open_reader
 from ckptfix.wording import count_of, human_size
 
 UPLOAD = f"{JOURNAL}/upload.json"
-"""Path of the record of the upload that began last, relative to the checkpoint. It stays when the upload has ended."""
+"""Path of the record of the upload that began last, relative to the checkpoint. It stays when the
+upload has ended.
+"""
 
 COMMITTED = f"{JOURNAL}/committed.json"
 """Path of the commit marker, relative to the checkpoint."""
 
 NEEDED = f"{JOURNAL}/needed-while"
-"""Path of the file in a staging folder that names the sign of ``staged.keep_while``, relative to the folder."""
+"""Path of the file in a staging folder that names the sign of ``staged.keep_while``, relative to
+the folder.
+"""
 
 DESTINATION = f"{JOURNAL}/upload-to"
-"""Path of the file in a complete staging folder that names its place in a store, relative to the folder."""
+"""Path of the file in a complete staging folder that names its place in a store, relative to the
+folder.
+"""
 
 NEVER_UPLOADED = (UPLOAD, COMMITTED, NEEDED, DESTINATION, f"{JOURNAL}/lock")
-"""Files of a folder on a disk that are about the folder itself. A lock of a killed run would be one in the store."""
+"""Files of a folder on a disk that are about the folder itself. A lock of a killed run would be one
+in the store.
+"""
 
 _VERSION = 1
 _LONGEST = 256 << 20
@@ -39,7 +49,9 @@ _LONGEST = 256 << 20
 
 
 class Uploaded(NamedTuple):
-    """An object as it was uploaded: bytes, sha256 of the bytes, and the ETag that the store gave it ("" on a mount)."""
+    """An object as it was uploaded: bytes, sha256 of the bytes, and the ETag that the store gave it
+    ("" on a mount).
+    """
 
     size: int
     sha256: str
@@ -47,7 +59,9 @@ class Uploaded(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The record of an upload that has begun: its number, when and where, and the files that it will write."""
+    """The record of an upload that has begun: its number, when and where, and the files that it
+    will write.
+    """
 
     upload: str
     started: float
@@ -61,7 +75,9 @@ class Begun(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """The commit marker: the number of the upload, when it ended, and every object that it wrote."""
+    """The commit marker: the number of the upload, when it ended, and every object that it
+    wrote.
+    """
 
     upload: str
     ended: float
@@ -83,7 +99,11 @@ def parse_begun(data: bytes) -> Begun:
     try:
         files = {str(name): int(size) for name, size in fields["files"].items()}
         return Begun(
-            str(fields["upload"]), float(fields["started"]), str(fields["host"]), int(fields["pid"]), files
+            str(fields["upload"]),
+            float(fields["started"]),
+            str(fields["host"]),
+            int(fields["pid"]),
+            files,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"the record of an upload cannot be understood: {error!r}") from None
@@ -109,13 +129,16 @@ def read_commit(folder: Path) -> Commit | None:
 
 
 def read_begun(folder: Path) -> Begun | None:
-    """Return the record of the upload that began last in a folder, None without one. Raises FormatError, OSError."""
+    """Return the record of the upload that began last in a folder, None without one. Raises
+    FormatError, OSError.
+    """
     data = _read(folder / UPLOAD)
     return None if data is None else parse_begun(data)
 
 
 def upload_problem(folder: Path) -> str | None:
-    """Return why the upload of a folder is not complete; None for a committed one, and for one that was not uploaded.
+    """Return why the upload of a folder is not complete; None for a committed one, and for one that
+    was not uploaded.
 
     Raises FormatError for a record that cannot be understood, OSError.
     """
@@ -131,13 +154,15 @@ def upload_problem(folder: Path) -> str | None:
 
 
 def not_committed(begun: Begun, sizes: Mapping[str, int]) -> str:
-    """Return the words about an upload without its commit marker, of which objects of these sizes are there."""
+    """Return the words about an upload without its commit marker, of which objects of these sizes
+    are there.
+    """
     there = {name: size for name, size in begun.files.items() if sizes.get(name) == size}
     arrived = f"{len(there)} of {count_of(len(begun.files), 'file')}"
     total = f"{human_size(sum(there.values()))} of {human_size(sum(begun.files.values()))}"
     return (
-        f"its upload was cut short, or process {begun.pid} on {begun.host} has not finished it: there is no commit "
-        f"marker ({COMMITTED}); {arrived} arrived, {total}"
+        f"its upload was cut short, or process {begun.pid} on {begun.host} has not finished it: "
+        f"there is no commit marker ({COMMITTED}); {arrived} arrived, {total}"
     )
 
 

@@ -1,8 +1,10 @@
-"""File systems that are object stores inside: gcsfuse, s3fs, goofys, Mountpoint, rclone and blobfuse.
+"""File systems that are object stores inside: gcsfuse, s3fs, goofys, Mountpoint, rclone and
+blobfuse.
 
-The rename of a folder does not commit it there. gcsfuse (without a hierarchical namespace), s3fs, goofys and blobfuse
-copy one object after the other and delete the old ones; a kill in between leaves both halves. Mountpoint refuses it.
-Two names cannot be exchanged, and locks are not those of other machines.
+The rename of a folder does not commit it there. gcsfuse (without a hierarchical namespace), s3fs,
+goofys and blobfuse copy one object after the other and delete the old ones; a kill in between
+leaves both halves. Mountpoint refuses it. Two names cannot be exchanged, and locks are not those of
+other machines.
 """
 
 import functools
@@ -60,13 +62,18 @@ class ObjectMount(NamedTuple):
 
 
 def object_mounts(mountinfo: str | None = None) -> tuple[ObjectMount, ...]:
-    """Return the mounts of object stores, in the kernel's order; none where the kernel's list cannot be read."""
+    """Return the mounts of object stores, in the kernel's order; none where the kernel's list
+    cannot be read.
+    """
     found = (_object_mount(one.point, one.kind, one.source) for one in _mounts(mountinfo))
     return tuple(mount for mount in found if mount is not None)
 
 
-def object_mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> ObjectMount | None:
-    """Return the mount of an object store on which a path lies, also one that does not exist yet; None for a disk.
+def object_mount_of(
+    path: str | os.PathLike[str], mountinfo: str | None = None
+) -> ObjectMount | None:
+    """Return the mount of an object store on which a path lies, also one that does not exist yet;
+    None for a disk.
 
     Of two mounts on one place the later one counts, as for the kernel.
     """
@@ -80,7 +87,9 @@ def object_mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) 
 
 
 def local_devices(mountinfo: str | None = None) -> frozenset[int]:
-    """Return the devices, as ``os.stat`` has them, of file systems that no other machine can have mounted, too."""
+    """Return the devices, as ``os.stat`` has them, of file systems that no other machine can have
+    mounted, too.
+    """
     return frozenset(one.device for one in _mounts(mountinfo) if one.kind in _LOCAL)
 
 
@@ -103,10 +112,13 @@ def _mounts(mountinfo: str | None) -> tuple[_Mount, ...]:
 
 @functools.lru_cache(1)
 def _parsed(text: bytes) -> tuple[_Mount, ...]:
-    """Return the mounts of the kernel's list. Twenty of them take 0.2 ms, which every save of a run would pay."""
+    """Return the mounts of the kernel's list. Twenty of them take 0.2 ms, which every save of a run
+    would pay.
+    """
     found: list[_Mount] = []
     for line in text.splitlines():
-        # ID, parent, device, root, place, options, optional fields, "-", type, source, options (proc(5))
+        # ID, parent, device, root, place, options, optional fields, "-", type, source, options
+        # (proc(5))
         before, _, after = line.partition(b" - ")
         words, rest = before.split(b" "), after.split(b" ")
         if len(words) < 6 or len(rest) < 2:

@@ -1,7 +1,9 @@
-"""Edits of a transaction as contents of objects: what lies at each key afterwards, and the way back.
+"""Edits of a transaction as contents of objects: what lies at each key afterwards, and the way
+back.
 
-A content is made of new bytes and of ranges of objects that exist, as a store composes it. ``contents_after`` takes
-its ranges from the objects before the transaction. ``way_back`` takes them from those after it and from kept copies.
+A content is made of new bytes and of ranges of objects that exist, as a store composes it.
+``contents_after`` takes its ranges from the objects before the transaction. ``way_back`` takes them
+from those after it and from kept copies.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +28,9 @@ Content = tuple[bytes | Source, ...]
 
 
 class Contents(NamedTuple):
-    """Contents by path, None where no object is; and by the number of its edit what is copied aside."""
+    """Contents by path, None where no object is; and by the number of its edit what is copied
+    aside.
+    """
 
     by_path: dict[PurePosixPath, Content | None]
     aside: dict[int, Content]
@@ -38,7 +42,9 @@ def size_of(content: Content) -> int:
 
 
 def cut(content: Content, offset: int, length: int) -> Content:
-    """Return ``length`` bytes from ``offset`` of a content. Raises ChangedError when there are fewer."""
+    """Return ``length`` bytes from ``offset`` of a content. Raises ChangedError when there are
+    fewer.
+    """
     ends = ends_of(content)
     size = ends[-1] if ends else 0
     if offset + length > size:
@@ -47,7 +53,9 @@ def cut(content: Content, offset: int, length: int) -> Content:
 
 
 def joined(pieces: Iterable[bytes | Source]) -> Content:
-    """Return pieces without empty ones; neighbours that go on in the same object, and new bytes, become one."""
+    """Return pieces without empty ones; neighbours that go on in the same object, and new bytes,
+    become one.
+    """
     found: list[bytes | Source] = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -67,10 +75,12 @@ def joined(pieces: Iterable[bytes | Source]) -> Content:
 
 
 def contents_after(edits: Sequence[Edit], sizes: Mapping[str, int]) -> Contents:
-    """Return what the edits leave at the paths that they change, in ranges of the objects before them.
+    """Return what the edits leave at the paths that they change, in ranges of the objects before
+    them.
 
-    ``sizes``: of the objects before, by key. ``aside``: of each Remove, and of each Replace that keeps the previous
-    file, what lies there right before it. Raises OperationError for an edit that a store cannot make.
+    ``sizes``: of the objects before, by key. ``aside``: of each Remove, and of each Replace that
+    keeps the previous file, what lies there right before it. Raises OperationError for an edit that
+    a store cannot make.
     """
     now: dict[PurePosixPath, Content | None] = {}
     aside: dict[int, Content] = {}
@@ -106,15 +116,18 @@ def contents_after(edits: Sequence[Edit], sizes: Mapping[str, int]) -> Contents:
                     aside[index] = existing(edit.path)
                 now[edit.path] = _made(edit.content, _range_of)
             case _:
-                raise OperationError(f"{edit!r}: an object cannot be changed in place; nothing was changed")
+                raise OperationError(
+                    f"{edit!r}: an object cannot be changed in place; nothing was changed"
+                )
     return Contents(now, aside)
 
 
 def way_back(edits: Sequence[Edit], after: Contents, kept: Mapping[int, str]) -> Contents:
-    """Return what lay before the edits at the paths that they change, in ranges of the objects after them.
+    """Return what lay before the edits at the paths that they change, in ranges of the objects
+    after them.
 
-    ``kept``: the keys of the copies of the files that edits keep, by the number of the edit. Of a Remove with a recipe
-    no copy is needed. ``aside`` is empty.
+    ``kept``: the keys of the copies of the files that edits keep, by the number of the edit. Of a
+    Remove with a recipe no copy is needed. ``aside`` is empty.
     """
     views: dict[PurePosixPath, Content | None] = {
         path: None if content is None else joined((Source(str(path), 0, size_of(content)),))
@@ -151,7 +164,9 @@ def _made(recipe: Recipe, view: Callable[[PurePosixPath, int, int], Content]) ->
     pieces: list[bytes | Source] = []
     for piece in recipe.pieces:
         pieces += (
-            (piece.data,) if isinstance(piece, Literal) else view(piece.path, piece.offset, piece.length)
+            (piece.data,)
+            if isinstance(piece, Literal)
+            else view(piece.path, piece.offset, piece.length)
         )
     return joined(pieces)
 
@@ -170,6 +185,8 @@ def traced(content: Content, after: Contents, kept: Mapping[str, Content]) -> Co
             continue
         made = known[piece.key]
         if made is None:
-            raise ChangedError(f"{piece.key}: an undo would need its bytes, and the repair leaves none")
+            raise ChangedError(
+                f"{piece.key}: an undo would need its bytes, and the repair leaves none"
+            )
         pieces += cut(made, piece.offset, piece.length)
     return joined(pieces)

@@ -1,7 +1,9 @@
-"""A repaired copy of a checkpoint below another prefix of its bucket, for checkpoints that a job is reading.
+"""A repaired copy of a checkpoint below another prefix of its bucket, for checkpoints that a job is
+reading.
 
-The store composes every object, also those that stay as they are. The record of the upload is written first and the
-commit marker last, so that nobody takes a copy that was cut short for a checkpoint.
+The store composes every object, also those that stay as they are. The record of the upload is
+written first and the commit marker last, so that nobody takes a copy that was cut short for a
+checkpoint.
 """
 
 import secrets
@@ -19,14 +21,24 @@ from ckptfix.storage.object_contents import Content, Source, contents_after, joi
 from ckptfix.storage.object_transactions import Carriage, carriage_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST
-from ckptfix.storage.stores import ABSENT, ObjectInfo, ObjectRange, Piece, Store, open_store, together
+from ckptfix.storage.stores import (
+    ABSENT,
+    ObjectInfo,
+    ObjectRange,
+    Piece,
+    Store,
+    open_store,
+    together,
+)
 from ckptfix.wording import count_of, escape
 
 _AT_ONCE = 8
 
 
 class Places(NamedTuple):
-    """The bucket, and the prefixes of the checkpoint and of its copy in it; each ends in a slash unless it is ""."""
+    """The bucket, and the prefixes of the checkpoint and of its copy in it; each ends in a slash
+    unless it is "".
+    """
 
     bucket: Store
     source: str
@@ -34,25 +46,31 @@ class Places(NamedTuple):
 
 
 def places_of(source: str, output: str) -> Places:
-    """Return the places of a copy. Raises UsageError when the store cannot copy from one URL to the other."""
+    """Return the places of a copy. Raises UsageError when the store cannot copy from one URL to the
+    other.
+    """
     output = output.rstrip("/")
     if open_store(source).abilities.atomic:
         raise UsageError(
-            f"{escape(output)}: a copy in a repository is not needed, as all names change in one commit; next, for a "
-            f"checkpoint in use: make a branch, and then ckptfix repair URL_WITH_@BRANCH"
+            f"{escape(output)}: a copy in a repository is not needed, as all names change in one "
+            "commit; next, for a checkpoint in use: make a branch, and then ckptfix repair "
+            "URL_WITH_@BRANCH"
         )
     (scheme, bucket, path), (to_scheme, to_bucket, to_path) = map(_parts, (source, output))
     if (scheme, bucket) != (to_scheme, to_bucket):
         raise UsageError(
-            f"{escape(output)}: a store copies within one bucket only (expected {scheme}://{bucket}/...); next: name "
-            f"another prefix of {scheme}://{bucket}, or copy the checkpoint there and repair the copy"
+            f"{escape(output)}: a store copies within one bucket only (expected "
+            f"{scheme}://{bucket}/...); next: name another prefix of {scheme}://{bucket}, or copy "
+            "the checkpoint there and repair the copy"
         )
     prefixes = [f"{one}/" if one else "" for one in (path, to_path)]
     if prefixes[0].startswith(prefixes[1]) or prefixes[1].startswith(prefixes[0]):
         if prefixes[0] == prefixes[1]:
             what = "is the source itself"
         else:
-            what = f"{'contains' if prefixes[0].startswith(prefixes[1]) else 'is inside'} the source"
+            what = (
+                f"{'contains' if prefixes[0].startswith(prefixes[1]) else 'is inside'} the source"
+            )
         raise UsageError(
             f"{escape(output)} {what}; next: name another prefix, such as {escape(source)}-repaired"
         )
@@ -64,19 +82,25 @@ def check_free(output: str) -> None:
     store = open_store(output.rstrip("/"))
     if there := store.list():
         others = there.keys() - _left_of_a_copy(store, there)
-        removal = "" if others else f", or: {store.removal()}"  # never of what nobody can make again
+        # Never of what nobody can make again.
+        removal = "" if others else f", or: {store.removal()}"
         cut = "" if others else " of a copy or an upload that was cut short"
         raise UsageError(
-            f"{store.name()} holds {count_of(len(there), 'object')}{cut}; next: name a prefix that holds none{removal}"
+            f"{store.name()} holds {count_of(len(there), 'object')}{cut}; next: name a prefix that "
+            f"holds none{removal}"
         )
 
 
 def _left_of_a_copy(store: Store, there: Mapping[str, ObjectInfo]) -> set[str]:
-    """Return the objects of a copy or an upload that was cut short, by its record; none of a committed one."""
+    """Return the objects of a copy or an upload that was cut short, by its record; none of a
+    committed one.
+    """
     if UPLOAD not in there or COMMITTED in there:
         return set()
     try:
-        begun = parse_begun(store.read(UPLOAD, 0, there[UPLOAD].size, etag=there[UPLOAD].etag or None))
+        begun = parse_begun(
+            store.read(UPLOAD, 0, there[UPLOAD].size, etag=there[UPLOAD].etag or None)
+        )
     except FormatError:
         return set()
     return {UPLOAD, *begun.files}
@@ -93,10 +117,12 @@ def copy_repaired(
     transfer: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Write the checkpoint of an image below ``output`` as it is after the edits; ``verify`` proves the new objects.
+    """Write the checkpoint of an image below ``output`` as it is after the edits; ``verify`` proves
+    the new objects.
 
-    Raises UsageError when objects are there, ChangedError when an object of the source is another one than the image
-    has, OperationError when it could not finish. Then no object of the copy is left, or no commit marker.
+    Raises UsageError when objects are there, ChangedError when an object of the source is another
+    one than the image has, OperationError when it could not finish. Then no object of the copy is
+    left, or no commit marker.
     """
     places = places_of(source, output)
     infos = objects_at(root)
@@ -105,8 +131,9 @@ def copy_repaired(
     if not (places.bucket.abilities.composes or transfer):
         travel = carriage_of(places.bucket, contents.values(), infos, is_placed=False)
         raise UsageError(
-            f"{escape(source)}: this store cannot cut parts out of objects, so their bytes must travel: {travel}; "
-            "nothing was written; next, to let them travel: the same command with --transfer"
+            f"{escape(source)}: this store cannot cut parts out of objects, so their bytes must "
+            f"travel: {travel}; nothing was written; next, to let them travel: the same command "
+            "with --transfer"
         )
     check_free(output)
     number = secrets.token_hex(8)
@@ -140,8 +167,12 @@ def copy_repaired(
         raise
 
 
-def carriage_of_copy(store: Store, edits: Sequence[Edit], infos: Mapping[str, ObjectInfo]) -> Carriage:
-    """Return the bytes that a copy with these edits costs. Raises OperationError for impossible ones."""
+def carriage_of_copy(
+    store: Store, edits: Sequence[Edit], infos: Mapping[str, ObjectInfo]
+) -> Carriage:
+    """Return the bytes that a copy with these edits costs. Raises OperationError for impossible
+    ones.
+    """
     after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
     return carriage_of(store, _contents(infos, after).values(), infos, is_placed=False)
 
@@ -149,7 +180,9 @@ def carriage_of_copy(store: Store, edits: Sequence[Edit], infos: Mapping[str, Ob
 def _contents(
     infos: Mapping[str, ObjectInfo], after: Mapping[PurePosixPath, Content | None]
 ) -> dict[str, Content]:
-    """Return every object of a copy: those of the checkpoint, but for those that edits change or delete."""
+    """Return every object of a copy: those of the checkpoint, but for those that edits change or
+    delete.
+    """
     contents: dict[str, Content] = {
         key: joined((Source(key, 0, info.size),))
         for key, info in infos.items()
@@ -162,15 +195,23 @@ def _contents(
     return contents
 
 
-def _composed(places: Places, name: str, content: Content, infos: Mapping[str, ObjectInfo]) -> ObjectInfo:
+def _composed(
+    places: Places, name: str, content: Content, infos: Mapping[str, ObjectInfo]
+) -> ObjectInfo:
     pieces: list[Piece] = [
-        piece
-        if isinstance(piece, bytes)
-        else ObjectRange(f"{places.source}{piece.key}", piece.offset, piece.length, infos[piece.key].etag)
+        (
+            piece
+            if isinstance(piece, bytes)
+            else ObjectRange(
+                f"{places.source}{piece.key}", piece.offset, piece.length, infos[piece.key].etag
+            )
+        )
         for piece in content
     ]
     likes = [piece for piece in content if isinstance(piece, Source)]
-    like = max(likes, key=lambda piece: piece.length).key if likes else name if name in infos else None
+    like = (
+        max(likes, key=lambda piece: piece.length).key if likes else name if name in infos else None
+    )
     return places.bucket.compose(
         f"{places.copy}{name}",
         pieces or [b""],
@@ -180,9 +221,14 @@ def _composed(places: Places, name: str, content: Content, infos: Mapping[str, O
 
 
 def _shown(
-    root: Path, output: str, after: Mapping[PurePosixPath, Content | None], made: Mapping[str, ObjectInfo]
+    root: Path,
+    output: str,
+    after: Mapping[PurePosixPath, Content | None],
+    made: Mapping[str, ObjectInfo],
 ) -> AbstractContextManager[None]:
-    """Show the new objects of the copy at the changed names; all others have the bytes of the source."""
+    """Show the new objects of the copy at the changed names; all others have the bytes of the
+    source.
+    """
     names: dict[str, Shown | None] = {}
     for path, content in after.items():
         name = str(path)

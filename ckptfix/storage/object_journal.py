@@ -1,7 +1,7 @@
 """The journal of a checkpoint in an object store: its lock, and a record of each transaction.
 
-A store cannot rename. So the state of a transaction is an object that changes by a conditional write, and all other
-objects of transaction 7 lie below ``.ckptfix/0007.objects/``::
+A store cannot rename. So the state of a transaction is an object that changes by a conditional
+write, and all other objects of transaction 7 lie below ``.ckptfix/0007.objects/``::
 
     state.json    "staging": nothing was touched; "commit": names are being replaced; "done": every name is
     plan          a line with the sha256 of what follows, a line of JSON, and the literal bytes that it refers to
@@ -52,7 +52,9 @@ class Stage(Enum):
 
 
 class Rank(Enum):
-    """Order in which names change: an index follows the files that it lists, the manifest follows everything."""
+    """Order in which names change: an index follows the files that it lists, the manifest follows
+    everything.
+    """
 
     DATA = 0
     INDEX = 1
@@ -61,7 +63,9 @@ class Rank(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change of one name. ``old``: the object there, None for none. ``size``: of the new one, None: it is deleted."""
+    """Change of one name. ``old``: the object there, None for none. ``size``: of the new one, None:
+    it is deleted.
+    """
 
     path: PurePosixPath
     old: ObjectInfo | None
@@ -88,8 +92,9 @@ class Change:
 class ObjectPlan:
     """The plan of a transaction, which no later step changes.
 
-    ``before``: what lay at each changed name, in ranges of the objects after it and of kept copies. ``sources``: the
-    unchanged objects that it reads. ``undoes``: the number of the transaction that this one undoes, None for a repair.
+    ``before``: what lay at each changed name, in ranges of the objects after it and of kept copies.
+    ``sources``: the unchanged objects that it reads. ``undoes``: the number of the transaction that
+    this one undoes, None for a repair.
     """
 
     id: str
@@ -113,10 +118,11 @@ class ObjectPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectState:
-    """The state of a transaction. ``plan``: the sha256 of its plan; ``new`` and ``kept``: its objects by number.
+    """The state of a transaction. ``plan``: the sha256 of its plan; ``new`` and ``kept``: its
+    objects by number.
 
-    ``after``: the objects at the changed names and at ``sources`` once it is done, None for none. ``undoes``: as in
-    ``ObjectPlan``.
+    ``after``: the objects at the changed names and at ``sources`` once it is done, None for none.
+    ``undoes``: as in ``ObjectPlan``.
     """
 
     stage: Stage
@@ -128,7 +134,9 @@ class ObjectState:
 
 
 class Found(NamedTuple):
-    """A transaction in the listing of a store: its number, and its objects by their names in its folder."""
+    """A transaction in the listing of a store: its number, and its objects by their names in its
+    folder.
+    """
 
     number: int
     objects: dict[str, ObjectInfo]
@@ -140,7 +148,9 @@ class Found(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A transaction as the journal describes it. ``state``: as that of a folder's; ``plan``: None if unreadable."""
+    """A transaction as the journal describes it. ``state``: as that of a folder's; ``plan``: None
+    if unreadable.
+    """
 
     number: int
     state: str
@@ -151,10 +161,13 @@ class Recorded(NamedTuple):
 def recorded(store: Store, listed: Mapping[str, ObjectInfo] | None = None) -> list[Recorded]:
     """Return the transactions of a checkpoint in a store, oldest first. Reads only; needs no lock.
 
-    ``listed``: its objects, which are listed anew otherwise. An undo that is done, and the repair that it undid, are
-    garbage that the next run deletes.
+    ``listed``: its objects, which are listed anew otherwise. An undo that is done, and the repair
+    that it undid, are garbage that the next run deletes.
     """
-    found = {one.number: one for one in found_transactions(store.list(JOURNAL) if listed is None else listed)}
+    found = {
+        one.number: one
+        for one in found_transactions(store.list(JOURNAL) if listed is None else listed)
+    }
     described: dict[int, Recorded] = {}
     undone: set[int] = set()
     for number, one in found.items():
@@ -180,7 +193,8 @@ def recorded(store: Store, listed: Mapping[str, ObjectInfo] | None = None) -> li
 
 
 def is_replacing(store: Store, listed: Mapping[str, ObjectInfo]) -> bool:
-    """Return whether the names of a checkpoint are being replaced, or a run was killed then; they may be a mixture.
+    """Return whether the names of a checkpoint are being replaced, or a run was killed then; they
+    may be a mixture.
 
     A state that cannot be read may be that one. Raises StoreError, ChangedError.
     """
@@ -207,26 +221,37 @@ def found_transactions(listed: Mapping[str, ObjectInfo]) -> list[Found]:
 
 
 def forget_objects(store: Store, number: int) -> str:
-    """Return the advice that always works: keep the objects, and delete those of the transaction."""
+    """Return the advice that always works: keep the objects, and delete those of the
+    transaction.
+    """
     return f"to keep the objects as they are now: {store.removal(folder(number))}"
 
 
 def put_exactly(store: Store, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
     """Write an object of the journal. Its own object, whose answer was lost, is what it wants.
 
-    Raises ChangedError when another object than ``expected`` exists, and it does not hold these bytes.
+    Raises ChangedError when another object than ``expected`` exists, and it does not hold these
+    bytes.
     """
     try:
         return store.put(key, data, expected=expected)
     except ChangedError:
         now = store.stat(key)
-        if now is None or now.size != len(data) or store.read(key, 0, now.size, etag=now.etag) != data:
+        if (
+            now is None
+            or now.size != len(data)
+            or store.read(key, 0, now.size, etag=now.etag) != data
+        ):
             raise
         return now
 
 
-def write_state(store: Store, number: int, state: ObjectState, expected: str | Expected) -> ObjectInfo:
-    """Write the state of a transaction over ``expected``. Raises ChangedError when another run went on with it."""
+def write_state(
+    store: Store, number: int, state: ObjectState, expected: str | Expected
+) -> ObjectInfo:
+    """Write the state of a transaction over ``expected``. Raises ChangedError when another run went
+    on with it.
+    """
     body = {
         "version": _VERSION,
         "state": state.stage.value,
@@ -235,7 +260,8 @@ def write_state(store: Store, number: int, state: ObjectState, expected: str | E
         "kept": {str(index): _encode_info(info) for index, info in state.kept.items()},
         "after": {key: _encode_info(info) for key, info in state.after.items()},
         "undoes": state.undoes,
-        "token": secrets.token_hex(8),  # two runs that write the same state must not pass for each other
+        # Two runs that write the same state must not pass for each other.
+        "token": secrets.token_hex(8),
     }
     return put_exactly(store, f"{folder(number)}/state.json", _sealed(body), expected)
 
@@ -250,7 +276,9 @@ def read_state(store: Store, found: Found) -> ObjectState:
             plan=sha256_of(body["plan"]) if body["plan"] else "",
             new={int(index): _existing(info) for index, info in body["new"].items()},
             kept={int(index): _existing(info) for index, info in body["kept"].items()},
-            after={_key(key, found.number): _decode_info(info) for key, info in body["after"].items()},
+            after={
+                _key(key, found.number): _decode_info(info) for key, info in body["after"].items()
+            },
             undoes=None if body["undoes"] is None else whole(body["undoes"]),
         )
 
@@ -265,8 +293,12 @@ def write_plan(store: Store, number: int, plan: ObjectPlan) -> str:
         "summary": plan.summary,
         "created": plan.created,
         "undoes": plan.undoes,
-        "changes": [[str(one.path), _encode_info(one.old), one.size, one.rank.value] for one in plan.changes],
-        "before": [[str(path), _encode(content, literals)] for path, content in plan.before.items()],
+        "changes": [
+            [str(one.path), _encode_info(one.old), one.size, one.rank.value] for one in plan.changes
+        ],
+        "before": [
+            [str(path), _encode(content, literals)] for path, content in plan.before.items()
+        ],
         "sources": {key: _encode_info(info) for key, info in plan.sources.items()},
     }
     data = _sealed(body, bytes(literals))
@@ -275,7 +307,9 @@ def write_plan(store: Store, number: int, plan: ObjectPlan) -> str:
 
 
 def read_plan(store: Store, found: Found, state: ObjectState) -> ObjectPlan:
-    """Read the plan of a transaction. Raises JournalError when it is damaged, or not the plan of this state."""
+    """Read the plan of a transaction. Raises JournalError when it is damaged, or not the plan of
+    this state.
+    """
     key = f"{folder(found.number)}/plan"
     with _journal_errors(store, key, found.number):
         if "plan" not in found.objects:
@@ -297,7 +331,9 @@ def read_plan(store: Store, found: Found, state: ObjectState) -> ObjectPlan:
                 for path, old, size, rank in body["changes"]
             ),
             before=_decode_before(body["before"], literals, found.number),
-            sources={_key(key, found.number): _existing(info) for key, info in body["sources"].items()},
+            sources={
+                _key(key, found.number): _existing(info) for key, info in body["sources"].items()
+            },
         )
         _check_plan(plan)
         return plan
@@ -313,12 +349,16 @@ def _check_plan(plan: ObjectPlan) -> None:
     for change in plan.changes:
         before = plan.before.get(change.path)
         if change.old is not None and before is not None and size_of(before) != change.old.size:
-            raise ValueError(f"it restores {size_of(before)} bytes of {change.path}, not {change.old.size}")
+            raise ValueError(
+                f"it restores {size_of(before)} bytes of {change.path}, not {change.old.size}"
+            )
     if plan.before and set(plan.before) != set(paths):
         raise ValueError("it does not lead back for every name")
 
 
-def _decode_before(before: list[Any], literals: bytes, number: int) -> dict[PurePosixPath, Content | None]:
+def _decode_before(
+    before: list[Any], literals: bytes, number: int
+) -> dict[PurePosixPath, Content | None]:
     position = 0
 
     def piece_of(piece: Any) -> bytes | Source:
@@ -332,7 +372,8 @@ def _decode_before(before: list[Any], literals: bytes, number: int) -> dict[Pure
         return literals[start:position]
 
     return {
-        path_of(path): None if content is None else tuple(map(piece_of, content)) for path, content in before
+        path_of(path): None if content is None else tuple(map(piece_of, content))
+        for path, content in before
     }
 
 
@@ -350,7 +391,9 @@ def _encode(content: Content | None, literals: bytearray) -> list[Any] | None:
 
 
 def _key(value: object, number: int) -> str:
-    """Return the key of an object that a transaction may read. Raises ValueError, OperationError."""
+    """Return the key of an object that a transaction may read. Raises ValueError,
+    OperationError.
+    """
     if re.fullmatch(rf"{re.escape(folder(number))}/kept/[0-9]+", text(value)):
         return text(value)
     check_path(PurePosixPath(text(value)))
@@ -380,7 +423,9 @@ def _sealed(body: Mapping[str, object], literals: bytes = b"") -> bytes:
     return hashlib.sha256(data).hexdigest().encode() + b"\n" + data
 
 
-def _opened(store: Store, key: str, info: ObjectInfo, sha256: str = "") -> tuple[dict[str, Any], bytes]:
+def _opened(
+    store: Store, key: str, info: ObjectInfo, sha256: str = ""
+) -> tuple[dict[str, Any], bytes]:
     if info.size > _MOST:
         raise ValueError(f"it has {info.size} bytes, at most {_MOST} are read")
     data = store.read(key, 0, info.size, etag=info.etag)
@@ -400,7 +445,14 @@ def _opened(store: Store, key: str, info: ObjectInfo, sha256: str = "") -> tuple
 def _journal_errors(store: Store, key: str, number: int) -> Iterator[None]:
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise JournalError(
             f"{store.name(key)}: cannot be read: {error}; {forget_objects(store, number)}"
         ) from error
@@ -413,7 +465,9 @@ def _journal_errors(store: Store, key: str, number: int) -> Iterator[None]:
 
 
 class StoreLock:
-    """The lock of a checkpoint in a store, held by this run. ``check`` finds out whether it still is."""
+    """The lock of a checkpoint in a store, held by this run. ``check`` finds out whether it still
+    is.
+    """
 
     def __init__(self, store: Store, info: ObjectInfo) -> None:
         self._store = store
@@ -425,7 +479,7 @@ class StoreLock:
         if now is None or now.etag != self._etag:
             raise LockedError(
                 f"{self._store.name(LOCK)}: another run took this lock over, so this one stopped; "
-                f"next: wait until the other run has ended"
+                "next: wait until the other run has ended"
             )
 
     def release(self) -> None:
@@ -437,8 +491,9 @@ class StoreLock:
 def store_lock(store: Store, verb: str, *, break_lock: bool = False) -> Iterator[StoreLock]:
     """Hold the lock of a checkpoint in a store; readers do not need it.
 
-    A run that is killed leaves its lock, and only the user can know that it will not go on: ``break_lock`` takes
-    over whatever lock is there. Raises LockedError with its owner, its age and the command.
+    A run that is killed leaves its lock, and only the user can know that it will not go on:
+    ``break_lock`` takes over whatever lock is there. Raises LockedError with its owner, its age and
+    the command.
     """
     with store.atomically(f"ckptfix {verb}"), _held(store, verb, break_lock=break_lock) as lock:
         yield lock
@@ -489,8 +544,9 @@ def _locked(store: Store, verb: str) -> LockedError:
         since = f" for {_age(age)}, since {moment(int(float(body['since']) * 1e9))}"
     breaking = "undo" if verb == "undo" else "repair"  # the verbs that have the option
     return LockedError(
-        f"{store.name(LOCK)}: {owner} has held this lock{since}; next: wait until it has ended; if it was killed, so "
-        f"that it cannot go on: ckptfix {breaking} --break-lock {shell_path(store.url)}"
+        f"{store.name(LOCK)}: {owner} has held this lock{since}; next: wait until it has ended; if "
+        f"it was killed, so that it cannot go on: ckptfix {breaking} --break-lock "
+        f"{shell_path(store.url)}"
     )
 
 

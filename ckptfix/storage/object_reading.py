@@ -1,6 +1,7 @@
 """Reading objects of a store as files are read: by ranges, through a cache of blocks.
 
-The ends of the files of a folder are read together when the first of them is read, before they are asked for.
+The ends of the files of a folder are read together when the first of them is read, before they are
+asked for.
 """
 
 import threading
@@ -23,15 +24,18 @@ _BLOCK = 16 << 10
 """Bytes that the cache holds as one: samples of tensors are single pages, far from each other."""
 
 _HEAD = 64 << 10
-"""Bytes that are read of every file before it is asked for: the header of most safetensors files."""
+"""Bytes that are read of every file before it is asked for: the header of most safetensors files.
+"""
 
 _TAIL = 64 << 10
 """Bytes that are read of the end: the directory of a zip file. A safetensors file has none."""
 
 _FEWEST, _MOST = 256 << 10, 16 << 20
-"""Bytes that are read at once on demand: first the fewest, and twice as many each time that reads follow each other.
+"""Bytes that are read at once on demand: first the fewest, and twice as many each time that reads
+follow each other.
 
-More than four images share four times the most: blocks that wait for their reader must not drive out each other.
+More than four images share four times the most: blocks that wait for their reader must not drive
+out each other.
 """
 
 RANGE = 4 << 20
@@ -44,12 +48,14 @@ _AHEAD = 1024
 
 @dataclass(kw_only=True)
 class Image:
-    """The image of one prefix. ``root``: its folder; ``place``: what a URL was opened for, the root or one file.
+    """The image of one prefix. ``root``: its folder; ``place``: what a URL was opened for, the root
+    or one file.
 
-    ``failures``: of the store, while it was read. ``aliases``: names that show the object of another key; ``stores``:
-    the store of each such key that is in another one. ``origin``: the folder of a listing of which it was
-    made. ``tops``: of a listing, folders for images of its parts that are free now; those above the parts stay there.
-    ``lock``: held while the ends of files are read.
+    ``failures``: of the store, while it was read. ``aliases``: names that show the object of
+    another key; ``stores``: the store of each such key that is in another one. ``origin``: the
+    folder of a listing of which it was made. ``tops``: of a listing, folders for images of its
+    parts that are free now; those above the parts stay there. ``lock``: held while the ends of
+    files are read.
     """
 
     store: Store
@@ -63,10 +69,14 @@ class Image:
     origin: Path | None = None
     tops: list[Path] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
-    _sorted: tuple[Mapping[str, ObjectInfo], dict[str, list[str]]] = field(default_factory=lambda: ({}, {}))
+    _sorted: tuple[Mapping[str, ObjectInfo], dict[str, list[str]]] = field(
+        default_factory=lambda: ({}, {})
+    )
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
-        """Return the bytes of ranges. A failure is kept: whoever catches it must not report success."""
+        """Return the bytes of ranges. A failure is kept: whoever catches it must not report
+        success.
+        """
         try:
             return self.try_many(ranges)
         except Exception as error:
@@ -126,7 +136,9 @@ class ObjectReader(FileReader):
     def window(self, offset: int, length: int) -> "ObjectReader":
         """Return a reader of ``length`` bytes from ``offset``."""
         self._ensure_inside(offset, length)
-        return ObjectReader(-1, length, self.path, self.start + offset, self.image, self.top, self.key)
+        return ObjectReader(
+            -1, length, self.path, self.start + offset, self.image, self.top, self.key
+        )
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Read ranges that will be asked for, all at once."""
@@ -137,7 +149,9 @@ class ObjectReader(FileReader):
         )
 
     def spares(self, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Return whether ranges should not be read one by one; otherwise all of them are read at once here."""
+        """Return whether ranges should not be read one by one; otherwise all of them are read at
+        once here.
+        """
         assert self.image is not None
         _look_ahead(self.image, self.top, self.key)
         missing = [
@@ -174,7 +188,9 @@ class ObjectReader(FileReader):
             return self._direct(offset, length)
         _look_ahead(self.image, self.top, self.key)
         first, end = offset // _BLOCK, -(-(offset + length) // _BLOCK)
-        missing = [number for number in range(first, end) if (self.top, self.key, number) not in cache]
+        missing = [
+            number for number in range(first, end) if (self.top, self.key, number) not in cache
+        ]
         if missing:
             wanted = cache.window(self.top, self.key, missing[0])
             last = min(max(end, missing[0] + wanted // _BLOCK), -(-self._info.size // _BLOCK))
@@ -228,7 +244,9 @@ def _fetch_spans(
 
 
 class _Cache:
-    """Blocks of objects, those used last; and how much is read at once where reads follow each other."""
+    """Blocks of objects, those used last; and how much is read at once where reads follow each
+    other.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -263,7 +281,9 @@ class _Cache:
             return self._windows.pop((top, key, number), _FEWEST)
 
     def grow(self, top: str, key: str, number: int, window: int) -> None:
-        """Note that the reads of a window went up to a block: what follows there reads twice as much."""
+        """Note that the reads of a window went up to a block: what follows there reads twice as
+        much.
+        """
         with self._lock:
             most = max(4 * _MOST // max(4, len(self.ahead)), RANGE)
             self._windows[top, key, number] = min(2 * window, most)
@@ -273,7 +293,9 @@ class _Cache:
         with self._lock:
             for block in [block for block in self._blocks if block[0] == top]:
                 self._nbytes -= len(self._blocks.pop(block))
-            self._windows = {place: size for place, size in self._windows.items() if place[0] != top}
+            self._windows = {
+                place: size for place, size in self._windows.items() if place[0] != top
+            }
             self.ahead.pop(top, None)
 
 
@@ -281,7 +303,9 @@ cache = _Cache()
 
 
 def _look_ahead(image: Image, top: str, key: str) -> None:
-    """Read the ends of the files of a folder when the first of them is read; of one file where that is asked for."""
+    """Read the ends of the files of a folder when the first of them is read; of one file where that
+    is asked for.
+    """
     seen = cache.ahead[top]
     if key in seen:
         return
@@ -296,16 +320,21 @@ def _look_ahead(image: Image, top: str, key: str) -> None:
             begin = keys.index(key)
             keys = keys[begin : begin + _AHEAD]
         try:
-            _fetch_spans(image, top, [span for one in keys for span in _ends(image, one)], image.try_many)
+            _fetch_spans(
+                image, top, [span for one in keys for span in _ends(image, one)], image.try_many
+            )
             seen.update(keys)
         except (StoreError, ChangedError):
-            # One of them fails that perhaps nobody asks for: a log of somebody else's next to the checkpoint.
+            # One of them fails that perhaps nobody asks for: a log of somebody else's next to the
+            # checkpoint.
             _fetch_spans(image, top, _ends(image, key), image.read_many)
             seen.add(key)
 
 
 def _ends(image: Image, key: str) -> list[tuple[str, int, int]]:
-    """Return the blocks at both ends of a file, at its beginning alone where it has no directory at its end."""
+    """Return the blocks at both ends of a file, at its beginning alone where it has no directory at
+    its end.
+    """
     size = image.objects[key].size
     blocks = -(-size // _BLOCK)
     head = min(_HEAD // _BLOCK, blocks)

@@ -1,8 +1,10 @@
-"""Transactions on the objects of one checkpoint in a store: all names change, or none, and it can be undone.
+"""Transactions on the objects of one checkpoint in a store: all names change, or none, and it can
+be undone.
 
-Every new object is composed at a key of its own, and proven there. Only then the state becomes "commit", and each is
-copied over its name by a write that holds only while the name has its old object. No name is ever half new, and a run
-that is cut short is rolled back before "commit", and finished after it.
+Every new object is composed at a key of its own, and proven there. Only then the state becomes
+"commit", and each is copied over its name by a write that holds only while the name has its old
+object. No name is ever half new, and a run that is cut short is rolled back before "commit", and
+finished after it.
 """
 
 import secrets
@@ -71,7 +73,8 @@ Shown = Callable[[Mapping[PurePosixPath, "Staged"]], AbstractContextManager[None
 
 
 class Staged(NamedTuple):
-    """The new object of a name, at a key of its own; ``key`` and ``info`` are None where the name is deleted.
+    """The new object of a name, at a key of its own; ``key`` and ``info`` are None where the name
+    is deleted.
 
     ``moved``: the name that has had exactly these bytes, None for new ones.
     """
@@ -82,7 +85,9 @@ class Staged(NamedTuple):
 
 
 class Carriage(NamedTuple):
-    """Bytes of a transaction: those that go through this machine, and those that the store copies by itself."""
+    """Bytes of a transaction: those that go through this machine, and those that the store copies
+    by itself.
+    """
 
     down: int
     up: int
@@ -94,12 +99,16 @@ class Carriage(NamedTuple):
 
 
 def carriage_of(
-    store: Store, contents: Iterable[Content], infos: Mapping[str, ObjectInfo], *, is_placed: bool = True
+    store: Store,
+    contents: Iterable[Content],
+    infos: Mapping[str, ObjectInfo],
+    *,
+    is_placed: bool = True,
 ) -> Carriage:
     """Return the bytes that objects of these contents cost; the journal and headers come on top.
 
-    ``infos``: the objects that they are made of. ``is_placed``: each is made at a key of its own first, and then copied
-    over its name; where many writes are made at once, that costs nothing.
+    ``infos``: the objects that they are made of. ``is_placed``: each is made at a key of its own
+    first, and then copied over its name; where many writes are made at once, that costs nothing.
     """
     down = up = copied = 0
     for content in contents:
@@ -108,11 +117,18 @@ def carriage_of(
             [*sources] = {piece.key for piece in content if isinstance(piece, Source)}
             is_whole = len(sources) == 1 and content == _whole(sources[0], infos.get(sources[0]))
             copied += is_whole * size
-            down += 0 if is_whole else sum(piece.length for piece in content if isinstance(piece, Source))
+            down += (
+                0
+                if is_whole
+                else sum(piece.length for piece in content if isinstance(piece, Source))
+            )
             up += 0 if is_whole else size
             continue
         if not store.abilities.composes:
-            down += sum(piece.length for piece in content if isinstance(piece, Source)) + is_placed * size
+            down += (
+                sum(piece.length for piece in content if isinstance(piece, Source))
+                + is_placed * size
+            )
             up += size + is_placed * size
             continue
         for part in plan_parts(_pieces(content, {}), store.abilities):
@@ -125,8 +141,12 @@ def carriage_of(
     return Carriage(down, up, copied)
 
 
-def carriage_of_edits(store: Store, edits: Sequence[Edit], infos: Mapping[str, ObjectInfo]) -> Carriage:
-    """Return the bytes that a transaction with these edits costs. Raises OperationError for impossible ones."""
+def carriage_of_edits(
+    store: Store, edits: Sequence[Edit], infos: Mapping[str, ObjectInfo]
+) -> Carriage:
+    """Return the bytes that a transaction with these edits costs. Raises OperationError for
+    impossible ones.
+    """
     after = contents_after(edits, {key: info.size for key, info in infos.items()})
     contents = [
         content
@@ -137,7 +157,10 @@ def carriage_of_edits(store: Store, edits: Sequence[Edit], infos: Mapping[str, O
 
 
 def _total(
-    store: Store, placed: Iterable[Content], kept: Iterable[Content], infos: Mapping[str, ObjectInfo]
+    store: Store,
+    placed: Iterable[Content],
+    kept: Iterable[Content],
+    infos: Mapping[str, ObjectInfo],
 ) -> Carriage:
     both = carriage_of(store, placed, infos), carriage_of(store, kept, infos, is_placed=False)
     return Carriage(*map(sum, zip(*both, strict=True)))
@@ -145,7 +168,9 @@ def _total(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A transaction before its first request: the changes, their contents, and what is kept aside."""
+    """A transaction before its first request: the changes, their contents, and what is kept
+    aside.
+    """
 
     plan: ObjectPlan
     contents: Mapping[int, Content]
@@ -165,15 +190,24 @@ def draft_of(
 ) -> Draft:
     """Return what a transaction with these edits writes, and its way back. Nothing is written.
 
-    ``infos``: the objects that the edits were planned for. Raises OperationError where the edits are impossible, or do
-    not lead back to every old byte.
+    ``infos``: the objects that the edits were planned for. Raises OperationError where the edits
+    are impossible, or do not lead back to every old byte.
     """
     after = contents_after(edits, {key: info.size for key, info in infos.items()})
     kept_keys = {index: f"{folder(number)}/kept/{index}" for index in after.aside}
     back = way_back(edits, after, kept_keys)
-    dropped = {edit.path for edit in edits if isinstance(edit, Remove) and isinstance(edit.previous, Recipe)}
+    dropped = {
+        edit.path
+        for edit in edits
+        if isinstance(edit, Remove) and isinstance(edit.previous, Recipe)
+    }
     _check_way_back(
-        after, back, {kept_keys[index]: one for index, one in after.aside.items()}, infos, dropped, read
+        after,
+        back,
+        {kept_keys[index]: one for index, one in after.aside.items()},
+        infos,
+        dropped,
+        read,
     )
     late = frozenset(indexes)
     changes: list[Change] = []
@@ -259,17 +293,22 @@ def commit_objects(
 ) -> int:
     """Make all edits, or none, and return the number of the transaction. The caller holds the lock.
 
-    ``infos``: the objects that the edits were planned for, by key. ``indexes``: names that change after the others.
-    ``show`` and ``verify``: the proof of the new objects, before any name changes. ``transfer``: let the bytes of a
-    store that cannot compose go through this machine.
+    ``infos``: the objects that the edits were planned for, by key. ``indexes``: names that change
+    after the others. ``show`` and ``verify``: the proof of the new objects, before any name
+    changes. ``transfer``: let the bytes of a store that cannot compose go through this machine.
 
-    Raises UsageError where that was not asked for; ChangedError, StoreError, RolledBackError when nothing was changed;
-    JournalError when names were being replaced: the next ``recover_objects`` finishes that.
+    Raises UsageError where that was not asked for; ChangedError, StoreError, RolledBackError when
+    nothing was changed; JournalError when names were being replaced: the next ``recover_objects``
+    finishes that.
     """
     listed = store.list()
     number = _next_number(store, listed)
-    draft = draft_of(number, edits, infos, target=target, summary=summary, indexes=indexes, read=read)
-    _carry_out(store, number, draft, lock, listed, show, verify, transfer=transfer, progress=progress)
+    draft = draft_of(
+        number, edits, infos, target=target, summary=summary, indexes=indexes, read=read
+    )
+    _carry_out(
+        store, number, draft, lock, listed, show, verify, transfer=transfer, progress=progress
+    )
     return number
 
 
@@ -290,17 +329,25 @@ def _carry_out(
     _check_carriage(store, number, draft, transfer)
     begun: ObjectInfo | None = None
     try:
-        begun = write_state(store, number, ObjectState(stage=Stage.STAGING, undoes=plan.undoes), ABSENT)
+        begun = write_state(
+            store, number, ObjectState(stage=Stage.STAGING, undoes=plan.undoes), ABSENT
+        )
         digest = write_plan(store, number, plan)
         kept = _compose_all(
             store,
-            {index: (f"{folder(number)}/kept/{index}", content) for index, content in draft.kept.items()},
+            {
+                index: (f"{folder(number)}/kept/{index}", content)
+                for index, content in draft.kept.items()
+            },
             draft,
             progress,
         )
         new = _compose_all(
             store,
-            {index: (f"{folder(number)}/new/{index}", content) for index, content in draft.contents.items()},
+            {
+                index: (f"{folder(number)}/new/{index}", content)
+                for index, content in draft.contents.items()
+            },
             draft,
             progress,
         )
@@ -323,25 +370,30 @@ def _carry_out(
         if isinstance(error, JournalError):
             raise
         raise JournalError(
-            f"{error}; the names of {store.name()} are being replaced, and only some are new; next, to finish: "
-            f"ckptfix {'undo' if plan.undoes is not None else 'repair'} {shell_path(store.url)}"
+            f"{error}; the names of {store.name()} are being replaced, and only some are new; "
+            f"next, to finish: ckptfix {'undo' if plan.undoes is not None else 'repair'} "
+            f"{shell_path(store.url)}"
         ) from error
 
 
 def _roll_back(store: Store, number: int, begun: ObjectInfo | None, error: BaseException) -> None:
-    """Delete what was staged, and raise an OperationError as one that says so; nothing else was touched.
+    """Delete what was staged, and raise an OperationError as one that says so; nothing else was
+    touched.
 
-    ``begun``: the state that this run wrote. Another one is there when the answer to the commit was lost, or another
-    run took over: whatever it is then, the next run goes on from there.
+    ``begun``: the state that this run wrote. Another one is there when the answer to the commit was
+    lost, or another run took over: whatever it is then, the next run goes on from there.
     """
     words = "nothing was changed"
     try:
         found = _transaction(store, number)
         if found is not None and begun is not None and found.has_begun:
             if found.objects["state.json"].etag != begun.etag:
-                if not isinstance(error, Exception):  # an interrupt: whoever stops it says what is there now
+                # An interrupt: whoever stops it says what is there now.
+                if not isinstance(error, Exception):
                     return
-                raise JournalError(f"{error}; nothing was changed yet; the next run finishes or rolls back")
+                raise JournalError(
+                    f"{error}; nothing was changed yet; the next run finishes or rolls back"
+                )
             _delete_transaction(store, found)
     except CkptfixError as second:
         if isinstance(second, JournalError):
@@ -363,7 +415,9 @@ def _check_pins(store: Store, plan: ObjectPlan, listed: Mapping[str, ObjectInfo]
     pins: dict[str, ObjectInfo | None] = {change.key: change.old for change in plan.changes}
     for key, was in (pins | dict(plan.sources)).items():
         now = listed.get(key)
-        if (now is None) != (was is None) or (now is not None and was is not None and now.etag != was.etag):
+        if (now is None) != (was is None) or (
+            now is not None and was is not None and now.etag != was.etag
+        ):
             raise ChangedError(
                 f"{_written_by_another(store, key, was, now)}; next: {_when_idle(store, plan)}"
             )
@@ -374,25 +428,35 @@ def _when_idle(store: Store, plan: ObjectPlan) -> str:
     return f"when nothing writes there: ckptfix {verb} {shell_path(store.url)}"
 
 
-def _written_by_another(store: Store, key: str, was: ObjectInfo | None, now: ObjectInfo | None) -> str:
+def _written_by_another(
+    store: Store, key: str, was: ObjectInfo | None, now: ObjectInfo | None
+) -> str:
     expected = "no object" if was is None else f"ETag {was.etag}, {human_size(was.size)}"
     if now is None:
         return f"{store.name(key)}: another program deleted this object (expected {expected})"
     when = f" at {moment(now.modified_ns)}" if now.modified_ns else ""
     found = f"ETag {now.etag}, {human_size(now.size)}"
-    return f"{store.name(key)}: another program wrote this object{when} (expected {expected}; found {found})"
+    return (
+        f"{store.name(key)}: another program wrote this object{when} (expected {expected}; found "
+        f"{found})"
+    )
 
 
 def _check_carriage(store: Store, number: int, draft: Draft, transfer: bool) -> None:
-    """Raise UsageError where bytes must travel, or another program's be replaced, and nobody allowed it."""
+    """Raise UsageError where bytes must travel, or another program's be replaced, and nobody
+    allowed it.
+    """
     if transfer:
         return
-    may_replace = "it overwrites what another program wrote meanwhile: make sure that none writes there"
+    may_replace = (
+        "it overwrites what another program wrote meanwhile: make sure that none writes there"
+    )
     if store.abilities.composes:
         if not store.keeps_conditions(f"{folder(number)}/probe"):
             raise UsageError(
-                f"{store.name()}: this server ignores conditions on writes (If-Match), so {may_replace}; nothing was "
-                "changed; next, when none does: the same command with --transfer"
+                f"{store.name()}: this server ignores conditions on writes (If-Match), so "
+                f"{may_replace}; nothing was changed; next, when none does: the same command with "
+                "--transfer"
             )
         return
     travel = _total(store, draft.contents.values(), draft.kept.values(), draft.pins)
@@ -400,13 +464,17 @@ def _check_carriage(store: Store, number: int, draft: Draft, transfer: bool) -> 
         return
     alone = "" if store.abilities.conditions else f", and {may_replace}"
     raise UsageError(
-        f"{store.name()}: this store cannot cut parts out of objects, so their bytes must travel: {travel}{alone}; "
-        "nothing was changed; next, to let them travel: the same command with --transfer"
+        f"{store.name()}: this store cannot cut parts out of objects, so their bytes must travel: "
+        f"{travel}{alone}; nothing was changed; next, to let them travel: the same command with "
+        "--transfer"
     )
 
 
 def _compose_all(
-    store: Store, objects: Mapping[int, tuple[str, Content]], draft: Draft, progress: Progress | None
+    store: Store,
+    objects: Mapping[int, tuple[str, Content]],
+    draft: Draft,
+    progress: Progress | None,
 ) -> dict[int, ObjectInfo]:
     """Compose objects at keys of their own, several at once; return them by number."""
     made: dict[int, ObjectInfo] = {}
@@ -427,7 +495,9 @@ def _compose_all(
 
 
 def _like(content: Content, draft: Draft) -> str | None:
-    """Return the object that passes on its storage class and metadata: the one with most of the bytes."""
+    """Return the object that passes on its storage class and metadata: the one with most of the
+    bytes.
+    """
     sources = [piece for piece in content if isinstance(piece, Source)]
     if sources:
         return max(sources, key=lambda piece: piece.length).key
@@ -438,16 +508,23 @@ def _like(content: Content, draft: Draft) -> str | None:
 
 def _pieces(content: Content, pins: Mapping[str, ObjectInfo]) -> list[Piece]:
     return [
-        piece
-        if isinstance(piece, bytes)
-        else ObjectRange(
-            piece.key, piece.offset, piece.length, pins[piece.key].etag if piece.key in pins else ""
+        (
+            piece
+            if isinstance(piece, bytes)
+            else ObjectRange(
+                piece.key,
+                piece.offset,
+                piece.length,
+                pins[piece.key].etag if piece.key in pins else "",
+            )
         )
         for piece in content
     ]
 
 
-def _staged(number: int, draft: Draft, new: Mapping[int, ObjectInfo]) -> dict[PurePosixPath, Staged]:
+def _staged(
+    number: int, draft: Draft, new: Mapping[int, ObjectInfo]
+) -> dict[PurePosixPath, Staged]:
     staged: dict[PurePosixPath, Staged] = {}
     for index, change in enumerate(draft.plan.changes):
         if change.size is None:
@@ -472,10 +549,11 @@ def _finish(
     progress: Progress | None,
     lock: StoreLock | None = None,
 ) -> None:
-    """Copy each new object over its name, skip those that are done, and forget what is no longer needed.
+    """Copy each new object over its name, skip those that are done, and forget what is no longer
+    needed.
 
-    ``lock``: looked at before each name. A run that was only slow must not go on with what another one has undone
-    since: a name can then be in the expected state again.
+    ``lock``: looked at before each name. A run that was only slow must not go on with what another
+    one has undone since: a name can then be in the expected state again.
     """
     after: dict[str, ObjectInfo | None] = dict(plan.sources)
 
@@ -488,11 +566,18 @@ def _finish(
             progress(change.size)
 
     for turn in sorted({change.turn for change in plan.changes}):
-        together([index for index, one in enumerate(plan.changes) if one.turn == turn], place, _AT_ONCE)
+        together(
+            [index for index, one in enumerate(plan.changes) if one.turn == turn], place, _AT_ONCE
+        )
     if plan.undoes is not None:
         _pass_on(store, plan.undoes, after)
     done = ObjectState(
-        stage=Stage.DONE, plan=state.plan, new=state.new, kept=state.kept, after=after, undoes=plan.undoes
+        stage=Stage.DONE,
+        plan=state.plan,
+        new=state.new,
+        kept=state.kept,
+        after=after,
+        undoes=plan.undoes,
     )
     write_state(store, number, done, written.etag)
     try:
@@ -502,15 +587,18 @@ def _finish(
     except CkptfixError as error:
         verb = "undo" if plan.undoes is not None else "repair"
         raise JournalError(
-            f"{error}; the {verb} of {store.name()} is complete; objects that nothing needs any more may be left below "
-            f"{store.name(JOURNAL)}, and the next repair or undo deletes them"
+            f"{error}; the {verb} of {store.name()} is complete; objects that nothing needs any "
+            f"more may be left below {store.name(JOURNAL)}, and the next repair or undo deletes "
+            "them"
         ) from error
 
 
 def _pass_on(store: Store, undone: int, restored: Mapping[str, ObjectInfo | None]) -> None:
-    """Tell the transactions before an undone one which objects have their bytes now, so that they can be undone, too.
+    """Tell the transactions before an undone one which objects have their bytes now, so that they
+    can be undone, too.
 
-    A store may give an object another ETag though its bytes are the same: it was encrypted anew, or has other parts.
+    A store may give an object another ETag though its bytes are the same: it was encrypted anew, or
+    has other parts.
     """
     every = {one.number: one for one in found_transactions(store.list(JOURNAL)) if one.has_begun}
     if undone not in every:
@@ -535,16 +623,23 @@ def _place(
 ) -> ObjectInfo | None:
     """Copy a new object over its name, or delete the name; return what is there now."""
     change, source = plan.changes[index], f"{folder(number)}/new/{index}"
-    if (staged is None) != (change.size is None) or (staged is not None and staged.size != change.size):
+    if (staged is None) != (change.size is None) or (
+        staged is not None and staged.size != change.size
+    ):
         raise JournalError(
-            f"{store.name(source)}: the journal contradicts itself about it; {forget_objects(store, number)}"
+            f"{store.name(source)}: the journal contradicts itself about it; "
+            f"{forget_objects(store, number)}"
         )
     try:
         if staged is None:
             store.delete(change.key, expected=change.expected)
             return None
-        pieces: list[Piece] = [ObjectRange(source, 0, staged.size, staged.etag)] if staged.size else [b""]
-        return store.compose(change.key, pieces, expected=change.expected, like=source, mark=plan.mark(index))
+        pieces: list[Piece] = (
+            [ObjectRange(source, 0, staged.size, staged.etag)] if staged.size else [b""]
+        )
+        return store.compose(
+            change.key, pieces, expected=change.expected, like=source, mark=plan.mark(index)
+        )
     except ChangedError as error:
         now = store.stat(change.key)
         if staged is None and now is None:
@@ -560,13 +655,16 @@ def _place(
         ):
             raise error  # the name is as it was: the new object is what changed
         raise JournalError(
-            f"{_written_by_another(store, change.key, change.old, now)} while the names of {store.name()} were being "
-            f"replaced, so that it was left alone, and the others are not all new; next: bring back what was there, "
-            f"then run the same command again to finish; or {forget_objects(store, number)}"
+            f"{_written_by_another(store, change.key, change.old, now)} while the names of "
+            f"{store.name()} were being replaced, so that it was left alone, and the others are "
+            "not all new; next: bring back what was there, then run the same command again to "
+            f"finish; or {forget_objects(store, number)}"
         ) from error
 
 
-def _is_ours(store: Store, key: str, now: ObjectInfo, source: str, staged: ObjectInfo, mark: str) -> bool:
+def _is_ours(
+    store: Store, key: str, now: ObjectInfo, source: str, staged: ObjectInfo, mark: str
+) -> bool:
     """Return whether the object at a name is the new one that an earlier run copied there."""
     if now.size != staged.size:
         return False
@@ -582,7 +680,9 @@ def _is_ours(store: Store, key: str, now: ObjectInfo, source: str, staged: Objec
 def _clean(
     store: Store, found: Found, before: Mapping[PurePosixPath, Content | None], undoes: int | None
 ) -> int:
-    """Delete what a done transaction no longer needs: all of it for an undo; return how many objects went."""
+    """Delete what a done transaction no longer needs: all of it for an undo; return how many
+    objects went.
+    """
     if undoes is not None:
         undone = _transaction(store, undoes)
         gone = _delete_transaction(store, undone) if undone is not None else 0
@@ -600,7 +700,9 @@ def _clean(
 
 
 def _delete_transaction(store: Store, found: Found) -> int:
-    """Delete all objects of a transaction, its state last: until then the next run knows what to do."""
+    """Delete all objects of a transaction, its state last: until then the next run knows what to
+    do.
+    """
     prefix = f"{folder(found.number)}/"
     names = [name for name in found.objects if name not in {"state.json", "plan"}]
     together(names, lambda name: store.delete(f"{prefix}{name}"), _AT_ONCE)
@@ -617,14 +719,15 @@ def _next_number(store: Store, listed: Mapping[str, ObjectInfo]) -> int:
     for one in found:
         if not one.has_begun or read_state(store, one).stage is not Stage.DONE:
             raise JournalError(
-                f"{store.name(folder(one.number))}: transaction {one.number} is unfinished; recover it first: "
-                f"ckptfix undo {shell_path(store.url)}"
+                f"{store.name(folder(one.number))}: transaction {one.number} is unfinished; "
+                f"recover it first: ckptfix undo {shell_path(store.url)}"
             )
     return found[-1].number + 1 if found else 1
 
 
 class Recovered(NamedTuple):
-    """Result of ``recover_objects``: the transaction that it finished, None for none, and how many left-overs went.
+    """Result of ``recover_objects``: the transaction that it finished, None for none, and how many
+    left-overs went.
 
     An undo counts as finished here when only its cleaning up was left.
     """
@@ -634,10 +737,12 @@ class Recovered(NamedTuple):
 
 
 def recover_objects(store: Store, *, progress: Progress | None = None) -> Recovered:
-    """Finish the transaction that was cut short in "commit", delete one that was staging, and clean up.
+    """Finish the transaction that was cut short in "commit", delete one that was staging, and clean
+    up.
 
-    The caller holds the lock. Raises JournalError when the journal is damaged, or a name has an object that neither
-    the transaction nor the time before it explains; that object is then not touched.
+    The caller holds the lock. Raises JournalError when the journal is damaged, or a name has an
+    object that neither the transaction nor the time before it explains; that object is then not
+    touched.
     """
     finished, leftovers = None, 0
     listed = store.list(JOURNAL)
@@ -655,7 +760,11 @@ def recover_objects(store: Store, *, progress: Progress | None = None) -> Recove
         is_clean = set(found.objects) <= {"state.json", "plan"}
         if state.stage is Stage.DONE and state.undoes is None and is_clean:
             continue
-        plan = read_plan(store, found, state) if "plan" in found.objects or state.undoes is None else None
+        plan = (
+            read_plan(store, found, state)
+            if "plan" in found.objects or state.undoes is None
+            else None
+        )
         if state.stage is Stage.COMMIT:
             assert plan is not None
             _finish(store, found.number, plan, state, found.objects["state.json"], progress)
@@ -680,10 +789,11 @@ def undo_objects(
     transfer: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Restore every byte from before a transaction, and forget it. The caller holds the lock and has recovered.
+    """Restore every byte from before a transaction, and forget it. The caller holds the lock and
+    has recovered.
 
-    Raises UsageError when there is no such transaction; ChangedError when an object is not the one that it left;
-    otherwise as ``commit_objects`` does.
+    Raises UsageError when there is no such transaction; ChangedError when an object is not the one
+    that it left; otherwise as ``commit_objects`` does.
     """
     listed = store.list()
     every = found_transactions(listed)
@@ -695,11 +805,13 @@ def undo_objects(
     _check_later(store, plan, [one for one in every if one.number > number])
     for key, was in state.after.items():
         now = listed.get(key)
-        if (now is None) != (was is None) or (now is not None and was is not None and now.etag != was.etag):
+        if (now is None) != (was is None) or (
+            now is not None and was is not None and now.etag != was.etag
+        ):
             raise ChangedError(
-                f"{_written_by_another(store, key, was, now)} since repair {number}; nothing was undone; next: bring "
-                f"back what repair {number} left there, then run the same command again; or "
-                f"{forget_objects(store, number)}"
+                f"{_written_by_another(store, key, was, now)} since repair {number}; nothing was "
+                f"undone; next: bring back what repair {number} left there, then run the same "
+                f"command again; or {forget_objects(store, number)}"
             )
     pins = dict(listed)
     contents: dict[int, Content] = {}
@@ -714,8 +826,8 @@ def undo_objects(
         for piece in content:
             if isinstance(piece, Source) and piece.key not in pins:
                 raise ChangedError(
-                    f"{store.name(piece.key)} is missing, and an undo needs its bytes; nothing was undone; "
-                    f"{forget_objects(store, number)}"
+                    f"{store.name(piece.key)} is missing, and an undo needs its bytes; nothing was "
+                    f"undone; {forget_objects(store, number)}"
                 )
     for index, info in state.kept.items():
         key = f"{folder(number)}/kept/{index}"
@@ -749,6 +861,6 @@ def _check_later(store: Store, plan: ObjectPlan, later: Iterable[Found]) -> None
             what = f"changed {min(changed)} too" if changed else f"needs {min(needed)} as it is now"
             url = f"{store.url}/{theirs.target}" if theirs.target else store.url
             raise ChangedError(
-                f"{store.name()}: transaction {one.number} came later and {what}; undo {one.number} first: "
-                f"ckptfix undo {shell_path(url)}"
+                f"{store.name()}: transaction {one.number} came later and {what}; undo "
+                f"{one.number} first: ckptfix undo {shell_path(url)}"
             )

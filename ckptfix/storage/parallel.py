@@ -1,4 +1,6 @@
-"""The pool of threads for reading, hashing and comparing files in pieces, and shares of work for several processes."""
+"""The pool of threads for reading, hashing and comparing files in pieces, and shares of work for
+several processes.
+"""
 
 import hashlib
 import os
@@ -21,10 +23,11 @@ _END = object()
 
 
 class Stopped(BaseException):
-    """Signal that another thread or process failed or the user interrupted, so that going on is useless.
+    """Signal that another thread or process failed or the user interrupted, so that going on is
+    useless.
 
-    A BaseException, like KeyboardInterrupt: code that explains every ``Exception`` of a file or a store would hide the
-    reason for the stop.
+    A BaseException, like KeyboardInterrupt: code that explains every ``Exception`` of a file or a
+    store would hide the reason for the stop.
     """
 
 
@@ -39,7 +42,9 @@ class Control:
 
     @property
     def is_stopping(self) -> bool:
-        """True when a thread has failed or the user has interrupted: nobody wants the rest of this run."""
+        """True when a thread has failed or the user has interrupted: nobody wants the rest of this
+        run.
+        """
         return self.error is not None
 
     def stop(self) -> None:
@@ -68,9 +73,9 @@ def run_all(
 ) -> None:
     """Run every task in one of several threads, this one included; tasks begin in their order.
 
-    ``worker`` is called in each thread and yields a function for one task, with files and buffers of its own.
-    The first error ends all, and is raised. No thread works any more when this returns or raises: nobody
-    reads from a descriptor that the caller is about to close.
+    ``worker`` is called in each thread and yields a function for one task, with files and buffers
+    of its own. The first error ends all, and is raised. No thread works any more when this returns
+    or raises: nobody reads from a descriptor that the caller is about to close.
     """
     control, lock, waiting = Control(progress), threading.Lock(), iter(tasks)
 
@@ -103,7 +108,8 @@ def run_all(
 
 
 class _Turn(threading.local):
-    """The turn of a thread. ``held``: the lock that it holds while it computes; None where nobody waits for it.
+    """The turn of a thread. ``held``: the lock that it holds while it computes; None where nobody
+    waits for it.
 
     ``apart``: seconds of the processor that it used in ``waiting``.
     """
@@ -117,7 +123,8 @@ _turn = _Turn()
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Let another thread of ``in_turn`` compute while this one waits, or works without the interpreter.
+    """Let another thread of ``in_turn`` compute while this one waits, or works without the
+    interpreter.
 
     It must not hold a lock that others ask for.
     """
@@ -144,14 +151,16 @@ def in_turn(
 ) -> Iterator[tuple[_Task, _Result]]:
     """Yield each task with its result, in the order of the tasks, while several threads work ahead.
 
-    ``work`` must not raise. Tasks are taken as they are needed, and at most two for each thread wait to be yielded.
-    ``stop`` ends what threads are still at, which nobody wants any more: an interrupt must not wait for it.
-    ``of_store``: one computes, the others are ``waiting``. Measured on 1,000 checkpoints 30 ms away: 16 threads that
-    take the interpreter from each other need 5.1 s, with turns 3.3 s.
+    ``work`` must not raise. Tasks are taken as they are needed, and at most two for each thread
+    wait to be yielded. ``stop`` ends what threads are still at, which nobody wants any more: an
+    interrupt must not wait for it. ``of_store``: one computes, the others are ``waiting``. Measured
+    on 1,000 checkpoints 30 ms away: 16 threads that take the interpreter from each other need 5.1
+    s, with turns 3.3 s.
     """
     tasks = iter(tasks)
     if threads < 2 or not of_store:
-        # As long as the last tasks waited for no disk, threads would only take the interpreter from each other.
+        # As long as the last tasks waited for no disk, threads would only take the interpreter from
+        # each other.
         computed = passed = 0.0
         for task in tasks:
             began, before = perf_counter(), thread_time() - _turn.apart
@@ -198,7 +207,9 @@ def share_cores(processes: int) -> None:
 
 
 def cores() -> int:
-    """Return the number of cores for this process. Slurm binds each task to its own; other launchers bind none."""
+    """Return the number of cores for this process. Slurm binds each task to its own; other
+    launchers bind none.
+    """
     mine = len(os.sched_getaffinity(0))
     return max(1, mine // _processes) if mine == os.cpu_count() else mine
 
@@ -209,17 +220,19 @@ def processors() -> int:
 
 
 def reading_threads(*, is_cached: bool) -> int:
-    """Return the best number of reading threads: one per processor for cached files, four at least that wait
-    for a disk.
+    """Return the best number of reading threads: one per processor for cached files, four at least
+    that wait for a disk.
 
-    Measured on two processors with 2 files of 4 GiB, as a share of the fastest plain read: cached, 2 threads
-    0.73-0.88 and 4 threads 0.70; not cached, 2 threads 0.78 and 4 threads 0.93.
+    Measured on two processors with 2 files of 4 GiB, as a share of the fastest plain read: cached,
+    2 threads 0.73-0.88 and 4 threads 0.70; not cached, 2 threads 0.78 and 4 threads 0.93.
     """
     return max(2 if is_cached else 4, processors())
 
 
 class Share(NamedTuple):
-    """One share of some work: ``number`` counts from 0, as the ranks of torch and the tasks of a job array do."""
+    """One share of some work: ``number`` counts from 0, as the ranks of torch and the tasks of a
+    job array do.
+    """
 
     number: int
     total: int
@@ -233,13 +246,17 @@ class Share(NamedTuple):
         share = cls(int(number), int(total))
         if share.number >= share.total:
             last = (
-                f": 0/{share.total} to {share.total - 1}/{share.total}" if share.total else ", of 1 or more"
+                f": 0/{share.total} to {share.total - 1}/{share.total}"
+                if share.total
+                else ", of 1 or more"
             )
             raise UsageError(f"{option} {text}: shares are counted from 0{last}")
         return share
 
     def holds(self, name: str) -> bool:
-        """Return whether something is in this share, by its name alone: the same today and on every machine."""
+        """Return whether something is in this share, by its name alone: the same today and on every
+        machine.
+        """
         if self.total == 1:
             return True
         digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()

@@ -1,7 +1,9 @@
-"""Results of units of work that outlive their process, from which the next run goes on, and ``merge`` ends the work.
+"""Results of units of work that outlive their process, from which the next run goes on, and
+``merge`` ends the work.
 
-A folder holds one file of JSON lines for each process that worked, so that no two write to one file. A unit goes by its
-key and by the identity of its files, not by the number of processes. A line that was cut short or changed is ignored.
+A folder holds one file of JSON lines for each process that worked, so that no two write to one
+file. A unit goes by its key and by the identity of its files, not by the number of processes. A
+line that was cut short or changed is ignored.
 """
 
 import hashlib
@@ -29,15 +31,18 @@ _SUFFIX = ".results.jsonl"
 _RESULTS = re.compile(rf".+-[0-9]+-[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
 """Names of the files that ``add`` makes; a user's own results next to them are none."""
 _SYNCED_AFTER = 1 << 30
-"""Bytes of work after which the results are made durable: a node that loses power repeats at most this."""
+"""Bytes of work after which the results are made durable: a node that loses power repeats at most
+this.
+"""
 
 
 class Identity(NamedTuple):
-    """A file as a unit of work needs it: another size, time or inode is another file, and another unit.
+    """A file as a unit of work needs it: another size, time or inode is another file, and another
+    unit.
 
-    ``changed_ns``: the time of the last change of any kind, which nobody can set: ``cp -p`` over a damaged file leaves
-    the name, the size and the inode, and gives it the time that the file had before. Of an object in a store the ETag
-    decides.
+    ``changed_ns``: the time of the last change of any kind, which nobody can set: ``cp -p`` over a
+    damaged file leaves the name, the size and the inode, and gives it the time that the file had
+    before. Of an object in a store the ETag decides.
     """
 
     name: str
@@ -48,9 +53,11 @@ class Identity(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A piece of work that one process does. ``key``: the same in every process and run. ``size``: bytes to be read.
+    """A piece of work that one process does. ``key``: the same in every process and run. ``size``:
+    bytes to be read.
 
-    ``files``: what it reads. ``offset``: where it begins in the first of them; -1 for a file from end to end.
+    ``files``: what it reads. ``offset``: where it begins in the first of them; -1 for a file from
+    end to end.
     """
 
     key: str
@@ -60,13 +67,17 @@ class Unit(NamedTuple):
 
 
 class Units:
-    """Maker of units from values that are the same in every process but for their paths; it looks at each file once."""
+    """Maker of units from values that are the same in every process but for their paths; it looks
+    at each file once.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Path, Identity] = {}
 
     def of(self, value: object, size: int, offset: int = 0) -> Unit:
-        """Return the unit of a value made of dataclasses, tuples, words, numbers and the paths of files."""
+        """Return the unit of a value made of dataclasses, tuples, words, numbers and the paths of
+        files.
+        """
         paths: dict[Path, int] = {}
         key = json.dumps(_plain(value, paths), separators=(",", ":"))
         return Unit(key, size, tuple(map(self._identity, paths)), offset)
@@ -107,14 +118,19 @@ def _plain(value: Any, paths: dict[Path, int]) -> object:
         return [_plain(one, paths) for one in value]
     if isinstance(value, Enum):
         return str(value.value)
-    return [type(value).__name__, *(_plain(getattr(value, one.name), paths) for one in fields(value))]
+    return [
+        type(value).__name__,
+        *(_plain(getattr(value, one.name), paths) for one in fields(value)),
+    ]
 
 
 class Request(NamedTuple):
-    """The command whose results a folder holds: verb, its parameters, and the working directory for the paths in them.
+    """The command whose results a folder holds: verb, its parameters, and the working directory for
+    the paths in them.
 
-    ``shares``: their number, 0 for processes that gather their results themselves. ``words``: what to paste after
-    ``ckptfix VERB`` for these parameters. ``version``: "" for this ckptfix; another one may look for other things.
+    ``shares``: their number, 0 for processes that gather their results themselves. ``words``: what
+    to paste after ``ckptfix VERB`` for these parameters. ``version``: "" for this ckptfix; another
+    one may look for other things.
     """
 
     verb: str
@@ -125,8 +141,12 @@ class Request(NamedTuple):
     version: str = ""
 
     def is_same(self, other: "Request") -> bool:
-        """Return whether the results of one are those of the other; the number of shares does not matter."""
-        mine, theirs = (json.dumps([*one[:3], one.version], sort_keys=True) for one in (self, other))
+        """Return whether the results of one are those of the other; the number of shares does not
+        matter.
+        """
+        mine, theirs = (
+            json.dumps([*one[:3], one.version], sort_keys=True) for one in (self, other)
+        )
         return mine == theirs
 
     def __str__(self) -> str:
@@ -140,8 +160,11 @@ class Request(NamedTuple):
 
 
 def own_version() -> str:
-    """Return the version of this ckptfix, "unknown" for one that runs from a folder and was never installed."""
-    from importlib.metadata import PackageNotFoundError, version  # it takes long, and most runs do without
+    """Return the version of this ckptfix, "unknown" for one that runs from a folder and was never
+    installed.
+    """
+    # It takes long, and most runs do without.
+    from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("ckptfix")
@@ -150,7 +173,9 @@ def own_version() -> str:
 
 
 class Known(NamedTuple):
-    """The result of a unit. ``is_final`` off: it could not be read, and another run may fare better."""
+    """The result of a unit. ``is_final`` off: it could not be read, and another run may fare
+    better.
+    """
 
     result: Any
     is_final: bool
@@ -171,7 +196,9 @@ class PartialResults:
         self._unsynced = 0
 
     def request(self) -> Request | None:
-        """Return the command that the results are of; None when there are none. Raises OperationError, OSError."""
+        """Return the command that the results are of; None when there are none. Raises
+        OperationError, OSError.
+        """
         try:
             document = json.loads((self.folder / _REQUEST).read_bytes())
             if document["format"] != FORMAT:
@@ -192,22 +219,30 @@ class PartialResults:
         return request
 
     def begin(self, request: Request) -> None:
-        """Take note of the command. Raises OperationError when the folder has results of another one, OSError."""
+        """Take note of the command. Raises OperationError when the folder has results of another
+        one, OSError.
+        """
         old = self.request()
         is_empty = old is not None and old.shares == request.shares == 0 and self.oldest() is None
         if old is not None and not old.is_same(request) and not is_empty:
             raise OperationError(
-                f"{self.folder} holds partial results of another command: {old}; name another folder with --partial, "
-                f"or remove this one: rm -r {shell_path(self.folder)}"
+                f"{self.folder} holds partial results of another command: {old}; name another "
+                f"folder with --partial, or remove this one: rm -r {shell_path(self.folder)}"
             )
         if old is not None and old.is_same(request) and old.shares == request.shares:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        document = {"format": FORMAT, **request._asdict(), "version": request.version or own_version()}
+        document = {
+            "format": FORMAT,
+            **request._asdict(),
+            "version": request.version or own_version(),
+        }
         write_file(self.folder / _REQUEST, json.dumps(document, indent=1).encode() + b"\n")
 
     def known(self, what: str, units: Sequence[Unit]) -> dict[int, Known]:
-        """Return the results of these units that any process has left here: number of the unit -> result."""
+        """Return the results of these units that any process has left here: number of the unit ->
+        result.
+        """
         found: dict[str, Known] = {}
         for name, one in self._lines():
             if one.is_final or name not in found:
@@ -220,7 +255,9 @@ class PartialResults:
         yield from (one.result for _, one in self._lines() if one.is_final)
 
     def add(self, what: str, unit: Unit, result: Any, *, is_final: bool) -> None:
-        """Add a result, from any thread; a process that is killed after this has not worked in vain."""
+        """Add a result, from any thread; a process that is killed after this has not worked in
+        vain.
+        """
         line = json.dumps([_name(what, unit), result, is_final])
         with self._lock:
             if self._fd is None:
@@ -256,7 +293,9 @@ class PartialResults:
                 os.rmdir(self.folder.parent)
 
     def oldest(self) -> float | None:
-        """Return when the first of the results was read, in seconds since 1970; None when there are none."""
+        """Return when the first of the results was read, in seconds since 1970; None when there are
+        none.
+        """
         times = []
         with suppress(OSError):
             for name in os.listdir(self.folder):
@@ -274,7 +313,8 @@ class PartialResults:
                 continue
             with open(self.folder / name, "rb") as file:
                 for line in file:
-                    # Cut short when its process was killed, zeros after a loss of power, or a flipped bit.
+                    # Cut short when its process was killed, zeros after a loss of power, or a
+                    # flipped bit.
                     data, _, crc = line.rpartition(b"\t")
                     if crc == f"{zlib.crc32(data):08x}\n".encode():
                         unit, result, is_final = json.loads(data)

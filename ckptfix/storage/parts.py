@@ -1,4 +1,6 @@
-"""Objects that a store makes of parts: new bytes, and ranges of other objects that it copies by itself."""
+"""Objects that a store makes of parts: new bytes, and ranges of other objects that it copies by
+itself.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,9 @@ _PART = 16 * MIB
 """Bytes of an uploaded part, unless the most parts of an object would not hold it."""
 
 _COPIED = 1 << 30
-"""Bytes of a copied part, unless the most parts of an object would not hold it: a store answers within seconds."""
+"""Bytes of a copied part, unless the most parts of an object would not hold it: a store answers
+within seconds.
+"""
 
 _PARTS_AT_ONCE = 8
 
@@ -33,7 +37,9 @@ MARK = "ckptfix"
 
 
 class Part(NamedTuple):
-    """One part of an object: a range that the store copies, or pieces that travel through this machine."""
+    """One part of an object: a range that the store copies, or pieces that travel through this
+    machine.
+    """
 
     pieces: tuple[Piece, ...]
     is_copied: bool
@@ -45,7 +51,9 @@ class Part(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """An object that is being made of parts. ``name``: what tells it from any other; ``words``: its properties."""
+    """An object that is being made of parts. ``name``: what tells it from any other; ``words``: its
+    properties.
+    """
 
     key: str
     name: str
@@ -53,7 +61,9 @@ class Upload(NamedTuple):
 
 
 class ComposingStore(Store):
-    """A store that makes an object of parts, complete or not at all, and copies ranges of others into them."""
+    """A store that makes an object of parts, complete or not at all, and copies ranges of others
+    into them.
+    """
 
     # Requests of such a store: a subclass has them.
 
@@ -69,7 +79,9 @@ class ComposingStore(Store):
         raise NotImplementedError
 
     def _copy_part(self, upload: Upload, number: int, copied: ObjectRange) -> str:
-        """Have the store copy a part. Raises Refused for another ETag, FileNotFoundError without an object."""
+        """Have the store copy a part. Raises Refused for another ETag, FileNotFoundError without an
+        object.
+        """
         raise NotImplementedError
 
     def _complete(self, upload: Upload, parts: Sequence[str], expected: str | Expected) -> str:
@@ -92,8 +104,8 @@ class ComposingStore(Store):
         try:
             etag = self._put_whole(key, data, expected)
         except Exception as error:
-            # An earlier attempt may have arrived, whose answer was lost: then our own object is what is there. Its
-            # bytes say so: not every ETag is a digest.
+            # An earlier attempt may have arrived, whose answer was lost: then our own object is
+            # what is there. Its bytes say so: not every ETag is a digest.
             if (
                 not isinstance(self._judge(error), Refused)
                 or (now := self._stat(key)) is None
@@ -131,7 +143,12 @@ class ComposingStore(Store):
             return self._in_parts(key, size, -(-size // step), send, expected, {})
 
     def _compose(
-        self, key: str, pieces: Sequence[Piece], expected: str | Expected, like: str | None, mark: str
+        self,
+        key: str,
+        pieces: Sequence[Piece],
+        expected: str | Expected,
+        like: str | None,
+        mark: str,
     ) -> ObjectInfo:
         parts = plan_parts(pieces, self.abilities)
         words = self._words_of(like, mark)
@@ -144,21 +161,26 @@ class ComposingStore(Store):
             [copied] = part.pieces
             assert isinstance(copied, ObjectRange)
             try:
-                return self._persist(key, lambda: self._copy_part(upload, number, copied), has_condition=True)
+                return self._persist(
+                    key, lambda: self._copy_part(upload, number, copied), has_condition=True
+                )
             except Refused:
                 raise self._changed(copied.key, copied.etag, "while it was copied") from None
             except FileNotFoundError:
                 raise ChangedError(
-                    f"{self.name(copied.key)}: it was deleted while it was copied; next: run the same command again"
+                    f"{self.name(copied.key)}: it was deleted while it was copied; next: run the "
+                    "same command again"
                 ) from None
 
         if len(parts) == 1 and not parts[0].is_copied and not words:
             return self._put(key, b"".join(map(self._bytes_of, parts[0].pieces)), expected)
-        return self._in_parts(key, sum(part.length for part in parts), len(parts), send, expected, words)
+        return self._in_parts(
+            key, sum(part.length for part in parts), len(parts), send, expected, words
+        )
 
     def _in_parts(
-        self, key: str, size: int, count: int, send: Callable[[int, Upload], str], expected: str | Expected,
-        words: Mapping[str, Any],
+        self, key: str, size: int, count: int, send: Callable[[int, Upload], str],
+        expected: str | Expected, words: Mapping[str, Any],
     ) -> ObjectInfo:  # fmt: skip
         """Write an object of parts, which ``send`` sends; the upload is aborted where one fails."""
         upload = self._persist(key, lambda: self._begin(key, words))
@@ -171,7 +193,8 @@ class ComposingStore(Store):
             together(range(count), one, _PARTS_AT_ONCE)
             etag = self._complete(upload, parts, expected)
         except BaseException:
-            # Parts that stay behind cost money, and nobody sees them. The error that led here is the one to report.
+            # Parts that stay behind cost money, and nobody sees them. The error that led here is
+            # the one to report.
             with suppress(Exception):
                 self._persist(key, lambda: self._abort(upload))
             raise
@@ -184,10 +207,11 @@ class ComposingStore(Store):
 
 
 def plan_parts(pieces: Sequence[Piece], abilities: Abilities) -> list[Part]:
-    """Return the parts of an object, none but the last smaller than the store allows; few bytes travel.
+    """Return the parts of an object, none but the last smaller than the store allows; few bytes
+    travel.
 
-    A range that follows less than a part of new bytes gives its first bytes to that part. Parts are as few as
-    10,000 of them hold.
+    A range that follows less than a part of new bytes gives its first bytes to that part. Parts are
+    as few as 10,000 of them hold.
     """
     pieces = [piece for piece in pieces if _length(piece)]
     total = sum(map(_length, pieces))
@@ -219,7 +243,8 @@ def plan_parts(pieces: Sequence[Piece], abilities: Abilities) -> list[Part]:
                 first, rest = _cut(rest, take)
                 parts.append(Part((first,), is_copied=True))
                 continue
-            # to the bytes that travel: up to the smallest part before a range, and up to a full part of new bytes
+            # to the bytes that travel: up to the smallest part before a range, and up to a full
+            # part of new bytes
             wanted = (
                 least - held
                 if isinstance(rest, ObjectRange) and 0 < least - held <= length - least

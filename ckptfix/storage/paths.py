@@ -1,7 +1,8 @@
 """Paths as the user names them and as a shell takes them, and the reasons why one cannot be read.
 
-A transaction stays inside its folder, outside every journal, and follows no symbolic link. The manifest lies next to
-the transactions of the journal; it is about the checkpoint, and changes with it.
+A transaction stays inside its folder, outside every journal, and follows no symbolic link. The
+manifest lies next to the transactions of the journal; it is about the checkpoint, and changes with
+it.
 """
 
 import errno
@@ -20,15 +21,17 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.wording import escape, shown
 
 JOURNAL = ".ckptfix"
-"""The folder of the journal; inside the checkpoint, never next to it: Accelerate reads every name in the
-parent folder as a number.
+"""The folder of the journal; inside the checkpoint, never next to it: Accelerate reads every name
+in the parent folder as a number.
 """
 
 MANIFEST = f"{JOURNAL}/manifest.json"
 """Path of the manifest of a checkpoint (``checkpoint.manifest``), relative to it."""
 
 RECEIPT = f"{JOURNAL}/migrated.json"
-"""Path of the file by which a folder that ``migrate`` wrote is known (``conversion.destination``), relative to it."""
+"""Path of the file by which a folder that ``migrate`` wrote is known (``conversion.destination``),
+relative to it.
+"""
 
 SIGNED = ("model.sig", "tensors.sig")
 """Names of the signed statements that ``seal`` writes: of the files, and of the tensors."""
@@ -53,8 +56,8 @@ _KINDS = {
 def existing(path: str | os.PathLike[str]) -> Path:
     """Return the path of a folder or a regular file, or of a link to one.
 
-    Raises UsageError when it is empty, when nothing exists there, and for devices, pipes and sockets; OSError when that
-    cannot be found out.
+    Raises UsageError when it is empty, when nothing exists there, and for devices, pipes and
+    sockets; OSError when that cannot be found out.
     """
     given = Path(path)
     if not os.fspath(path):
@@ -78,7 +81,9 @@ def existing(path: str | os.PathLike[str]) -> Path:
 
 
 def ensure_folder(path: Path) -> None:
-    """Raise UsageError unless a path is a folder or leads to one; a link that leads to itself is named."""
+    """Raise UsageError unless a path is a folder or leads to one; a link that leads to itself is
+    named.
+    """
     try:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except OSError as error:
@@ -90,7 +95,9 @@ def ensure_folder(path: Path) -> None:
 
 
 def check_path(path: PurePosixPath) -> None:
-    """Raise OperationError for a path that leaves the folder, reaches into a journal, or is not a valid name."""
+    """Raise OperationError for a path that leaves the folder, reaches into a journal, or is not a
+    valid name.
+    """
     if str(path) == MANIFEST:
         return
     inside = path.parts and not path.is_absolute() and ".." not in path.parts
@@ -110,19 +117,24 @@ def locate(root: Path, path: PurePosixPath) -> Path:
     full = root / path
     for parent in path.parents:
         if parent.parts and os.path.islink(root / parent):
-            raise OperationError(f"{full}: lies behind the symbolic link {parent}; name the real folder")
+            raise OperationError(
+                f"{full}: lies behind the symbolic link {parent}; name the real folder"
+            )
     return full
 
 
 def command(verb: str, root: Path, target: str = "", *options: str) -> str:
-    """Return the command line that runs ``ckptfix VERB`` on the folder, or on the file ``target`` in it."""
+    """Return the command line that runs ``ckptfix VERB`` on the folder, or on the file ``target``
+    in it.
+    """
     return f"{shlex.join(['ckptfix', verb, *options])} {shell_path(root / target)}"
 
 
 def shell_path(path: Path | str) -> str:
     """Return a path quoted for a shell, so that no command takes it for an option.
 
-    Control characters, and bytes that are not UTF-8, are written as bash and zsh read them: ``$'a\\377'``.
+    Control characters, and bytes that are not UTF-8, are written as bash and zsh read them:
+    ``$'a\\377'``.
     """
     text = shown(str(path))
     text = f"./{text}" if text.startswith("-") else text
@@ -132,7 +144,9 @@ def shell_path(path: Path | str) -> str:
 
 
 def _quoted(character: str) -> str:
-    """Return a character as it is between ``$'`` and ``'``; always three octal digits, as another may follow."""
+    """Return a character as it is between ``$'`` and ``'``; always three octal digits, as another
+    may follow.
+    """
     if character in "'\\":
         return f"\\{character}"
     if escape(character) == character:
@@ -141,7 +155,9 @@ def _quoted(character: str) -> str:
 
 
 def forget(root: Path) -> str:
-    """Return the advice that always works: keep the files, and delete the journal but not the manifest."""
+    """Return the advice that always works: keep the files, and delete the journal but not the
+    manifest.
+    """
     return f"to keep the files as they are now: rm -r {shell_path(root / JOURNAL)}/[0-9]*"
 
 
@@ -149,7 +165,9 @@ _REFUSED = "cannot be read"
 
 
 def leads_nowhere(path: Path) -> str:
-    """Return in words why a name that exists is not a file: a broken link, or a folder; "" for a file or no name."""
+    """Return in words why a name that exists is not a file: a broken link, or a folder; "" for a
+    file or no name.
+    """
     try:
         return "a folder" if stat.S_ISDIR(os.stat(path).st_mode) else ""
     except FileNotFoundError:
@@ -162,8 +180,8 @@ def leads_nowhere(path: Path) -> str:
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """Return in words why ``path`` cannot be read; for denied permission also owner, mode and the command to
-    fix it.
+    """Return in words why ``path`` cannot be read; for denied permission also owner, mode and the
+    command to fix it.
     """
     if not isinstance(error, PermissionError):
         return f"{_REFUSED}: {cause(path, error)}"
@@ -177,19 +195,23 @@ def unreadable(path: Path, error: OSError) -> str:
     if path.suffix == ".safetensors" and blocked == path and not mode & 0o077:
         why = "; safetensors writes its files for their owner alone"
     wanted = "a+rx" if is_folder else "a+r"
-    if mode & 0o005 == 0o005 or (mode & 0o004 and not is_folder):  # an ACL, SELinux, or a file server
+    # An ACL, SELinux, or a file server.
+    if mode & 0o005 == 0o005 or (mode & 0o004 and not is_folder):
         command = f"sudo chown {_name(os.geteuid())} {shell_path(blocked)}"
     else:
         root = "" if status.st_uid == os.geteuid() else "sudo "
         command = f"{root}chmod {wanted} {shell_path(blocked)}"
     owner = f"owner {_name(status.st_uid)}, mode {mode:04o}"
     return (
-        f"{_REFUSED}: permission denied{where} ({owner}; you are {_name(os.geteuid())}{why}); next: {command}"
+        f"{_REFUSED}: permission denied{where} ({owner}; you are {_name(os.geteuid())}{why}); "
+        f"next: {command}"
     )
 
 
 def refusal(problem: str) -> str:
-    """Return a problem of reading as the predicate of a sentence: ``unreadable`` returns one already."""
+    """Return a problem of reading as the predicate of a sentence: ``unreadable`` returns one
+    already.
+    """
     return problem if problem.startswith(_REFUSED) else f"{_REFUSED}: {problem}"
 
 
@@ -201,13 +223,19 @@ def described(error: Exception) -> str:
             return f"{path}: {unreadable(path, error)}"
     if isinstance(error, OSError) and isinstance(error.filename, str | bytes):
         path = Path(os.fsdecode(error.filename))
-        to = f" -> {os.fsdecode(error.filename2)}" if isinstance(error.filename2, str | bytes) else ""
+        to = (
+            f" -> {os.fsdecode(error.filename2)}"
+            if isinstance(error.filename2, str | bytes)
+            else ""
+        )
         return f"{path}{to}: {cause(path, error)}"
     return str(error)
 
 
 def cause(path: Path, error: OSError) -> str:
-    """Return in words why an operation on ``path`` failed: without a number, and with the link that leads to itself."""
+    """Return in words why an operation on ``path`` failed: without a number, and with the link that
+    leads to itself.
+    """
     if error.errno != errno.ELOOP:
         return error.strerror or str(error)
     link = next((one for one in (*reversed(path.parents), path) if _loops(one)), path)
@@ -236,14 +264,19 @@ def refused_files(paths: Iterable[Path]) -> Iterator[str]:
     """Yield in words each file or folder that may not be read, and the command to fix it."""
     for path in paths:
         if os.path.exists(path) and not os.access(path, os.R_OK, effective_ids=True):
-            yield f"{path}: {unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))}"
+            yield (
+                f"{path}: "
+                f"{unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))}"
+            )
 
 
 def _blocked(path: Path) -> tuple[Path, os.stat_result | None]:
     """Return the path that denies access, the path itself or a folder above it, and its status."""
     full = Path(os.path.abspath(path))
     status: os.stat_result | None = None
-    for one, above in zip((*reversed(full.parents), full), (full, *reversed(full.parents)), strict=True):
+    for one, above in zip(
+        (*reversed(full.parents), full), (full, *reversed(full.parents)), strict=True
+    ):
         try:
             found = os.stat(one)
         except OSError:
@@ -270,11 +303,13 @@ class Listing(NamedTuple):
 
 
 def listed_files(root: Path) -> dict[str, str | None]:
-    """Return everything but folders below a folder, by relative path, in order, without ckptfix's own files.
+    """Return everything but folders below a folder, by relative path, in order, without ckptfix's
+    own files.
 
-    The value is the reason why a path cannot be read: a folder that cannot be listed, and a link to one that
-    was listed by another path, or that contains the checkpoint; None for all others. Each folder is listed
-    once, its own place before a link to it. Raises OSError when the folder itself cannot be listed.
+    The value is the reason why a path cannot be read: a folder that cannot be listed, and a link to
+    one that was listed by another path, or that contains the checkpoint; None for all others. Each
+    folder is listed once, its own place before a link to it. Raises OSError when the folder itself
+    cannot be listed.
     """
     return list_folder(root).files
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FileReader:
-    """An open file, or a window of one: its descriptor, its size in bytes when it was opened, and where it starts.
+    """An open file, or a window of one: its descriptor, its size in bytes when it was opened, and
+    where it starts.
 
     ``path``: names it in the error about a file that changed.
     """
@@ -34,11 +35,13 @@ class FileReader:
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly ``length`` bytes from ``offset``.
 
-        Raises FormatError when the range is not inside the file, FileChangedError when the file became shorter.
+        Raises FormatError when the range is not inside the file, FileChangedError when the file
+        became shorter.
         """
         self._ensure_inside(offset, length)
         data = os.pread(self.fd, length, self.start + offset)
-        while len(data) < length:  # one read returns at most 2 GiB, and less on some network file systems
+        # One read returns at most 2 GiB, and less on some network file systems.
+        while len(data) < length:
             more = os.pread(self.fd, length - len(data), self.start + offset + len(data))
             if not more:
                 raise FileChangedError(self.path)
@@ -46,7 +49,9 @@ class FileReader:
         return data
 
     def fill(self, view: memoryview, offset: int) -> None:
-        """Read bytes from ``offset`` on until ``view`` is full. Any thread may. Raises as ``read`` does."""
+        """Read bytes from ``offset`` on until ``view`` is full. Any thread may. Raises as ``read``
+        does.
+        """
         self._ensure_inside(offset, len(view))
         done = 0
         while done < len(view):
@@ -64,7 +69,9 @@ class FileReader:
         return FileReader(self.fd, length, self.path, self.start + offset)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Begin to read ranges that will be asked for: all at once, instead of one seek after the other."""
+        """Begin to read ranges that will be asked for: all at once, instead of one seek after the
+        other.
+        """
         for offset, length in ranges:
             os.posix_fadvise(self.fd, self.start + offset, length, os.POSIX_FADV_WILLNEED)
 
@@ -72,8 +79,9 @@ class FileReader:
     def reopened(self) -> Iterator["FileReader"]:
         """Yield a reader of the same file with a readahead of its own.
 
-        Readahead is kept per open file: threads that read from one descriptor at several places switch it off for each
-        other. Measured cold on 2 files of 2 GiB: 3.0 GB/s with one descriptor, 3.3 to 3.5 with one a thread.
+        Readahead is kept per open file: threads that read from one descriptor at several places
+        switch it off for each other. Measured cold on 2 files of 2 GiB: 3.0 GB/s with one
+        descriptor, 3.3 to 3.5 with one a thread.
         """
         try:
             own = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -95,19 +103,21 @@ class FileReader:
     def spares(self, ranges: Sequence[tuple[int, int]]) -> bool:
         """Return whether ranges should not be read one by one: never, as they cost microseconds.
 
-        Of an object in a store each costs a request: it returns True while ``sparing`` is on, and else reads them all
-        at once.
+        Of an object in a store each costs a request: it returns True while ``sparing`` is on, and
+        else reads them all at once.
         """
         return False
 
     def _ensure_inside(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size:
-            raise FormatError(f"bytes {offset} to {offset + length} are needed, the file has {self.size}")
+            raise FormatError(
+                f"bytes {offset} to {offset + length} are needed, the file has {self.size}"
+            )
 
 
 class FileIdentity(NamedTuple):
-    """Facts that distinguish a file from other files and from its earlier versions: sizes in bytes, times in
-    nanoseconds.
+    """Facts that distinguish a file from other files and from its earlier versions: sizes in bytes,
+    times in nanoseconds.
     """
 
     size: int
@@ -133,10 +143,13 @@ def identity(path: Path) -> FileIdentity:
 
 
 def ensure_unchanged(root: Path, known: Mapping[PurePosixPath, FileIdentity]) -> None:
-    """Raise FileChangedError when a file below ``root`` does not have its size and time of ``known`` any more."""
+    """Raise FileChangedError when a file below ``root`` does not have its size and time of
+    ``known`` any more.
+    """
     for path, was in known.items():
         now = identity(root / path)
-        # Some FUSE mounts number an unchanged file anew once the kernel forgot it, so inodes are not compared.
+        # Some FUSE mounts number an unchanged file anew once the kernel forgot it, so inodes are
+        # not compared.
         if now[:2] != was[:2]:
             sizes = f"expected {was.size} bytes, found {now.size}" if now.size != was.size else ""
             raise FileChangedError(root / path, sizes)
@@ -144,7 +157,8 @@ def ensure_unchanged(root: Path, known: Mapping[PurePosixPath, FileIdentity]) ->
 
 @contextmanager
 def unchanged(root: Path, known: Mapping[PurePosixPath, FileIdentity]) -> Iterator[None]:
-    """Raise FileChangedError when a file changed by the end of this block: an answer from two states is none.
+    """Raise FileChangedError when a file changed by the end of this block: an answer from two
+    states is none.
 
     The same after a failure: a save wrote the bytes that it is about.
     """
@@ -172,7 +186,9 @@ _of_thread = _OfThread()
 
 @contextmanager
 def sparing() -> Iterator[Sparing]:
-    """Leave out what costs a request for each tensor of an object in a store, in this block; it is counted."""
+    """Leave out what costs a request for each tensor of an object in a store, in this block; it is
+    counted.
+    """
     before, _of_thread.spared = _of_thread.spared, Sparing()
     try:
         yield _of_thread.spared
@@ -186,7 +202,9 @@ def spared() -> Sparing | None:
 
 
 class Unheld(NamedTuple):
-    """An object of a store whose key no folder can hold. ``home``: the folder that it would be in or below."""
+    """An object of a store whose key no folder can hold. ``home``: the folder that it would be in
+    or below.
+    """
 
     key: str
     size: int
@@ -210,10 +228,14 @@ class Elsewhere(Protocol):
     """Files whose bytes are not on this machine (``storage.images``)."""
 
     def open(self, path: Path) -> FileReader | None:
-        """Return the reader of a file, None for one that is on this machine. Raises OSError as ``open`` does."""
+        """Return the reader of a file, None for one that is on this machine. Raises OSError as
+        ``open`` does.
+        """
 
     def names(self, folder: Path) -> Names | None:
-        """Return the names in a folder that is only listed, None for any other one. Raises OSError."""
+        """Return the names in a folder that is only listed, None for any other one. Raises
+        OSError.
+        """
 
     def origin(self, folder: Path) -> Path | None:
         """Return the folder of a listing of which a folder was made, None for any other one."""
@@ -222,7 +244,9 @@ class Elsewhere(Protocol):
         """Return the objects in or below a folder that it cannot hold."""
 
     def store(self, folder: Path) -> "Store | None":
-        """Return the store whose prefix a folder is the image of, None for a folder on this machine."""
+        """Return the store whose prefix a folder is the image of, None for a folder on this
+        machine.
+        """
 
 
 _elsewhere: list[Elsewhere] = []
@@ -236,7 +260,9 @@ def look_elsewhere(files: Elsewhere) -> None:
 
 
 def opened_elsewhere(path: Path) -> FileReader | None:
-    """Return the reader of a file whose bytes are not on this machine, None for all others. Raises OSError."""
+    """Return the reader of a file whose bytes are not on this machine, None for all others. Raises
+    OSError.
+    """
     for files in _elsewhere:
         if (reader := files.open(path)) is not None:
             return reader
@@ -254,13 +280,19 @@ def unheld_below(folder: Path) -> tuple[Unheld, ...]:
 
 
 def listed_names(folder: Path) -> Names | None:
-    """Return the names in a folder that only a listing of a store has, None for any other one. Raises OSError."""
+    """Return the names in a folder that only a listing of a store has, None for any other one.
+    Raises OSError.
+    """
     return next((found for files in _elsewhere if (found := files.names(folder)) is not None), None)
 
 
 def origin_of(folder: Path) -> Path:
-    """Return the folder of a listing of which a folder was made: its neighbours are there. Any other one as it is."""
-    return next((found for files in _elsewhere if (found := files.origin(folder)) is not None), folder)
+    """Return the folder of a listing of which a folder was made: its neighbours are there. Any
+    other one as it is.
+    """
+    return next(
+        (found for files in _elsewhere if (found := files.origin(folder)) is not None), folder
+    )
 
 
 def names_in(folder: Path) -> list[str]:
@@ -278,7 +310,9 @@ def subfolders(folder: Path) -> list[str]:
         return [entry.name for entry in listing if entry.is_dir(follow_symlinks=False)]
 
 
-def walk(top: Path, onerror: Callable[[OSError], None]) -> Iterator[tuple[str, list[str], list[str]]]:
+def walk(
+    top: Path, onerror: Callable[[OSError], None]
+) -> Iterator[tuple[str, list[str], list[str]]]:
     """Walk through folders as ``os.walk`` does, through those that are only listed as well."""
     if listed_names(top) is None:
         yield from os.walk(top, onerror=onerror)
@@ -293,7 +327,9 @@ def walk(top: Path, onerror: Callable[[OSError], None]) -> Iterator[tuple[str, l
 
 
 def read_start(path: Path, most: int) -> bytes | None:
-    """Return the first bytes of a file, ``most`` at most, None for anything but a regular file. Raises OSError."""
+    """Return the first bytes of a file, ``most`` at most, None for anything but a regular file.
+    Raises OSError.
+    """
     if (reader := opened_elsewhere(path)) is not None:
         return reader.read(0, min(most, reader.size))
     with open(path, "rb", opener=_without_waiting) as file:
@@ -321,8 +357,8 @@ def open_reader(path: Path) -> Iterator[FileReader]:
 
 _MOST_OPEN = 64
 _DROPPED_AT_ONCE = 8 << 20
-"""Bytes: pages that a range only touches cannot be dropped with it, and the kernel stops every core to find
-their users.
+"""Bytes: pages that a range only touches cannot be dropped with it, and the kernel stops every core
+to find their users.
 """
 
 
@@ -337,17 +373,18 @@ class Piece(NamedTuple):
 def page_buffer(size: int) -> memoryview:
     """Return ``size`` bytes, one at least, that begin on a page.
 
-    Measured: the kernel copies cached pages to them at 18 GB/s, and at 7 GB/s to a bytearray, which begins 16 bytes
-    after a page.
+    Measured: the kernel copies cached pages to them at 18 GB/s, and at 7 GB/s to a bytearray, which
+    begins 16 bytes after a page.
     """
     return memoryview(mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class OpenFiles:
-    """Files that are open for reading, the 64 used last; for one thread, as the kernel's readahead is kept per file.
+    """Files that are open for reading, the 64 used last; for one thread, as the kernel's readahead
+    is kept per file.
 
-    Use as a context manager. ``keep_cached`` off, for files that nobody else needs: read pages leave the page
-    cache, 8 MiB at a time, so that few pages serve for all of it.
+    Use as a context manager. ``keep_cached`` off, for files that nobody else needs: read pages
+    leave the page cache, 8 MiB at a time, so that few pages serve for all of it.
     """
 
     def __init__(self, *, keep_cached: bool = True) -> None:
@@ -359,13 +396,18 @@ class OpenFiles:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
 
     def fill(self, view: memoryview, path: Path, offset: int) -> None:
-        """Read bytes from ``offset`` on until ``view`` is full. Raises FileChangedError when the file ends earlier."""
+        """Read bytes from ``offset`` on until ``view`` is full. Raises FileChangedError when the
+        file ends earlier.
+        """
         if _elsewhere and (reader := self._elsewhere(path)) is not None:
             if offset + len(view) > reader.size:
                 raise FileChangedError(path, _sizes(offset + len(view), reader.size))
@@ -408,7 +450,9 @@ class OpenFiles:
         return self._readers[path]
 
     def holds_descriptor(self, path: Path) -> bool:
-        """Return whether ``descriptor`` has one of a file: it has none of a file that is not on this machine."""
+        """Return whether ``descriptor`` has one of a file: it has none of a file that is not on
+        this machine.
+        """
         return not _elsewhere or self._elsewhere(path) is None
 
     def descriptor(self, path: Path) -> int:

@@ -1,7 +1,9 @@
-"""Files described by where their bytes come from, so that the journal need not hold gigabytes to undo an edit.
+"""Files described by where their bytes come from, so that the journal need not hold gigabytes to
+undo an edit.
 
-Digests of those bytes make an undo restore these bytes or nothing. A file of gigabytes is hashed in parts of 64 MiB:
-the digest of its ranges is the sha256 over the sha256 of the parts, in the order in which the recipe needs them.
+Digests of those bytes make an undo restore these bytes or nothing. A file of gigabytes is hashed in
+parts of 64 MiB: the digest of its ranges is the sha256 over the sha256 of the parts, in the order
+in which the recipe needs them.
 """
 
 import hashlib
@@ -18,7 +20,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError
 from ckptfix.storage.atomic import write_all
-from ckptfix.storage.comparing import SEGMENT, Digests, Run, first_difference, same_bytes_without_reading
+from ckptfix.storage.comparing import (
+    SEGMENT,
+    Digests,
+    Run,
+    first_difference,
+    same_bytes_without_reading,
+)
 from ckptfix.storage.copying import copy_range
 from ckptfix.storage.parallel import Control, Progress, processors, run_all
 from ckptfix.storage.paths import locate
@@ -53,8 +61,8 @@ RecipePart = Literal | Range
 class Recipe:
     """A file: its pieces one after the other, its mode bits, and its owner (-1: whoever makes it).
 
-    ``digests``: for each file that ranges name, the digest of the bytes in those ranges (``recipe_digests``); empty in
-    journals of 0.4.0 and before, which had none.
+    ``digests``: for each file that ranges name, the digest of the bytes in those ranges
+    (``recipe_digests``); empty in journals of 0.4.0 and before, which had none.
     """
 
     pieces: tuple[RecipePart, ...]
@@ -70,14 +78,20 @@ class Recipe:
 
     @staticmethod
     def like(path: Path, pieces: tuple[RecipePart, ...]) -> "Recipe":
-        """Return a recipe with mode and owner of the file that ``path`` leads to. Raises OSError."""
+        """Return a recipe with mode and owner of the file that ``path`` leads to. Raises
+        OSError.
+        """
         status = os.stat(path)
-        return Recipe(pieces=pieces, mode=stat.S_IMODE(status.st_mode), uid=status.st_uid, gid=status.st_gid)
+        return Recipe(
+            pieces=pieces, mode=stat.S_IMODE(status.st_mode), uid=status.st_uid, gid=status.st_gid
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The previous file itself (the same inode, be it a symbolic link) stays in the journal until the undo."""
+    """The previous file itself (the same inode, be it a symbolic link) stays in the journal until
+    the undo.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +103,24 @@ KEPT = Kept()
 ABSENT = Absent()
 
 
-# The thousands of small pieces of a zip file are gathered, so that they cost one write per MiB, not one each.
+# The thousands of small pieces of a zip file are gathered, so that they cost one write per MiB, not
+# one each.
 _GATHER = 1 << 20
 _SMALL = 1 << 16
 
 
-def build(recipe: Recipe, root: Path, target: Path, *, progress: Callable[[int], None] | None = None) -> None:
-    """Write the new file ``target`` from ``recipe``, whose ranges name files below ``root``, and sync it.
+def build(
+    recipe: Recipe, root: Path, target: Path, *, progress: Callable[[int], None] | None = None
+) -> None:
+    """Write the new file ``target`` from ``recipe``, whose ranges name files below ``root``, and
+    sync it.
 
-    It gets the recipe's mode, and its owner where that is permitted. Raises FileExistsError, or ChangedError when
-    a source ends before a range of it does, OperationError when it lies behind a link to a folder.
+    It gets the recipe's mode, and its owner where that is permitted. Raises FileExistsError, or
+    ChangedError when a source ends before a range of it does, OperationError when it lies behind a
+    link to a folder.
     """
-    # 0600 until it is complete: a file that only its owner may read must not be open to others meanwhile.
+    # 0600 until it is complete: a file that only its owner may read must not be open to others
+    # meanwhile.
     fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with _sources(root) as source_of:
@@ -121,7 +141,8 @@ def _sources(root: Path) -> Iterator[Callable[[PurePosixPath], int]]:
 
     def source_of(path: PurePosixPath) -> int:
         if path not in opened:
-            # The file itself may be a link (a cache keeps its blobs so), the folders on the way to it may not.
+            # The file itself may be a link (a cache keeps its blobs so), the folders on the way to
+            # it may not.
             opened[path] = os.open(locate(root, path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         return opened[path]
 
@@ -133,7 +154,10 @@ def _sources(root: Path) -> Iterator[Callable[[PurePosixPath], int]]:
 
 
 def _write(
-    recipe: Recipe, fd: int, source_of: Callable[[PurePosixPath], int], progress: Callable[[int], None] | None
+    recipe: Recipe,
+    fd: int,
+    source_of: Callable[[PurePosixPath], int],
+    progress: Callable[[int], None] | None,
 ) -> None:
     gathered = bytearray()
     written = 0  # bytes written before those gathered
@@ -149,7 +173,9 @@ def _write(
             write_all(fd, memoryview(bytes(gathered)), written)
             written += len(gathered)
             gathered.clear()
-            copy_range(source_of(piece.path), piece.offset, fd, written, piece.length, progress=progress)
+            copy_range(
+                source_of(piece.path), piece.offset, fd, written, piece.length, progress=progress
+            )
             written += piece.length
         if len(gathered) >= _GATHER:
             write_all(fd, memoryview(bytes(gathered)), written)
@@ -186,7 +212,9 @@ def ends_of(pieces: Iterable[bytes | _Stretch]) -> tuple[int, ...]:
 def cut_pieces(
     pieces: Sequence[bytes | _Source], ends: Sequence[int], offset: int, length: int
 ) -> tuple[bytes | _Source, ...]:
-    """Return the pieces of ``length`` bytes from ``offset``, which must be there. ``ends``: from ``ends_of``."""
+    """Return the pieces of ``length`` bytes from ``offset``, which must be there. ``ends``: from
+    ``ends_of``.
+    """
     found: list[bytes | _Source] = []
     index, done = bisect_right(ends, offset), 0
     while done < length:
@@ -207,7 +235,9 @@ _WORTH_THREADS = 8 << 20
 
 
 class Part(NamedTuple):
-    """``length`` bytes from ``offset`` of the file ``source``; in the file that the recipe makes at ``position``."""
+    """``length`` bytes from ``offset`` of the file ``source``; in the file that the recipe makes at
+    ``position``.
+    """
 
     source: PurePosixPath
     offset: int
@@ -216,7 +246,9 @@ class Part(NamedTuple):
 
 
 def parts_of(recipe: Recipe) -> tuple[Part, ...]:
-    """Return the parts that a recipe reads from other files, sorted by file; per file in the order of the recipe."""
+    """Return the parts that a recipe reads from other files, sorted by file; per file in the order
+    of the recipe.
+    """
     return tuple(sorted(_parts(recipe), key=lambda part: part.source))
 
 
@@ -233,14 +265,16 @@ def _parts(recipe: Recipe) -> Iterator[Part]:
 def with_digests(recipe: Recipe, made: Path, known: Mapping[PurePosixPath, Digests]) -> Recipe:
     """Return the recipe with the digests of its parts of other files.
 
-    ``made``: a file equal to the recipe's output; files in ``known`` are not read again. Raises OSError,
-    ChangedError when ``made`` is too short.
+    ``made``: a file equal to the recipe's output; files in ``known`` are not read again. Raises
+    OSError, ChangedError when ``made`` is too short.
     """
     parts = parts_of(recipe)
     nothing: Digests = {}
     found = [known.get(part.source, nothing).get((part.offset, part.length)) for part in parts]
     unread = [number for number, digest in enumerate(found) if digest is None]
-    read = hash_parts([(Piece(made, parts[number].position, parts[number].length),) for number in unread])
+    read = hash_parts(
+        [(Piece(made, parts[number].position, parts[number].length),) for number in unread]
+    )
     for number, digest in zip(unread, read, strict=True):
         found[number] = digest
     return replace(recipe, digests=_joined(parts, [digest or b"" for digest in found]))
@@ -249,8 +283,8 @@ def with_digests(recipe: Recipe, made: Path, known: Mapping[PurePosixPath, Diges
 def differing(recipe: Recipe, bytes_of: Callable[[Part], Bytes]) -> Iterator[PurePosixPath]:
     """Yield the files whose ranges have changed since the digests were taken.
 
-    ``bytes_of``: the current location of a part's bytes. Raises OSError, ChangedError when a file is too
-    short.
+    ``bytes_of``: the current location of a part's bytes. Raises OSError, ChangedError when a file
+    is too short.
     """
     if not recipe.digests:
         return
@@ -262,7 +296,8 @@ def differing(recipe: Recipe, bytes_of: Callable[[Part], Bytes]) -> Iterator[Pur
 def is_made(
     recipe: Recipe, made: Path, bytes_of: Callable[[Part], Bytes], progress: Progress | None = None
 ) -> bool:
-    """Return whether the file ``made`` has the bytes that the recipe makes now. Blocks that both share are not read.
+    """Return whether the file ``made`` has the bytes that the recipe makes now. Blocks that both
+    share are not read.
 
     ``bytes_of``: as of ``differing``. Raises OSError, ChangedError when a file is too short.
     """
@@ -283,7 +318,9 @@ def is_made(
                 runs.setdefault(place.path, []).append(Run(position, place.offset, place.length))
                 position += place.length
     with open_reader(made) as reader:
-        if reader.size != recipe.size or any(reader.read(at, len(data)) != data for at, data in literals):
+        if reader.size != recipe.size or any(
+            reader.read(at, len(data)) != data for at, data in literals
+        ):
             return False
         for path, shared in runs.items():
             with open_reader(path) as source:
@@ -294,7 +331,9 @@ def is_made(
     return True
 
 
-def _joined(parts: Sequence[Part], digests: Sequence[bytes]) -> tuple[tuple[PurePosixPath, str], ...]:
+def _joined(
+    parts: Sequence[Part], digests: Sequence[bytes]
+) -> tuple[tuple[PurePosixPath, str], ...]:
     both = zip(parts, digests, strict=True)
     return tuple(
         (source, hashlib.sha256(b"".join(digest for _, digest in same)).hexdigest())
@@ -304,7 +343,9 @@ def _joined(parts: Sequence[Part], digests: Sequence[bytes]) -> tuple[tuple[Pure
 
 def hash_parts(parts: Sequence[Bytes]) -> list[bytes]:
     """Return the sha256 of each part, hashed by several threads where they are long."""
-    sizes = [sum(len(one) if isinstance(one, bytes) else one.length for one in part) for part in parts]
+    sizes = [
+        sum(len(one) if isinstance(one, bytes) else one.length for one in part) for part in parts
+    ]
     threads = min(processors(), len(parts)) if sum(sizes) >= _WORTH_THREADS else 1
     # Neighbours go to one thread, whose reads go on where they ended.
     share = max(1, len(parts) // (threads * 4)) if threads > 1 else len(parts)

@@ -1,7 +1,7 @@
 """S3: conditions, parts that the server copies, and pinned reads, by the client underneath s3fs.
 
-Credentials, region and endpoint are found as botocore finds them: variables, ``~/.aws``, the role of the machine; or as
-fsspec is configured (``FSSPEC_S3_...``).
+Credentials, region and endpoint are found as botocore finds them: variables, ``~/.aws``, the role
+of the machine; or as fsspec is configured (``FSSPEC_S3_...``).
 """
 
 import asyncio
@@ -35,16 +35,17 @@ from ckptfix.storage.stores import (
 _KEYS = 1000  # of a page of a listing: no server gives more
 
 _PASSED_ON = (
-    "CacheControl", "ContentDisposition", "ContentEncoding", "ContentLanguage", "ContentType", "Expires", "Metadata",
-    "StorageClass", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "WebsiteRedirectLocation",
+    "CacheControl", "ContentDisposition", "ContentEncoding", "ContentLanguage", "ContentType",
+    "Expires", "Metadata", "StorageClass", "ServerSideEncryption", "SSEKMSKeyId",
+    "BucketKeyEnabled", "WebsiteRedirectLocation",
 )  # fmt: skip
 """Properties that a composed object gets from the object that it is like; it gets its tags, too."""
 
 _TEMPORARY = {
-    "InternalError", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "RequestTimeout",
-    "RequestTimeoutException", "TooManyRequestsException", "RequestLimitExceeded", "BandwidthLimitExceeded",
-    "OperationAborted", "ConditionalRequestConflict", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody",
-    "500", "502", "503", "504", "408", "429",
+    "InternalError", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException",
+    "RequestTimeout", "RequestTimeoutException", "TooManyRequestsException", "RequestLimitExceeded",
+    "BandwidthLimitExceeded", "OperationAborted", "ConditionalRequestConflict", "BadDigest",
+    "XAmzContentSHA256Mismatch", "IncompleteBody", "500", "502", "503", "504", "408", "429",
 }  # fmt: skip
 
 _ADVICE = {
@@ -110,7 +111,9 @@ class S3Store(ComposingStore):
         return f"aws s3 rm --recursive {shell_path(f'{where}/')}"
 
     def ask(self, method: str, *, up: int = 0, seconds: float | None = None, **words: Any) -> Any:
-        """Send one request to the bucket, and return the answer; a body that comes back is in ``Body``, read."""
+        """Send one request to the bucket, and return the answer; a body that comes back is in
+        ``Body``, read.
+        """
         self.traffic.add(up=up)
         answer = self._run(lambda: asyncio.wait_for(self._call(method, **words), seconds))
         if "Body" in answer:
@@ -138,7 +141,9 @@ class S3Store(ComposingStore):
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
         start = len(self._base) + 1 if self._base else 0
         prefix = f"{self._base}/{below}" if self._base else below
-        words: dict[str, Any] = {"Prefix": prefix, "MaxKeys": _KEYS} | ({} if deep else {"Delimiter": "/"})
+        words: dict[str, Any] = {"Prefix": prefix, "MaxKeys": _KEYS} | (
+            {} if deep else {"Delimiter": "/"}
+        )
         while True:
             # each page is asked for until it comes: a listing of a million keys does not begin anew
             page = self._persist(below, lambda: self.ask("list_objects_v2", **words))
@@ -158,13 +163,15 @@ class S3Store(ComposingStore):
             if _code(error) in ("404", "NoSuchKey", "NotFound"):
                 return None
             raise
-        return ObjectInfo(head["ContentLength"], head["ETag"].strip('"'), nanoseconds(head["LastModified"]))
+        return ObjectInfo(
+            head["ContentLength"], head["ETag"].strip('"'), nanoseconds(head["LastModified"])
+        )
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> Contents:
         """Return the bytes of each range, as ``Store.read_many`` does.
 
-        Measured: a thread for each costs as much again as a third of its request. The first attempts do without; what
-        fails is sent again, and explained, by ``read``.
+        Measured: a thread for each costs as much again as a third of its request. The first
+        attempts do without; what fails is sent again, and explained, by ``read``.
         """
 
         async def attempt(one: ObjectRange, limit: asyncio.Semaphore) -> bytes | None:
@@ -187,7 +194,9 @@ class S3Store(ComposingStore):
         found: list[bytes | None] = self._run(attempt_all)
         done = [data for data in found if data is not None]
         self.traffic.add(down=sum(map(len, done)), requests=len(ranges))
-        failed = [number for number, one in enumerate(ranges) if len(found[number] or b"") != one.length]
+        failed = [
+            number for number, one in enumerate(ranges) if len(found[number] or b"") != one.length
+        ]
         again = super().read_many([ranges[number] for number in failed])
         for number, data in zip(failed, again, strict=True):
             found[number] = data
@@ -196,28 +205,37 @@ class S3Store(ComposingStore):
     def _read(self, key: str, offset: int, length: int, etag: str) -> bytes:
         words = self._words_to_read(key, offset, length, etag)
         return self._body(
-            self.ask("get_object", seconds=seconds_to_read(length), **words), key, offset, length, etag
+            self.ask("get_object", seconds=seconds_to_read(length), **words),
+            key,
+            offset,
+            length,
+            etag,
         )
 
     def _words_to_read(self, key: str, offset: int, length: int, etag: str) -> dict[str, Any]:
         pinned: dict[str, Any] = {"IfMatch": quoted(etag)} if etag else {}
         return {"Key": self._path(key), "Range": f"bytes={offset}-{offset + length - 1}", **pinned}
 
-    def _body(self, answer: Mapping[str, Any], key: str, offset: int, length: int, etag: str) -> bytes:
-        """Return the bytes of an answer. Raises Refused for another ETag, StoreError where it is of another range."""
+    def _body(
+        self, answer: Mapping[str, Any], key: str, offset: int, length: int, etag: str
+    ) -> bytes:
+        """Return the bytes of an answer. Raises Refused for another ETag, StoreError where it is of
+        another range.
+        """
         if etag and answer["ETag"].strip('"') != etag:
             raise Refused
         if answer["ResponseMetadata"]["HTTPStatusCode"] != 206 and offset:
             raise StoreError(
-                f"{self.name(key)}: the store ignores ranges, and sends the object from its beginning"
+                f"{self.name(key)}: the store ignores ranges, and sends the object from its "
+                "beginning"
             )
         data: bytes = answer["Body"]
         return data[:length]
 
     def _put_whole(self, key: str, data: bytes, expected: str | Expected) -> str:
         answer = self.ask(
-            "put_object", up=len(data), Key=self._path(key), Body=data, ContentMD5=_base64(md5(data)),
-            **_condition(expected),
+            "put_object", up=len(data), Key=self._path(key), Body=data,
+            ContentMD5=_base64(md5(data)), **_condition(expected),
         )  # fmt: skip
         return _etag(answer)
 
@@ -230,8 +248,8 @@ class S3Store(ComposingStore):
 
     def _put_part(self, upload: Upload, number: int, data: bytes) -> str:
         answer = self.ask(
-            "upload_part", up=len(data), PartNumber=number + 1, Body=data, ContentMD5=_base64(md5(data)),
-            **self._upload_words(upload),
+            "upload_part", up=len(data), PartNumber=number + 1, Body=data,
+            ContentMD5=_base64(md5(data)), **self._upload_words(upload),
         )  # fmt: skip
         return _etag(answer)
 
@@ -240,15 +258,19 @@ class S3Store(ComposingStore):
         pinned: dict[str, Any] = {"CopySourceIfMatch": quoted(copied.etag)} if copied.etag else {}
         span = f"bytes={copied.offset}-{copied.offset + copied.length - 1}"
         answer = self.ask(
-            "upload_part_copy", PartNumber=number + 1, CopySource=source, CopySourceRange=span, **pinned,
-            **self._upload_words(upload),
+            "upload_part_copy", PartNumber=number + 1, CopySource=source, CopySourceRange=span,
+            **pinned, **self._upload_words(upload),
         )  # fmt: skip
         return _etag(answer["CopyPartResult"])
 
     def _complete(self, upload: Upload, parts: Sequence[str], expected: str | Expected) -> str:
-        """Put the parts together. An attempt whose answer was lost has ended the upload, which a refused one leaves."""
+        """Put the parts together. An attempt whose answer was lost has ended the upload, which a
+        refused one leaves.
+        """
         listed = {
-            "Parts": [{"PartNumber": number, "ETag": quoted(etag)} for number, etag in enumerate(parts, 1)]
+            "Parts": [
+                {"PartNumber": number, "ETag": quoted(etag)} for number, etag in enumerate(parts, 1)
+            ]
         }
         words = self._upload_words(upload)
         may_be_done = had_conflict = False
@@ -257,18 +279,23 @@ class S3Store(ComposingStore):
             nonlocal may_be_done, had_conflict
             try:
                 answer = self.ask(
-                    "complete_multipart_upload", MultipartUpload=listed, **words, **_condition(expected)
+                    "complete_multipart_upload",
+                    MultipartUpload=listed,
+                    **words,
+                    **_condition(expected),
                 )
                 return _etag(answer)
             except Exception as error:
                 is_gone = _is_gone(error)
                 if may_be_done and (
-                    is_gone or (isinstance(self._judge(error), Refused) and not self._has_parts(words))
+                    is_gone
+                    or (isinstance(self._judge(error), Refused) and not self._has_parts(words))
                 ):
                     return ""
                 if is_gone and had_conflict:
                     raise Refused from error
-                # A conflict is an answer, and no lost one: another program writes there, and the parts may go.
+                # A conflict is an answer, and no lost one: another program writes there, and the
+                # parts may go.
                 is_conflict = _code(error) == "ConditionalRequestConflict"
                 had_conflict |= is_conflict
                 may_be_done |= not is_conflict
@@ -277,9 +304,11 @@ class S3Store(ComposingStore):
         return self._persist(upload.key, ask, has_condition=True)
 
     def keeps_conditions(self, key: str) -> bool:
-        """Return whether this server refuses to put parts together on a condition that does not hold.
+        """Return whether this server refuses to put parts together on a condition that does not
+        hold.
 
-        Amazon's does. Some others take the condition and ignore it, and so would replace what another program wrote.
+        Amazon's does. Some others take the condition and ignore it, and so would replace what
+        another program wrote.
         """
         try:
             self.compose(key, [b"no object has this ETag"], expected="0", mark="probe")
@@ -303,7 +332,8 @@ class S3Store(ComposingStore):
 
     def _abandoned(self, below: str) -> int:
         prefix = self._path(f"{below}/")
-        found = self.ask("list_multipart_uploads", Prefix=prefix).get("Uploads", ())  # 1,000 of them at most
+        # 1,000 of them at most.
+        found = self.ask("list_multipart_uploads", Prefix=prefix).get("Uploads", ())
         for one in found:
             with suppress(Exception):  # somebody else may have ended it
                 self.ask("abort_multipart_upload", Key=one["Key"], UploadId=one["UploadId"])
@@ -313,9 +343,13 @@ class S3Store(ComposingStore):
         words: dict[str, Any] = {}
         if like is not None:
             head = self._persist(like, lambda: self.ask("head_object", Key=self._path(like)))
-            words = {name: head[name] for name in _PASSED_ON if head.get(name) not in (None, "", {})}
+            words = {
+                name: head[name] for name in _PASSED_ON if head.get(name) not in (None, "", {})
+            }
             if head.get("TagCount") or "TagCount" not in head:
-                found = self._persist(like, lambda: self.ask("get_object_tagging", Key=self._path(like)))
+                found = self._persist(
+                    like, lambda: self.ask("get_object_tagging", Key=self._path(like))
+                )
                 if tags := {one["Key"]: one["Value"] for one in found.get("TagSet", ())}:
                     words["Tagging"] = urlencode(tags)
         if mark:
@@ -328,7 +362,9 @@ class S3Store(ComposingStore):
 
     def _delete(self, key: str, expected: str | Expected) -> None:
         self._ensure(key, expected)
-        pinned: dict[str, Any] = {} if isinstance(expected, Expected) else {"IfMatch": quoted(expected)}
+        pinned: dict[str, Any] = (
+            {} if isinstance(expected, Expected) else {"IfMatch": quoted(expected)}
+        )
         self.ask("delete_object", Key=self._path(key), **pinned)
 
     def _judge(self, error: Exception) -> Exception | None:
@@ -346,7 +382,9 @@ class S3Store(ComposingStore):
         )
 
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
-            return StoreError("no credentials were found; next: aws configure, or export AWS_PROFILE=NAME")
+            return StoreError(
+                "no credentials were found; next: aws configure, or export AWS_PROFILE=NAME"
+            )
         if isinstance(error, EndpointConnectionError | SSLError):
             return Temporary(f"{' '.join(str(error).split())}; {_ADDRESS}")
         if isinstance(error, ConnectionError | HTTPClientError | ResponseStreamingError):
@@ -364,7 +402,8 @@ class S3Store(ComposingStore):
             return Refused()
         if code == "NoSuchBucket":
             return UsageError(
-                f"{self.url.partition('://')[0]}://{self._bucket} does not exist in this store; next: aws s3 ls"
+                f"{self.url.partition('://')[0]}://{self._bucket} does not exist in this store; "
+                "next: aws s3 ls"
             )
         if code in _TEMPORARY or status in (500, 502, 503, 504):
             return Temporary(f"{status} {code}")
@@ -379,7 +418,9 @@ class S3Store(ComposingStore):
 def _condition(expected: str | Expected) -> dict[str, Any]:
     if expected is ABSENT:
         return {"IfNoneMatch": "*"}
-    return {} if expected is ANY or isinstance(expected, Expected) else {"IfMatch": quoted(expected)}
+    return (
+        {} if expected is ANY or isinstance(expected, Expected) else {"IfMatch": quoted(expected)}
+    )
 
 
 def _base64(digest: str) -> str:

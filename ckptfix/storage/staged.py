@@ -1,8 +1,8 @@
 """Files and folders that are written under a temporary name and swapped in when they are complete.
 
-Every temporary name is ``.ckptfix-PURPOSE+HOST-NAMESPACE+PID+RANDOM+NAME``, so that any process can check
-whether the writer still runs. Files of dead writers are removed by the next ``sweep`` of the folder, by any
-process.
+Every temporary name is ``.ckptfix-PURPOSE+HOST-NAMESPACE+PID+RANDOM+NAME``, so that any process can
+check whether the writer still runs. Files of dead writers are removed by the next ``sweep`` of the
+folder, by any process.
 """
 
 import hashlib
@@ -33,19 +33,22 @@ WRITING = ".ckptfix-writing+"
 """Prefix of all other temporary names."""
 
 _NAME = re.compile(
-    r"\.ckptfix-(?:saving|writing)\+(.*)\+([1-9][0-9]{0,8})\+[0-9a-f]{16}\+(?P<target>.*)", re.DOTALL
+    r"\.ckptfix-(?:saving|writing)\+(.*)\+([1-9][0-9]{0,8})\+[0-9a-f]{16}\+(?P<target>.*)",
+    re.DOTALL,
 )
 _MIGRATING = re.compile(
     r"\.(.*)\.ckptfix-migrating-([0-9a-f]{16})-(?P<pid>[1-9][0-9]{0,8})-[0-9]+", re.DOTALL
 )
-"""As ckptfix 0.4.0 called the folder of a migrate or salvage: NAME, a digest of the output's path, PID.
+"""As ckptfix 0.4.0 called the folder of a migrate or salvage: NAME, a digest of the output's path,
+PID.
 
-Its copies and pages were called ``.NAME.ckptfix-PID``. They stay: the user's ``.llama.ckptfix-20241122`` looks alike.
+Its copies and pages were called ``.NAME.ckptfix-PID``. They stay: the user's
+``.llama.ckptfix-20241122`` looks alike.
 """
 
 _DEAD_AFTER = 86400.0
-"""Seconds without any change after which a writer on another machine counts as dead: a live one writes all
-the time.
+"""Seconds without any change after which a writer on another machine counts as dead: a live one
+writes all the time.
 """
 
 STAGING_VARIABLE = "CKPTFIX_STAGING"
@@ -58,8 +61,8 @@ _in_use: set[str] = set()
 class Owner(NamedTuple):
     """The process that a temporary name belongs to.
 
-    ``is_same_machine``: the process itself was checked; on another machine only the age of the last change
-    counts.
+    ``is_same_machine``: the process itself was checked; on another machine only the age of the last
+    change counts.
     """
 
     pid: int
@@ -69,7 +72,9 @@ class Owner(NamedTuple):
 
 
 def temporary_name(target: Path, purpose: str = WRITING) -> str:
-    """Return a new temporary name for ``target``; ``release`` it when nothing has that name any more."""
+    """Return a new temporary name for ``target``; ``release`` it when nothing has that name any
+    more.
+    """
     short = os.fsdecode(os.fsencode(target.name)[:64])  # the full name might exceed 255 bytes
     name = f"{purpose}{this_machine()}+{os.getpid()}+{os.urandom(8).hex()}+{short}"
     _in_use.add(name)
@@ -87,7 +92,9 @@ def is_temporary(name: str) -> bool:
 
 
 def target_of(path: Path) -> Path:
-    """Return what is written under a temporary name: the file or folder that a person knows; else the path itself."""
+    """Return what is written under a temporary name: the file or folder that a person knows; else
+    the path itself.
+    """
     for at, part in enumerate(path.parts):
         if (match := _NAME.fullmatch(part)) is not None and match["target"]:
             return Path(*path.parts[:at], match["target"], *path.parts[at + 1 :])
@@ -106,14 +113,17 @@ def owner_of(path: Path) -> Owner | None:
 
 
 def holds_previous(folder: Path) -> bool:
-    """Return whether a staging folder holds the checkpoint that it was to replace, and no successor is in its place."""
+    """Return whether a staging folder holds the checkpoint that it was to replace, and no successor
+    is in its place.
+    """
     return os.path.lexists(folder / _OLD) and _holds_anything(folder / _NEW)
 
 
 def this_machine() -> str:
     """Return the host, the namespace of process numbers and the boot.
 
-    Containers may share the name of a host, and so may machines, whose first namespace has one number everywhere.
+    Containers may share the name of a host, and so may machines, whose first namespace has one
+    number everywhere.
     """
     namespace, boot = 0, ""
     with suppress(OSError):
@@ -124,7 +134,9 @@ def this_machine() -> str:
 
 
 def outside_checkpoints(path: Path) -> Path:
-    """Return the nearest folder above ``path`` in which Accelerate takes no name for a checkpoint."""
+    """Return the nearest folder above ``path`` in which Accelerate takes no name for a
+    checkpoint.
+    """
     parent = path.parent
     while parent.name == "checkpoints":
         parent = parent.parent
@@ -158,7 +170,9 @@ _NEW, _OLD, _OUTPUT = "new", "old", "output"
 
 
 def keep_while(folder: Path, sign: Path) -> None:
-    """Keep a staging folder from every sweep while a file ``sign`` exists in the journal of a checkpoint, durably."""
+    """Keep a staging folder from every sweep while a file ``sign`` exists in the journal of a
+    checkpoint, durably.
+    """
     (folder / JOURNAL).mkdir(exist_ok=True)
     create_file(folder / NEEDED, os.fsencode(os.path.abspath(sign)))
     sync_folder(folder / JOURNAL)
@@ -166,7 +180,9 @@ def keep_while(folder: Path, sign: Path) -> None:
 
 
 def is_needed(folder: Path) -> bool:
-    """Return whether a staging folder is to be kept: its sign exists, or the checkpoint with the sign was moved."""
+    """Return whether a staging folder is to be kept: its sign exists, or the checkpoint with the
+    sign was moved.
+    """
     try:
         sign = Path(os.fsdecode(read_file(folder / NEEDED)))
     except (FileNotFoundError, NotADirectoryError):
@@ -177,8 +193,8 @@ def is_needed(folder: Path) -> bool:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the files of dead writers from a folder; restore an old checkpoint that one of them had moved
-    aside.
+    """Remove the files of dead writers from a folder; restore an old checkpoint that one of them
+    had moved aside.
 
     Files that cannot be listed or removed stay: a failed sweep must not stop the work that follows.
     """
@@ -203,7 +219,9 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _remove(path: Path, output: Path | None) -> None:
-    """Remove something temporary; an old checkpoint in it that has no successor is put back at ``output`` first."""
+    """Remove something temporary; an old checkpoint in it that has no successor is put back at
+    ``output`` first.
+    """
     if holds_previous(path):
         with suppress(OSError):
             if output is not None:
@@ -221,13 +239,16 @@ def _remove(path: Path, output: Path | None) -> None:
 
 
 def _output_of(folder: Path) -> Path | None:
-    """Return the original path of the old checkpoint that was moved into a folder, None when unknown."""
+    """Return the original path of the old checkpoint that was moved into a folder, None when
+    unknown.
+    """
     match = _MIGRATING.fullmatch(folder.name)
     if match is not None:
         places = (folder.parent / match[1], folder.parent / "checkpoints" / match[1])
         return next((place for place in places if _digest_of_040(place) == match[2]), None)
     with suppress(OSError, ValueError):
-        if os.lstat(folder).st_uid == os.geteuid():  # another user must not decide where files of this one go
+        # Another user must not decide where files of this one go.
+        if os.lstat(folder).st_uid == os.geteuid():
             path = PurePosixPath((folder / _OUTPUT).read_text("utf-8", "surrogateescape"))
             return None if path.is_absolute() or ".." in path.parts else folder.parent / path
     return None
@@ -246,7 +267,8 @@ def _holds_anything(folder: Path) -> bool:
 
 @contextmanager
 def temporary_file(path: Path, data: bytes) -> Iterator[Path]:
-    """Write a file next to ``path`` under a temporary name; at the end it is removed, unless it was renamed.
+    """Write a file next to ``path`` under a temporary name; at the end it is removed, unless it was
+    renamed.
 
     Files of dead writers are removed there first. Raises OSError.
     """
@@ -261,7 +283,9 @@ def temporary_file(path: Path, data: bytes) -> Iterator[Path]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file that replaces the one at ``path``, durably. Raises OSError: the old one is still there then."""
+    """Write a file that replaces the one at ``path``, durably. Raises OSError: the old one is still
+    there then.
+    """
     with temporary_file(path, data) as new:
         os.replace(new, path)
     sync_folder(path.parent)
@@ -274,7 +298,9 @@ def ensure_writable(path: Path) -> None:
 
 
 def staging_folder() -> Path:
-    """Return the folder in which is written what goes to a store: that of CKPTFIX_STAGING, else that of TMPDIR."""
+    """Return the folder in which is written what goes to a store: that of CKPTFIX_STAGING, else
+    that of TMPDIR.
+    """
     import tempfile  # imports bz2 and lzma, which a check does not need
 
     return Path(os.path.abspath(os.environ.get(STAGING_VARIABLE) or tempfile.gettempdir()))
@@ -282,7 +308,8 @@ def staging_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A folder of this process. ``new`` in it becomes ``output``, or only the file ``name`` in that when it is set.
+    """A folder of this process. ``new`` in it becomes ``output``, or only the file ``name`` in that
+    when it is set.
 
     ``place``: where the output is uploaded to, if no rename commits it.
     """
@@ -311,12 +338,14 @@ def staging_for(
     before: Path | None = None,
     stays: Callable[[], bool] = lambda: False,
 ) -> Iterator[Staging]:
-    """Make a folder to write ``output`` in; it is removed at the end, with everything that is still in it.
+    """Make a folder to write ``output`` in; it is removed at the end, with everything that is still
+    in it.
 
-    It lies next to the output, but never in a folder called ``checkpoints``; of an output in a store it lies in
-    ``staging_folder()``. Files of dead writers are removed there first. ``name``: the one file in ``new`` that becomes
-    the output. ``before``: the staging folder of an earlier run, which this one goes on with. ``stays``: asked at the
-    end, whether the folder stays for the next run. Raises OperationError, OSError.
+    It lies next to the output, but never in a folder called ``checkpoints``; of an output in a
+    store it lies in ``staging_folder()``. Files of dead writers are removed there first. ``name``:
+    the one file in ``new`` that becomes the output. ``before``: the staging folder of an earlier
+    run, which this one goes on with. ``stays``: asked at the end, whether the folder stays for the
+    next run. Raises OperationError, OSError.
     """
     output = output.absolute()
     place = place_of(output if name is None else output.parent)
@@ -352,11 +381,13 @@ def put_in_place(
 ) -> None:
     """Move what is complete to its place, durably; what exists there is removed only after that.
 
-    ``check`` gets what was there when nobody finds it by its name any more; when it raises, that comes back.
+    ``check`` gets what was there when nobody finds it by its name any more; when it raises, that
+    comes back.
 
-    Raises ChangedError when something has come there meanwhile that may not be overwritten. Killed at any moment, the
-    output is the old one or the new one; only where the file system cannot exchange two names there is none for an
-    instant, and the next sweep brings the old one back. In a store the commit marker is what is written last.
+    Raises ChangedError when something has come there meanwhile that may not be overwritten. Killed
+    at any moment, the output is the old one or the new one; only where the file system cannot
+    exchange two names there is none for an instant, and the next sweep brings the old one back. In
+    a store the commit marker is what is written last.
     """
     output = staging.output
     if staging.place is not None:
@@ -377,7 +408,9 @@ def put_in_place(
                     exchange(staging.complete, output)
                     raise
         else:
-            inside = os.path.relpath(os.path.realpath(output.parent), os.path.realpath(staging.folder.parent))
+            inside = os.path.relpath(
+                os.path.realpath(output.parent), os.path.realpath(staging.folder.parent)
+            )
             where = os.path.join(inside, output.name).encode("utf-8", "surrogateescape")
             create_file(staging.folder / _OUTPUT, where)
             os.rename(output, staging.folder / _OLD)
@@ -390,28 +423,36 @@ def put_in_place(
 
 def _replace_empty_folder(staging: Staging) -> None:
     try:
-        if staging.name is not None or staging.output.is_symlink():  # a rename would replace any file
+        # A rename would replace any file.
+        if staging.name is not None or staging.output.is_symlink():
             raise NotADirectoryError
         os.rename(
             staging.complete, staging.output
         )  # the kernel refuses to replace a folder that is not empty
     except OSError:
-        raise ChangedError(f"{staging.output} appeared meanwhile; nothing was written there") from None
+        raise ChangedError(
+            f"{staging.output} appeared meanwhile; nothing was written there"
+        ) from None
 
 
 def _parent_of(output: Path) -> Path:
-    """Return the folder that a staging folder goes into: the nearest above in which Accelerate reads no names.
+    """Return the folder that a staging folder goes into: the nearest above in which Accelerate
+    reads no names.
 
     The name ``checkpoints`` counts for the folder itself and for a link to it. Raises
-    OperationError when that is on another disk than the output: nothing could be moved to its place in one step.
+    OperationError when that is on another disk than the output: nothing could be moved to its place
+    in one step.
     """
     real = Path(os.path.realpath(output.parent))
-    parent = outside_checkpoints(real if output.parent.name == "checkpoints" else real / output.name)
+    parent = outside_checkpoints(
+        real if output.parent.name == "checkpoints" else real / output.name
+    )
     if os.stat(parent).st_dev != os.stat(real).st_dev:
         raise OperationError(
-            f"{output}: what is written first cannot lie in {real}, where Accelerate takes every name for a "
-            f"checkpoint, and {parent} is on another disk, from which it cannot be moved in one step; nothing was "
-            "written; name another place on either disk, and move the result yourself"
+            f"{output}: what is written first cannot lie in {real}, where Accelerate takes every "
+            f"name for a checkpoint, and {parent} is on another disk, from which it cannot be "
+            "moved in one step; nothing was written; name another place on either disk, and move "
+            "the result yourself"
         )
     return parent
 
@@ -435,14 +476,18 @@ def place_of(output: Path) -> "Place | None":
 
 
 def free_space(output: Path) -> tuple[Path, int]:
-    """Return the folder in which an output will be written first, and the free bytes on its disk."""
+    """Return the folder in which an output will be written first, and the free bytes on its
+    disk.
+    """
     where = output.absolute().parent if place_of(output) is None else staging_folder()
     status = os.statvfs(where)
     return where, status.f_bavail * status.f_frsize
 
 
 def ensure_space(output: Path, needed: int) -> None:
-    """Raise OperationError when the disk on which ``output`` is to be written has less space than needed."""
+    """Raise OperationError when the disk on which ``output`` is to be written has less space than
+    needed.
+    """
     where, free = free_space(output)
     if needed > free:
         sizes = f"needs {human_size(needed)} of free space, {human_size(free)} are free"
@@ -451,6 +496,7 @@ def ensure_space(output: Path, needed: int) -> None:
                 f"{output}: {sizes} on this disk; next: make room there, or name another place"
             )
         raise OperationError(
-            f"{output}: {sizes} in {where}, where it is written before it is uploaded; next: export "
-            f"{STAGING_VARIABLE}=FOLDER, a folder on a larger disk, and run the same command again"
+            f"{output}: {sizes} in {where}, where it is written before it is uploaded; next: "
+            f"export {STAGING_VARIABLE}=FOLDER, a folder on a larger disk, and run the same "
+            "command again"
         )

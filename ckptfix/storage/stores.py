@@ -1,7 +1,9 @@
-"""Objects in a store: one prefix of a bucket, listed, read by ranges and written whole, by the library of its scheme.
+"""Objects in a store: one prefix of a bucket, listed, read by ranges and written whole, by the
+library of its scheme.
 
-fsspec lists and reads every store; a store whose own requests are needed (``s3``, ``azure``, ``hub``) has a module. A
-request that fails for a reason that passes is sent again; any other failure becomes an error that leads on.
+fsspec lists and reads every store; a store whose own requests are needed (``s3``, ``azure``,
+``hub``) has a module. A request that fails for a reason that passes is sent again; any other
+failure becomes an error that leads on.
 """
 
 import asyncio
@@ -29,8 +31,8 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 
 
 class Library(NamedTuple):
-    """Library of a scheme: the module that must be there, the extra of this package that installs it, and the class
-    of the store; "" for one of which fsspec alone is asked.
+    """Library of a scheme: the module that must be there, the extra of this package that installs
+    it, and the class of the store; "" for one of which fsspec alone is asked.
     """
 
     module: str
@@ -71,7 +73,9 @@ ANY: Final = Expected.ANY
 
 
 class ObjectInfo(NamedTuple):
-    """Facts about an object. ``etag``: what changes with its bytes, without quotes; "" where a store has none."""
+    """Facts about an object. ``etag``: what changes with its bytes, without quotes; "" where a
+    store has none.
+    """
 
     size: int
     etag: str
@@ -79,7 +83,9 @@ class ObjectInfo(NamedTuple):
 
 
 class ObjectRange(NamedTuple):
-    """``length`` bytes from ``offset`` of the object ``key`` in the state ``etag``; "": in any state."""
+    """``length`` bytes from ``offset`` of the object ``key`` in the state ``etag``; "": in any
+    state.
+    """
 
     key: str
     offset: int
@@ -98,10 +104,10 @@ Contents = list[bytes]
 class Abilities(NamedTuple):
     """Abilities of a store beyond reading and writing whole objects.
 
-    ``composes``: it copies parts of objects into new ones by itself. ``conditions``: it refuses a write onto another
-    object than the expected one. ``atomic``: it makes many writes at once (``Store.atomically``), and copies complete
-    objects then. The sizes are in bytes: of the smallest part but the last, and of the largest copied
-    one.
+    ``composes``: it copies parts of objects into new ones by itself. ``conditions``: it refuses a
+    write onto another object than the expected one. ``atomic``: it makes many writes at once
+    (``Store.atomically``), and copies complete objects then. The sizes are in bytes: of the
+    smallest part but the last, and of the largest copied one.
     """
 
     composes: bool = False
@@ -113,7 +119,9 @@ class Abilities(NamedTuple):
 
 
 class Patience(NamedTuple):
-    """Limits of what is tried again. The waits in seconds grow twofold, and a part of each is left to chance."""
+    """Limits of what is tried again. The waits in seconds grow twofold, and a part of each is left
+    to chance.
+    """
 
     attempts: int = 8
     first_wait: float = 0.5
@@ -126,7 +134,9 @@ PATIENCE = Patience()
 
 
 class Traffic:
-    """Requests that were sent, with those sent again, and bytes of objects that went up and down."""
+    """Requests that were sent, with those sent again, and bytes of objects that went up and
+    down.
+    """
 
     def __init__(self, total: "Traffic | None" = None) -> None:
         self._lock = threading.Lock()
@@ -166,8 +176,8 @@ def is_url(path: object) -> bool:
 def open_store(url: str) -> "Store":
     """Return the store of a URL. No request is sent yet.
 
-    Raises UsageError for a scheme that is not known, and for a URL that no folder can be named like; names the extra to
-    install where its library is missing.
+    Raises UsageError for a scheme that is not known, and for a URL that no folder can be named
+    like; names the extra to install where its library is missing.
     """
     match = _SCHEME.match(url)
     if match is None or match[1] not in LIBRARIES:
@@ -177,15 +187,16 @@ def open_store(url: str) -> "Store":
     authority = rest.partition("/")[0]
     if ":" in authority.partition("@")[0] and "@" in authority:
         raise UsageError(
-            f"{scheme}://...@{authority.rpartition('@')[2]}: a URL must not hold a password, which shells and logs "
-            "keep; next: export it as the library of the store reads it (ckptfix help stores)"
+            f"{scheme}://...@{authority.rpartition('@')[2]}: a URL must not hold a password, which "
+            "shells and logs keep; next: export it as the library of the store reads it (ckptfix "
+            "help stores)"
         )
     if scheme != "memory" and not authority:
         raise UsageError(f"{escape(url)} names no bucket: expected {scheme}://BUCKET/PATH")
     if any(part in ("", ".", "..") for part in rest.rstrip("/").split("/")) and rest:
         raise UsageError(
-            f"{escape(url)}: no folder has such a name ('//', '.' or '..' in it); next: leave that out, or, where "
-            "objects lie there, copy them to a path without it"
+            f"{escape(url)}: no folder has such a name ('//', '.' or '..' in it); next: leave that "
+            "out, or, where objects lie there, copy them to a path without it"
         )
     library = LIBRARIES[scheme]
     try:
@@ -194,7 +205,8 @@ def open_store(url: str) -> "Store":
         if (error.name or "").partition(".")[0] != library.module:
             raise
         raise UsageError(
-            f"{escape(url)} needs the library {library.module}; next: pip install 'ckptfix[{library.extra}]'"
+            f"{escape(url)} needs the library {library.module}; next: pip install "
+            f"'ckptfix[{library.extra}]'"
         ) from None
     module, _, name = library.store.rpartition(".")
     kind: type[Store] = getattr(import_module(module), name) if module else Store
@@ -202,10 +214,11 @@ def open_store(url: str) -> "Store":
 
 
 class Store:
-    """One prefix of a store. Keys are relative to it; "" is the prefix itself, as the URL of a single object has it.
+    """One prefix of a store. Keys are relative to it; "" is the prefix itself, as the URL of a
+    single object has it.
 
-    Any thread may use it. Every method raises StoreError when the store does not answer or refuses, with the next
-    step in its message.
+    Any thread may use it. Every method raises StoreError when the store does not answer or refuses,
+    with the next step in its message.
     """
 
     abilities: ClassVar[Abilities] = Abilities()
@@ -224,7 +237,9 @@ class Store:
         try:
             files = fsspec.filesystem(scheme, **options)
         except Exception as error:
-            raise StoreError(f"{self.name()}: {_one_line(error)}; next: ckptfix help stores") from error
+            raise StoreError(
+                f"{self.name()}: {_one_line(error)}; next: ckptfix help stores"
+            ) from error
         base = files._strip_protocol(self.url)
         return files, base.strip("/") if scheme != "memory" else base.rstrip("/")
 
@@ -241,11 +256,14 @@ class Store:
         return escape(f"{self.url}/{key}" if key else self.url)
 
     def removal(self, below: str = "") -> str:
-        """Return the command, or the words where none is known, that deletes every object in a folder."""
+        """Return the command, or the words where none is known, that deletes every object in a
+        folder.
+        """
         return f"delete every object below {self.name(below.rstrip('/'))}/"
 
     def atomically(self, title: str) -> AbstractContextManager[None]:
-        """Make the writes of the block at once where the store can; elsewhere each is made by itself.
+        """Make the writes of the block at once where the store can; elsewhere each is made by
+        itself.
 
         ``title``: what a log of the store calls them.
         """
@@ -254,7 +272,9 @@ class Store:
     # Requests of a store: a subclass replaces them.
 
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
-        """Yield every key below a prefix, which is "" or ends in a slash; not ``deep``: sub-folders, with None."""
+        """Yield every key below a prefix, which is "" or ends in a slash; not ``deep``:
+        sub-folders, with None.
+        """
         self.traffic.add()
         where = self._path(below.rstrip("/"))
         try:
@@ -281,10 +301,13 @@ class Store:
         return _info(info) if info["type"] == "file" else None
 
     def _read(self, key: str, offset: int, length: int, etag: str) -> bytes:
-        """Return the bytes of a range. Raises Refused for another ETag, FileNotFoundError without an object."""
+        """Return the bytes of a range. Raises Refused for another ETag, FileNotFoundError without
+        an object.
+        """
         data: bytes = self._files.cat_file(self._path(key), start=offset, end=offset + length)
         self.traffic.add(down=len(data))
-        if etag:  # this library takes no condition: what is there after the read was there during it
+        # This library takes no condition: what is there after the read was there during it.
+        if etag:
             now = self._stat(key)
             if now is None or now.etag != etag:
                 raise Refused
@@ -295,7 +318,8 @@ class Store:
         try:
             self._ensure(key, expected)
             self.traffic.add(up=len(data))
-            self._files.pipe_file(path, data, mode=mode)  # "create": of two at the same time one fails
+            # "create": of two at the same time one fails.
+            self._files.pipe_file(path, data, mode=mode)
         except (Refused, FileExistsError):
             if expected is not ABSENT or self._files.cat_file(path) != data:
                 raise Refused from None
@@ -314,7 +338,12 @@ class Store:
         return self._written(key, size)
 
     def _compose(
-        self, key: str, pieces: Sequence[Piece], expected: str | Expected, like: str | None, mark: str
+        self,
+        key: str,
+        pieces: Sequence[Piece],
+        expected: str | Expected,
+        like: str | None,
+        mark: str,
     ) -> ObjectInfo:
         """Write an object whose bytes come and go through this machine."""
         with tempfile.NamedTemporaryFile(prefix="ckptfix-") as file:
@@ -330,13 +359,17 @@ class Store:
                 continue
             for begin in range(0, piece.length, _BLOCK):
                 take = min(_BLOCK, piece.length - begin)
-                file.write(self.read(piece.key, piece.offset + begin, take, etag=piece.etag or None))
+                file.write(
+                    self.read(piece.key, piece.offset + begin, take, etag=piece.etag or None)
+                )
 
     def _mark(self, key: str) -> str:
         return ""
 
     def _abandoned(self, below: str) -> int:
-        """Remove the parts of uploads below a prefix that no object is made of, and return the number of uploads."""
+        """Remove the parts of uploads below a prefix that no object is made of, and return the
+        number of uploads.
+        """
         return 0
 
     def _delete(self, key: str, expected: str | Expected) -> None:
@@ -349,7 +382,9 @@ class Store:
         return f"{self._base}/{key}" if key and self._base else key or self._base
 
     def _ensure(self, key: str, expected: str | Expected) -> None:
-        """Raise Refused unless a key is in the expected state; for stores and writes without conditions."""
+        """Raise Refused unless a key is in the expected state; for stores and writes without
+        conditions.
+        """
         if expected is ANY:
             return
         now = self._stat(key)
@@ -357,23 +392,26 @@ class Store:
             raise Refused
 
     def _written(self, key: str, size: int, etag: str = "") -> ObjectInfo:
-        """Return what is there after a write. ``etag``: what the store answered, "" where that was lost.
+        """Return what is there after a write. ``etag``: what the store answered, "" where that was
+        lost.
 
         Raises Refused when another program wrote since, StoreError when not every byte is there.
         """
-        now = self.stat(key)  # tried again by itself: what was written must not be written again for its sake
+        # Tried again by itself: what was written must not be written again for its sake.
+        now = self.stat(key)
         if etag and (now is None or now.etag != etag):
             raise Refused
         if now is None or now.size != size:
             found = "no object" if now is None else f"{now.size} bytes"
             raise StoreError(
-                f"{self.name(key)}: the store took {size} bytes and now has {found}: the object is not complete; "
-                "next: run the same command again"
+                f"{self.name(key)}: the store took {size} bytes and now has {found}: the object is "
+                "not complete; next: run the same command again"
             )
         return now
 
     def _judge(self, error: Exception) -> Exception | None:
-        """Return the failure that an error of the library means: Temporary, Refused, FileNotFoundError or a final one.
+        """Return the failure that an error of the library means: Temporary, Refused,
+        FileNotFoundError or a final one.
 
         None for an error that this store does not know.
         """
@@ -408,11 +446,15 @@ class Store:
         return {key: info for key, info in listed if info is not None}
 
     def listed(self) -> Iterator[tuple[str, ObjectInfo]]:
-        """Yield every object as ``list`` returns it, page by page where the store lists by pages."""
+        """Yield every object as ``list`` returns it, page by page where the store lists by
+        pages.
+        """
         yield from self.list().items()
 
     def children(self, below: str = "") -> tuple[dict[str, ObjectInfo], Names]:
-        """Return the objects right in a folder by their keys, and the keys of its sub-folders, without slashes."""
+        """Return the objects right in a folder by their keys, and the keys of its sub-folders,
+        without slashes.
+        """
         listed = self._persist(below, lambda: list(self._list(_folder(below), deep=False)))
         files = {key: info for key, info in listed if info is not None}
         return files, sorted({key.rstrip("/") for key, info in listed if info is None})
@@ -426,7 +468,9 @@ class Store:
         return self._persist(key, lambda: self._stat(key))
 
     def read(self, key: str, offset: int, length: int, *, etag: str | None = None) -> bytes:
-        """Return exactly ``length`` bytes. Raises ChangedError when the object is another one, or has gone."""
+        """Return exactly ``length`` bytes. Raises ChangedError when the object is another one, or
+        has gone.
+        """
         if not length:
             return b""
 
@@ -446,7 +490,9 @@ class Store:
             raise FileChangedError(self.name(key), self._states(key, etag or "")[1]) from None
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> Contents:
-        """Return the bytes of each range; ``CONCURRENT`` requests are under way at once. Raises as ``read`` does."""
+        """Return the bytes of each range; ``CONCURRENT`` requests are under way at once. Raises as
+        ``read`` does.
+        """
         found: Contents = [b""] * len(ranges)
 
         def take(number: int) -> None:
@@ -457,13 +503,22 @@ class Store:
         return found
 
     def put(self, key: str, data: bytes, *, expected: str | Expected = ANY) -> ObjectInfo:
-        """Write an object, complete or not at all. Raises ChangedError when another one than ``expected`` exists."""
+        """Write an object, complete or not at all. Raises ChangedError when another one than
+        ``expected`` exists.
+        """
         return self._write(key, expected, lambda: self._put(key, data, expected))
 
     def upload(
-        self, key: str, path: Path, *, expected: str | Expected = ANY, progress: Progress | None = None
+        self,
+        key: str,
+        path: Path,
+        *,
+        expected: str | Expected = ANY,
+        progress: Progress | None = None,
     ) -> ObjectInfo:
-        """Write a file as an object, complete or not at all, and compare the size. Raises as ``put`` does."""
+        """Write a file as an object, complete or not at all, and compare the size. Raises as
+        ``put`` does.
+        """
         return self._write(key, expected, lambda: self._upload(key, path, expected, progress))
 
     def compose(
@@ -475,16 +530,20 @@ class Store:
         like: str | None = None,
         mark: str = "",
     ) -> ObjectInfo:
-        """Write an object of new bytes and ranges of others, complete or not at all. Raises as ``put`` does.
+        """Write an object of new bytes and ranges of others, complete or not at all. Raises as
+        ``put`` does.
 
-        Where the store can (``abilities.composes``) it copies the ranges by itself. ``like``: an object whose storage
-        class, metadata, tags and encryption the new one gets. ``mark``: what ``mark()`` returns of the new object,
-        in a store that composes. Raises ChangedError when a range is of another object.
+        Where the store can (``abilities.composes``) it copies the ranges by itself. ``like``: an
+        object whose storage class, metadata, tags and encryption the new one gets. ``mark``: what
+        ``mark()`` returns of the new object, in a store that composes. Raises ChangedError when a
+        range is of another object.
         """
         return self._write(key, expected, lambda: self._compose(key, pieces, expected, like, mark))
 
     def keeps_conditions(self, key: str) -> bool:
-        """Return whether the store refuses a write whose condition does not hold. ``key``: where no object is."""
+        """Return whether the store refuses a write whose condition does not hold. ``key``: where no
+        object is.
+        """
         return self.abilities.conditions
 
     def mark(self, key: str) -> str:
@@ -492,14 +551,17 @@ class Store:
         return self._persist(key, lambda: self._mark(key))
 
     def abandoned(self, below: str) -> int:
-        """Remove what uploads below a prefix left that were killed: parts, which no listing shows and somebody pays.
+        """Remove what uploads below a prefix left that were killed: parts, which no listing shows
+        and somebody pays.
 
         Return the number of these uploads. Nobody else may write there.
         """
         return self._persist(below, lambda: self._abandoned(below))
 
     def delete(self, key: str, *, expected: str | Expected = ANY) -> None:
-        """Delete an object; none there is fine. Raises ChangedError when another one than ``expected`` exists."""
+        """Delete an object; none there is fine. Raises ChangedError when another one than
+        ``expected`` exists.
+        """
         self._write(key, expected, lambda: self._delete(key, expected))
 
     def _write(self, key: str, expected: str | Expected, work: Callable[[], _T]) -> _T:
@@ -519,7 +581,9 @@ class Store:
         )
 
     def _states(self, key: str, expected: str | Expected) -> tuple[str, str]:
-        """Return in words what another program did to an object, and the expected and the found state of it."""
+        """Return in words what another program did to an object, and the expected and the found
+        state of it.
+        """
         now = None
         with suppress(StoreError):
             now = self.stat(key)
@@ -531,7 +595,8 @@ class Store:
     def _persist(self, key: str, work: Callable[[], _T], *, has_condition: bool = False) -> _T:
         """Do a request, again and again while it fails for reasons that pass.
 
-        ``has_condition``: the caller explains that it does not hold (Refused), or that there is no such object.
+        ``has_condition``: the caller explains that it does not hold (Refused), or that there is no
+        such object.
         """
         patience, began = PATIENCE, time.monotonic()
         for attempt in range(patience.attempts):
@@ -557,15 +622,18 @@ class Store:
                 if attempt + 1 == patience.attempts:
                     seconds = time.monotonic() - began
                     raise StoreError(
-                        f"{self.name(key)}: the store did not answer {patience.attempts} times in {seconds:.0f} s "
-                        f"({judged}), so the work could not finish; next: run the same command again later"
+                        f"{self.name(key)}: the store did not answer {patience.attempts} times in "
+                        f"{seconds:.0f} s ({judged}), so the work could not finish; next: run the "
+                        "same command again later"
                     ) from error
             wait = min(patience.first_wait * 2**attempt, patience.longest_wait)
             time.sleep(wait * random.uniform(0.5, 1))
         raise AssertionError("the last attempt returns or raises")
 
 
-def together(tasks: Sequence[_T] | range, do: Callable[[Any], object], most: int = CONCURRENT) -> None:
+def together(
+    tasks: Sequence[_T] | range, do: Callable[[Any], object], most: int = CONCURRENT
+) -> None:
     """Do every task in one of at most ``most`` threads; the first error ends all, and is raised."""
 
     @contextmanager
@@ -576,7 +644,9 @@ def together(tasks: Sequence[_T] | range, do: Callable[[Any], object], most: int
 
 
 def seconds_to_read(length: int) -> float:
-    """Return the time for a read: a minute, and a MiB every four seconds. What only trickles is as good as cut."""
+    """Return the time for a read: a minute, and a MiB every four seconds. What only trickles is as
+    good as cut.
+    """
     return PATIENCE.answer + length / (256 << 10)
 
 
@@ -602,7 +672,9 @@ def _info(info: Mapping[str, Any]) -> ObjectInfo:
         etag = str(nanoseconds(info["created"]))  # of memory://, which writes the time in two ways
     times = ("LastModified", "last_modified", "mtime", "updated", "created")
     return ObjectInfo(
-        info["size"], etag.strip('"'), nanoseconds(next((info[name] for name in times if info.get(name)), 0))
+        info["size"],
+        etag.strip('"'),
+        nanoseconds(next((info[name] for name in times if info.get(name)), 0)),
     )
 
 

@@ -1,8 +1,9 @@
-"""Work that several processes share: each does some of the units, and all of them go on with the same results.
+"""Work that several processes share: each does some of the units, and all of them go on with the
+same results.
 
-The processes of a team run the same verb on the same folder. Planning is cheap, so each of them plans everything alone
-and calls ``share`` with the same units. The results are gathered, and every process goes on as a single one would; the
-leader alone writes and prints.
+The processes of a team run the same verb on the same folder. Planning is cheap, so each of them
+plans everything alone and calls ``share`` with the same units. The results are gathered, and every
+process goes on as a single one would; the leader alone writes and prints.
 
 ``joined_team`` has the team of processes that see each other; the others here work one by one.
 """
@@ -23,24 +24,31 @@ from ckptfix.wording import count_of, human_size
 # Shares of units: the same on every process, as each of them plans for all.
 
 _OVERHEAD = 1 << 16
-"""Bytes that could be read in the time that a unit takes besides: without it 100,000 empty tensors weigh nothing."""
+"""Bytes that could be read in the time that a unit takes besides: without it 100,000 empty tensors
+weigh nothing.
+"""
 
 _BALANCED = 1.02
 """A plan is good enough when the largest share is at most this times the mean."""
 
 _PARTS = 50
-"""Parts of a mean share: files are cut into stretches no longer than one of them, where complete files do not fit."""
+"""Parts of a mean share: files are cut into stretches no longer than one of them, where complete
+files do not fit.
+"""
 
 
 def plan_shares(units: Sequence[Unit], count: int) -> list[list[int]]:
-    """Return which units each of ``count`` processes does: the largest go first, to the least loaded process.
+    """Return which units each of ``count`` processes does: the largest go first, to the least
+    loaded process.
 
-    All units of a file go together where that is balanced, because a second read of a byte then finds it in the page
-    cache; otherwise neighbours stay together.
+    All units of a file go together where that is balanced, because a second read of a byte then
+    finds it in the page cache; otherwise neighbours stay together.
     """
     files: dict[object, list[int]] = {}
     for number, unit in enumerate(units):
-        files.setdefault(unit.files[0][:1] + unit.files[0][3:] if unit.files else number, []).append(number)
+        files.setdefault(
+            unit.files[0][:1] + unit.files[0][3:] if unit.files else number, []
+        ).append(number)
     for numbers in files.values():
         numbers.sort(key=lambda number: units[number].offset)
     weights = [unit.size + _OVERHEAD for unit in units]
@@ -76,7 +84,9 @@ def _cut(numbers: list[int], weights: Sequence[int], longest: float | None) -> I
 def _largest_first(
     stretches: list[list[int]], weights: Sequence[int], count: int
 ) -> tuple[float, list[list[int]]]:
-    heavy = [(-sum(weights[number] for number in part), place) for place, part in enumerate(stretches)]
+    heavy = [
+        (-sum(weights[number] for number in part), place) for place, part in enumerate(stretches)
+    ]
     least = [(0, rank) for rank in range(count)]
     shares: list[list[int]] = [[] for _ in range(count)]
     for weight, place in sorted(heavy):
@@ -89,10 +99,14 @@ def _largest_first(
 # The work itself.
 
 Done = Callable[..., None]
-"""Called with the number of a unit and its result, JSON values; ``is_final=False`` when another run may fare better."""
+"""Called with the number of a unit and its result, JSON values; ``is_final=False`` when another run
+may fare better.
+"""
 
 Do = Callable[[Sequence[int], Done, Progress], None]
-"""Does the units of these numbers. It calls its ``Progress`` with bytes, which raises Stopped once another fails."""
+"""Does the units of these numbers. It calls its ``Progress`` with bytes, which raises Stopped once
+another fails.
+"""
 
 Assume = Callable[[int], Any]
 """Returns a result that leads on, for a unit of another share whose result is not known."""
@@ -111,18 +125,26 @@ class Team(Protocol):
     """The results that outlive this run, for the next one."""
 
     def share(
-        self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
+        self,
+        what: str,
+        units: Sequence[Unit],
+        do: Do,
+        assume: Assume | None,
+        progress: Progress | None,
     ) -> list[Any]:
         """Return the results of all units, in their order; this process does its share of them.
 
-        ``assume``: None for units that follow from the results of others, which a lone share of them does not know.
+        ``assume``: None for units that follow from the results of others, which a lone share of
+        them does not know.
         """
 
     def told(self, make: Callable[[], Any]) -> Any:
         """Return what the leader's ``make`` returns, JSON values, on every process."""
 
     def agree(self, error: BaseException | None) -> None:
-        """Find out whether all ended alike; raises TeamError where not, or the leader's own error on the leader."""
+        """Find out whether all ended alike; raises TeamError where not, or the leader's own error
+        on the leader.
+        """
 
 
 _current: Team | None = None
@@ -139,7 +161,9 @@ def leads() -> bool:
 
 
 def knows_all() -> bool:
-    """Return whether this process learns what the others have found: a share without a network does not."""
+    """Return whether this process learns what the others have found: a share without a network does
+    not.
+    """
     return not isinstance(_current, LoneShare | Merger)
 
 
@@ -163,7 +187,9 @@ def working_in(team: Team) -> Iterator[None]:
 
 @contextmanager
 def as_one() -> Iterator[None]:
-    """Let all processes of a team end this block alike: an error that one of them alone has ends all of them."""
+    """Let all processes of a team end this block alike: an error that one of them alone has ends
+    all of them.
+    """
     team = _current
     if team is None:
         yield
@@ -189,7 +215,9 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Let a share, and the process that merges them, do all that is inside this block, as a single process does."""
+    """Let a share, and the process that merges them, do all that is inside this block, as a single
+    process does.
+    """
     with nullcontext() if knows_all() else alone():
         yield
 
@@ -204,8 +232,8 @@ def each(
 ) -> list[Any]:
     """Return the results, JSON values, of ``work`` on each number; a team shares them.
 
-    ``files``: for each number the file that is read, what of it, and how many bytes that is. ``is_final``: returns
-    whether another run would have the same result.
+    ``files``: for each number the file that is read, what of it, and how many bytes that is.
+    ``is_final``: returns whether another run would have the same result.
     """
     if _current is None:
         return [work(number, progress) for number in range(len(files))]
@@ -222,13 +250,22 @@ def each(
 
 
 class InOrder(ABC):
-    """Processes that bring the units into one order first: a list that came out of a set has another one in each."""
+    """Processes that bring the units into one order first: a list that came out of a set has
+    another one in each.
+    """
 
     def share(
-        self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
+        self,
+        what: str,
+        units: Sequence[Unit],
+        do: Do,
+        assume: Assume | None,
+        progress: Progress | None,
     ) -> list[Any]:
         """Return the results of all units, as ``Team`` says."""
-        order = sorted(range(len(units)), key=lambda number: (units[number].key, units[number].files))
+        order = sorted(
+            range(len(units)), key=lambda number: (units[number].key, units[number].files)
+        )
 
         def do_in_order(numbers: Sequence[int], done: Done, progress: Progress) -> None:
             places = {order[place]: place for place in numbers}
@@ -246,7 +283,12 @@ class InOrder(ABC):
 
     @abstractmethod
     def _share(
-        self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
+        self,
+        what: str,
+        units: Sequence[Unit],
+        do: Do,
+        assume: Assume | None,
+        progress: Progress | None,
     ) -> list[Any]:
         """Return the results of units that are in order."""
 
@@ -255,13 +297,19 @@ def resuming(units: Sequence[Unit], known: Any, partial: PartialResults) -> str:
     """Return in words how much of the work an earlier run has done, and when."""
     size = human_size(sum(units[number].size for number in known))
     since = partial.oldest()
-    when = f", the oldest before {time.strftime('%Y-%m-%d %H:%M', time.localtime(since))}" if since else ""
+    when = (
+        f", the oldest before {time.strftime('%Y-%m-%d %H:%M', time.localtime(since))}"
+        if since
+        else ""
+    )
     number = f"{len(known)} of {count_of(len(units), 'unit')} ({size})"
     return f"resuming: {number} done by an earlier run{when}: {partial.folder}"
 
 
 class LoneShare(InOrder):
-    """One share of a job array: a process that sees no other, and leaves its results for ``merge``."""
+    """One share of a job array: a process that sees no other, and leaves its results for
+    ``merge``.
+    """
 
     leads = False
     here = 1
@@ -273,7 +321,12 @@ class LoneShare(InOrder):
         self.unread = 0
 
     def _share(
-        self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
+        self,
+        what: str,
+        units: Sequence[Unit],
+        do: Do,
+        assume: Assume | None,
+        progress: Progress | None,
     ) -> list[Any]:
         """Do this share of the units; of the others, return what ``assume`` does."""
         if assume is None:
@@ -290,8 +343,14 @@ class LoneShare(InOrder):
             self.unread += not is_final
             found[number] = result
 
-        do([number for number in mine if number not in found], done, progress or (lambda count: None))
-        return [found[number] if number in found else assume(number) for number in range(len(units))]
+        do(
+            [number for number in mine if number not in found],
+            done,
+            progress or (lambda count: None),
+        )
+        return [
+            found[number] if number in found else assume(number) for number in range(len(units))
+        ]
 
     def told(self, make: Callable[[], Any]) -> Any:
         """Refuse: nobody can be told anything."""
@@ -302,19 +361,30 @@ class LoneShare(InOrder):
 
 
 class Merger(InOrder):
-    """The process that puts the shares of a job array together: it reads nothing that a share should have read."""
+    """The process that puts the shares of a job array together: it reads nothing that a share
+    should have read.
+    """
 
     leads = True
     here = 1
 
-    def __init__(self, partial: PartialResults, count: int, command_of: Callable[[Share], str]) -> None:
+    def __init__(
+        self, partial: PartialResults, count: int, command_of: Callable[[Share], str]
+    ) -> None:
         self.partial: PartialResults | None = partial
         self._partial, self._count, self._command_of = partial, count, command_of
 
     def _share(
-        self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
+        self,
+        what: str,
+        units: Sequence[Unit],
+        do: Do,
+        assume: Assume | None,
+        progress: Progress | None,
     ) -> list[Any]:
-        """Return the results of all shares. Raises OperationError that names those that are missing."""
+        """Return the results of all shares. Raises OperationError that names those that are
+        missing.
+        """
         if assume is None:
             found: dict[int, Any] = {}
 
@@ -338,8 +408,8 @@ class Merger(InOrder):
         ]
         names = ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
         raise OperationError(
-            f"{self._partial.folder}: results are missing: {names}; a file that changed since makes them missing, too; "
-            f"next: {self._command_of(Share(min(lacking), self._count))}"
+            f"{self._partial.folder}: results are missing: {names}; a file that changed since "
+            f"makes them missing, too; next: {self._command_of(Share(min(lacking), self._count))}"
         )
 
     def told(self, make: Callable[[], Any]) -> Any:
@@ -361,7 +431,12 @@ class LoneWorker(InOrder):
         self._results, self._say = partial, say
 
     def _share(
-        self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
+        self,
+        what: str,
+        units: Sequence[Unit],
+        do: Do,
+        assume: Assume | None,
+        progress: Progress | None,
     ) -> list[Any]:
         """Do what no earlier run has done."""
         known = self._results.known(what, units)

@@ -1,13 +1,15 @@
-"""The folder of one transaction: its files, its notes about progress, and errors about unexpected files.
+"""The folder of one transaction: its files, its notes about progress, and errors about unexpected
+files.
 
-Edit number 3 has ``3.new`` (the new file until its rename), ``3.kept`` (a previous file kept until the undo),
-``3.trash`` (one deleted at the commit, whose recipe stays), ``3.moved`` (a file on its way to its new name, then its
-second name until the commit) and ``3.tail``; while it is undone also ``3.part`` and ``3.copy``. Only the owner may read
-them: they hold bytes of files that others may not be allowed to read.
+Edit number 3 has ``3.new`` (the new file until its rename), ``3.kept`` (a previous file kept until
+the undo), ``3.trash`` (one deleted at the commit, whose recipe stays), ``3.moved`` (a file on its
+way to its new name, then its second name until the commit) and ``3.tail``; while it is undone also
+``3.part`` and ``3.copy``. Only the owner may read them: they hold bytes of files that others may
+not be allowed to read.
 
-``steps`` has one JSON line before each edit. ``after.json`` has a fingerprint of every file that the transaction left;
-``samples.json``, which 0.4.0 did not write, the digest of pages between its ends, so that a newer save differs from a
-copy whose time alone is new.
+``steps`` has one JSON line before each edit. ``after.json`` has a fingerprint of every file that
+the transaction left; ``samples.json``, which 0.4.0 did not write, the digest of pages between its
+ends, so that a newer save differs from a copy whose time alone is new.
 """
 
 import json
@@ -45,7 +47,9 @@ class Workspace:
     folder: Path
 
     def at(self, path: PurePosixPath) -> Path:
-        """Return the full path of a file of the checkpoint. Raises OperationError below a symbolic link."""
+        """Return the full path of a file of the checkpoint. Raises OperationError below a symbolic
+        link.
+        """
         return locate(self.root, path)
 
     def new(self, index: int) -> Path:
@@ -65,21 +69,29 @@ class Workspace:
         return self.folder / f"{index}.tail"
 
     def copy(self, index: int) -> Path:
-        """Return the path of the copy of a file that got a second name; the copy is changed in its place."""
+        """Return the path of the copy of a file that got a second name; the copy is changed in its
+        place.
+        """
         return self.folder / f"{index}.copy"
 
     @property
     def was_committed(self) -> bool:
-        """True when every edit was applied: this is an undo, not the roll-back of an interrupted run."""
+        """True when every edit was applied: this is an undo, not the roll-back of an interrupted
+        run.
+        """
         return os.path.lexists(self.folder / "after.json")
 
     @property
     def any_time(self) -> bool:
-        """True when files may have other modification times than the journal says (``undo --force``)."""
+        """True when files may have other modification times than the journal says (``undo
+        --force``).
+        """
         return os.path.lexists(self.folder / "any-time")
 
     def accept_any_time(self, accept: bool = True) -> None:
-        """Make durable that modification times prove nothing: an interrupted ``undo --force`` goes on as one."""
+        """Make durable that modification times prove nothing: an interrupted ``undo --force`` goes
+        on as one.
+        """
         if accept and not self.any_time:
             create_file(self.folder / "any-time", b"", mode=0o600)
             sync_folder(self.folder)
@@ -96,18 +108,21 @@ class Workspace:
     def unexplained(self, path: Path, why: str) -> JournalError:
         """Return the error for a file that no interruption explains."""
         return JournalError(
-            f"{path}: {why}. Something else changed it after ckptfix did, so it was left alone; bring back the "
-            f"version that ckptfix left, then: {command('undo', self.root)}; or {forget(self.root)} (its *.kept and "
-            f"*.trash are previous files)"
+            f"{path}: {why}. Something else changed it after ckptfix did, so it was left alone; "
+            f"bring back the version that ckptfix left, then: {command('undo', self.root)}; or "
+            f"{forget(self.root)} (its *.kept and *.trash are previous files)"
         )
 
-    def not_the(self, path: Path, found: Fingerprint | None, expected: Fingerprint | None) -> JournalError:
+    def not_the(
+        self, path: Path, found: Fingerprint | None, expected: Fingerprint | None
+    ) -> JournalError:
         """Return the error for a file at ``path`` that ``is_the`` refused."""
         if found is None or expected is None:
             return self.unexplained(path, "is missing")
         if not found.same_content(expected):
             return self.unexplained(
-                path, f"has {found.size} bytes and is not the file of {expected.size} bytes that it was"
+                path,
+                f"has {found.size} bytes and is not the file of {expected.size} bytes that it was",
             )
         times = f"its time is {moment(found.mtime_ns)}, was {moment(expected.mtime_ns)}"
         again = command("undo", self.root, "", "--force")
@@ -116,7 +131,9 @@ class Workspace:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file of the checkpoint that is to be changed in place; a symbolic link is an OSError."""
+    """Open a file of the checkpoint that is to be changed in place; a symbolic link is an
+    OSError.
+    """
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         yield fd
@@ -133,8 +150,9 @@ _SAMPLES = "samples.json"
 class Note:
     """State of the files when an edit begins.
 
-    ``old`` and ``metadata``: of the file that the edit changes, removes or moves; ``new``: the new file of a
-    Replace; ``digest``: of the bytes before the place where a Truncate cuts; ``tail``: sha256 of what it cuts off.
+    ``old`` and ``metadata``: of the file that the edit changes, removes or moves; ``new``: the new
+    file of a Replace; ``digest``: of the bytes before the place where a Truncate cuts; ``tail``:
+    sha256 of what it cuts off.
     """
 
     old: Fingerprint | None = None
@@ -166,7 +184,8 @@ def cut_notes(folder: Path, count: int) -> None:
     left = b"".join(line + b"\n" for line in read_file(file).split(b"\n")[:count])
     fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if os.fstat(fd).st_nlink == 1:  # in place: a roll-back on a full disk must not need another block
+        # In place: a roll-back on a full disk must not need another block.
+        if os.fstat(fd).st_nlink == 1:
             os.ftruncate(fd, len(left))
             os.fsync(fd)
             return
@@ -195,7 +214,9 @@ def read_notes(folder: Path, edits: int) -> tuple[Note, ...]:
 
 
 def read_all_notes(folder: Path, edits: int) -> tuple[Note, ...]:
-    """Return the notes of a committed transaction. Raises JournalError when there is not one for each edit."""
+    """Return the notes of a committed transaction. Raises JournalError when there is not one for
+    each edit.
+    """
     notes = read_notes(folder, edits)
     if len(notes) != edits:
         raise damaged(folder / _STEPS, f"the plan: {len(notes)} lines for {edits} edits")
@@ -219,19 +240,28 @@ def _note(fields: Any) -> Note:
 def write_after(
     folder: Path, after: dict[PurePosixPath, Fingerprint | None], samples: dict[PurePosixPath, str]
 ) -> None:
-    """Write the transaction's result: one fingerprint per path, None for an absent file, and ``samples_digest``."""
+    """Write the transaction's result: one fingerprint per path, None for an absent file, and
+    ``samples_digest``.
+    """
     listed = {str(path): digest for path, digest in samples.items()}
-    create_file(folder / _SAMPLES, json.dumps(listed, separators=(",", ":")).encode() + b"\n", mode=0o600)
+    create_file(
+        folder / _SAMPLES, json.dumps(listed, separators=(",", ":")).encode() + b"\n", mode=0o600
+    )
     body = {str(path): None if value is None else asdict(value) for path, value in after.items()}
-    create_file(folder / _AFTER, json.dumps(body, separators=(",", ":")).encode() + b"\n", mode=0o600)
+    create_file(
+        folder / _AFTER, json.dumps(body, separators=(",", ":")).encode() + b"\n", mode=0o600
+    )
 
 
-def read_after(folder: Path, watched: Collection[PurePosixPath]) -> dict[PurePosixPath, Fingerprint | None]:
+def read_after(
+    folder: Path, watched: Collection[PurePosixPath]
+) -> dict[PurePosixPath, Fingerprint | None]:
     """Read the fingerprints that ``write_after`` wrote for these paths. Raises JournalError."""
     with journal_errors(folder / _AFTER):
         body = json.loads(read_file(folder / _AFTER))
         after = {
-            path_of(path): fingerprint_of(value, "file", "link", "folder") for path, value in body.items()
+            path_of(path): fingerprint_of(value, "file", "link", "folder")
+            for path, value in body.items()
         }
         if set(after) != set(watched):
             raise damaged(folder / _AFTER, "the plan: it lists other files")
@@ -239,7 +269,9 @@ def read_after(folder: Path, watched: Collection[PurePosixPath]) -> dict[PurePos
 
 
 def read_samples(folder: Path) -> dict[PurePosixPath, str]:
-    """Return the digests of pages between the ends of files, empty for a journal of 0.4.0. Raises JournalError."""
+    """Return the digests of pages between the ends of files, empty for a journal of 0.4.0. Raises
+    JournalError.
+    """
     if not os.path.lexists(folder / _SAMPLES):
         return {}
     with journal_errors(folder / _SAMPLES):

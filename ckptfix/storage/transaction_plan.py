@@ -1,8 +1,10 @@
-"""The plan of one transaction on disk, written before anything else: ``plan.json`` and ``literals``.
+"""The plan of one transaction on disk, written before anything else: ``plan.json`` and
+``literals``.
 
-``plan.json`` is a line with the sha256 of all that follows, then JSON. Binary data lies in ``literals`` in the order
-in which decoding the plan needs it; the plan holds only lengths and one sha256 over all. Nothing read from a journal
-is trusted unchecked: a checkpoint from elsewhere may bring one along.
+``plan.json`` is a line with the sha256 of all that follows, then JSON. Binary data lies in
+``literals`` in the order in which decoding the plan needs it; the plan holds only lengths and one
+sha256 over all. Nothing read from a journal is trusted unchecked: a checkpoint from elsewhere may
+bring one along.
 """
 
 import hashlib
@@ -41,9 +43,11 @@ _BITS = 0o1777
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """Permissions, owner and modification time (nanoseconds since 1970): restored by an undo with the bytes.
+    """Permissions, owner and modification time (nanoseconds since 1970): restored by an undo with
+    the bytes.
 
-    Never the set-uid and set-gid bits: a journal written by another user must not get them from root.
+    Never the set-uid and set-gid bits: a journal written by another user must not get them from
+    root.
     """
 
     mode: int
@@ -55,11 +59,16 @@ class Metadata:
     def of(status: os.stat_result) -> "Metadata":
         """Return the metadata in ``status``."""
         return Metadata(
-            mode=status.st_mode & _BITS, uid=status.st_uid, gid=status.st_gid, mtime_ns=status.st_mtime_ns
+            mode=status.st_mode & _BITS,
+            uid=status.st_uid,
+            gid=status.st_gid,
+            mtime_ns=status.st_mtime_ns,
         )
 
     def restore(self, fd: int) -> bool:
-        """Restore each field that differs and may be changed; return False when the time may not (not the owner)."""
+        """Restore each field that differs and may be changed; return False when the time may not
+        (not the owner).
+        """
         current = os.fstat(fd)
         moved = (current.st_uid, current.st_gid) != (self.uid, self.gid)
         if moved:
@@ -82,7 +91,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @contextmanager
 def journal_errors(file: Path) -> Iterator[None]:
-    """Turn errors in reading and decoding ``file`` into a JournalError: ROOT/.ckptfix/NUMBER.STATE/NAME."""
+    """Turn errors in reading and decoding ``file`` into a JournalError:
+    ROOT/.ckptfix/NUMBER.STATE/NAME.
+    """
     try:
         yield
     except JournalError:
@@ -98,7 +109,8 @@ def journal_errors(file: Path) -> Iterator[None]:
     ) as error:
         if isinstance(error, PermissionError):  # known to the reader by this cause
             raise JournalError(
-                f"{file}: cannot be read: {error.strerror}; only the user who ran ckptfix here can go on with it"
+                f"{file}: cannot be read: {error.strerror}; only the user who ran ckptfix here can "
+                "go on with it"
             ) from error
         raise JournalError(f"{file}: cannot be read: {error}; {_advice(file)}") from error
     except RecursionError as error:
@@ -178,7 +190,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionRecord:
-    """Contents of ``plan.json`` and ``literals``. ``watched``: every path whose change makes an undo refuse."""
+    """Contents of ``plan.json`` and ``literals``. ``watched``: every path whose change makes an
+    undo refuse.
+    """
 
     target: str
     summary: object
@@ -207,7 +221,9 @@ def write_record(folder: Path, record: TransactionRecord) -> None:
 
 
 def read_record(folder: Path) -> TransactionRecord:
-    """Read a record of ``write_record``. Raises JournalError when a byte changed or the contents are invalid."""
+    """Read a record of ``write_record``. Raises JournalError when a byte changed or the contents
+    are invalid.
+    """
     plan, literals = folder / "plan.json", folder / "literals"
     with journal_errors(plan):
         digest, _, body_text = read_file(plan).partition(b"\n")
@@ -217,8 +233,8 @@ def read_record(folder: Path) -> TransactionRecord:
         body = json.loads(body_text)
         if body["version"] != VERSION:
             raise JournalError(
-                f"{plan}: written by another version (format {body['version']!r:.20}, this one reads {VERSION}); use "
-                f"that version of ckptfix"
+                f"{plan}: written by another version (format {body['version']!r:.20}, this one "
+                f"reads {VERSION}); use that version of ckptfix"
             )
         expected = body["literals"]["sha256"]
     with journal_errors(literals):
@@ -286,7 +302,9 @@ def _encode(edit: Record, literals: bytearray) -> list[Any]:
 def _decode(edit: Any, take: Callable[[object], bytes]) -> Record:
     match edit:
         case ["patch", path, offset, length]:
-            return Patch(path=path_of(path), offset=whole(offset), old=take(length), new=take(length))
+            return Patch(
+                path=path_of(path), offset=whole(offset), old=take(length), new=take(length)
+            )
         case ["append", path, old_size, length]:
             return Appended(path=path_of(path), old_size=whole(old_size), length=whole(length))
         case ["truncate", path, new_size, old_size]:

@@ -1,4 +1,6 @@
-"""The transactions in a folder's journal, and the conditions under which a committed one can be undone."""
+"""The transactions in a folder's journal, and the conditions under which a committed one can be
+undone.
+"""
 
 import os
 import re
@@ -15,7 +17,16 @@ from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, FileChangedError, JournalError, OperationError
 from ckptfix.storage.comparing import ends_digest, fingerprint, samples_digest
 from ckptfix.storage.copying import supports_reflink
-from ckptfix.storage.edits import Appended, Move, Patch, Record, Remove, Replaced, Truncate, edited_paths
+from ckptfix.storage.edits import (
+    Appended,
+    Move,
+    Patch,
+    Record,
+    Remove,
+    Replaced,
+    Truncate,
+    edited_paths,
+)
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
 from ckptfix.storage.reading import Piece, origin_of, store_of
@@ -44,8 +55,8 @@ if TYPE_CHECKING:
 class Rebuilt(NamedTuple):
     """A deleted file that an undo rebuilds: the place of its edit, its path and its recipe.
 
-    ``bytes_of``: the current location of a part's bytes; ``cut``: of a stretch of the file, from its offset and length.
-    Both raise ChangedError where bytes are missing.
+    ``bytes_of``: the current location of a part's bytes; ``cut``: of a stretch of the file, from
+    its offset and length. Both raise ChangedError where bytes are missing.
     """
 
     place: int
@@ -78,7 +89,8 @@ class _View:
 
 
 def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuilt]:
-    """Yield every file that an undo rebuilds from ranges of other files; each is valid until the next one.
+    """Yield every file that an undo rebuilds from ranges of other files; each is valid until the
+    next one.
 
     The current location of the bytes is computed as if edits were undone; nothing is changed.
 
@@ -165,11 +177,11 @@ class State(Enum):
 class TransactionInfo:
     """One transaction as the journal describes it.
 
-    ``summary`` is the JSON value that the caller of ``commit`` gave; ``created`` is in seconds since 1970;
-    ``paths`` are the edited files, ``watched`` those and the files that an undo reads. ``problem`` says why the
-    journal cannot be read (None: it can). ``foreign``: a repair by another user, who alone can read it; that
-    is not a problem, but its contents are unknown. ``in_store``: of objects; what is pending there is finished by the
-    next run.
+    ``summary`` is the JSON value that the caller of ``commit`` gave; ``created`` is in seconds
+    since 1970; ``paths`` are the edited files, ``watched`` those and the files that an undo reads.
+    ``problem`` says why the journal cannot be read (None: it can). ``foreign``: a repair by another
+    user, who alone can read it; that is not a problem, but its contents are unknown. ``in_store``:
+    of objects; what is pending there is finished by the next run.
     """
 
     number: int
@@ -187,7 +199,8 @@ class TransactionInfo:
 def transactions(root: Path) -> tuple[TransactionInfo, ...]:
     """Return the transactions in the journal of ``root``, oldest first. Reads only; needs no lock.
 
-    Raises JournalError when ``.ckptfix`` is a symbolic link or no directory, OSError when it cannot be listed.
+    Raises JournalError when ``.ckptfix`` is a symbolic link or no directory, OSError when it cannot
+    be listed.
     """
     store = store_of(root)
     if store is not None:
@@ -196,9 +209,11 @@ def transactions(root: Path) -> tuple[TransactionInfo, ...]:
 
 
 def is_partly_changed(root: Path) -> bool:
-    """Return whether a repair or an undo has changed some files and others not yet: it runs, or was killed.
+    """Return whether a repair or an undo has changed some files and others not yet: it runs, or was
+    killed.
 
-    Reads less than ``transactions``, and of an image what it has listed. Raises OSError, and of an image StoreError.
+    Reads less than ``transactions``, and of an image what it has listed. Raises OSError, and of an
+    image StoreError.
     """
     store = store_of(root)
     if store is None:
@@ -215,7 +230,9 @@ def is_partly_changed(root: Path) -> bool:
 
 
 def _transactions_in(store: "Store", root: Path) -> tuple[TransactionInfo, ...]:
-    """Return the transactions of a checkpoint in a store; those of a folder that was uploaded are foreign there."""
+    """Return the transactions of a checkpoint in a store; those of a folder that was uploaded are
+    foreign there.
+    """
     from ckptfix.storage.images import objects_at
     from ckptfix.storage.object_journal import recorded
 
@@ -245,7 +262,9 @@ def _transactions_in(store: "Store", root: Path) -> tuple[TransactionInfo, ...]:
 
 
 def journal_folders(root: Path) -> list[tuple[int, State, Path]]:
-    """Return number, state and folder of each transaction, oldest first. Raises as ``transactions`` does."""
+    """Return number, state and folder of each transaction, oldest first. Raises as ``transactions``
+    does.
+    """
     journal = root / JOURNAL
     try:
         if not stat.S_ISDIR(os.lstat(journal).st_mode):
@@ -260,11 +279,13 @@ def journal_folders(root: Path) -> list[tuple[int, State, Path]]:
 
 
 def check_real(folder: Path) -> None:
-    """Raise JournalError when a transaction is a symbolic link, which would lead out of the journal, or a file."""
+    """Raise JournalError when a transaction is a symbolic link, which would lead out of the
+    journal, or a file.
+    """
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise JournalError(
-            f"{folder}: is a symbolic link or no directory, which ckptfix never makes; to remove it: "
-            f"rm {shell_path(folder)}"
+            f"{folder}: is a symbolic link or no directory, which ckptfix never makes; to remove "
+            f"it: rm {shell_path(folder)}"
         )
 
 
@@ -294,16 +315,20 @@ def describe(folder: Path, number: int, state: State) -> TransactionInfo:
 class Allowed(NamedTuple):
     """Accepted differences in an undo.
 
-    ``any_time``: times of files differ and their content was proven, or ``--force`` accepts it. ``unproven``: the files
-    of which ``--force`` accepts it.
+    ``any_time``: times of files differ and their content was proven, or ``--force`` accepts it.
+    ``unproven``: the files of which ``--force`` accepts it.
     """
 
     any_time: bool
     unproven: tuple[PurePosixPath, ...]
 
 
-def check_undoable(root: Path, done: Path, number: int, record: TransactionRecord, *, force: bool) -> Allowed:
-    """Raise ChangedError, JournalError or OperationError when an undo would lose bytes or could not finish."""
+def check_undoable(
+    root: Path, done: Path, number: int, record: TransactionRecord, *, force: bool
+) -> Allowed:
+    """Raise ChangedError, JournalError or OperationError when an undo would lose bytes or could not
+    finish.
+    """
     _check_later(root, number, record)
     _check_kept(root, done, record)
     allowed = _check_unchanged(root, done, number, record, force)
@@ -322,17 +347,24 @@ def _check_later(root: Path, number: int, record: TransactionRecord) -> None:
             raise ChangedError(
                 f"{root}: transaction {info.number} came later; undo {info.number} first ({why})"
             )
-        changed, needed = set(record.watched).intersection(info.paths), edited.intersection(info.watched)
+        changed, needed = (
+            set(record.watched).intersection(info.paths),
+            edited.intersection(info.watched),
+        )
         if changed or needed:
             what = f"changed {min(changed)} too" if changed else f"needs {min(needed)} as it is now"
             raise ChangedError(
-                f"{root}: transaction {info.number} came later and {what}; undo {info.number} first: "
-                f"{command('undo', root, info.target)}"
+                f"{root}: transaction {info.number} came later and {what}; undo {info.number} "
+                f"first: {command('undo', root, info.target)}"
             )
 
 
-def _check_unchanged(root: Path, done: Path, number: int, record: TransactionRecord, force: bool) -> Allowed:
-    """Compare every file with its recorded fingerprint. Its time proves nothing: a copy and ``touch`` change it."""
+def _check_unchanged(
+    root: Path, done: Path, number: int, record: TransactionRecord, force: bool
+) -> Allowed:
+    """Compare every file with its recorded fingerprint. Its time proves nothing: a copy and
+    ``touch`` change it.
+    """
     samples = read_samples(done)
     any_time, unproven = False, dict[PurePosixPath, str]()
     for path, left in read_after(done, record.watched).items():
@@ -344,16 +376,18 @@ def _check_unchanged(root: Path, done: Path, number: int, record: TransactionRec
                 raise ChangedError(f"{root / path}: {what} since repair {number}; {_advice(root)}")
             continue
         if not left.same_content(now):
-            sizes = f"it has {now.size} bytes, {left.size} were left; " if now.size != left.size else ""
+            sizes = (
+                f"it has {now.size} bytes, {left.size} were left; " if now.size != left.size else ""
+            )
             raise ChangedError(
-                f"{root / path}: changed since repair {number}: {sizes}"
-                f"the sha256 of its ends is {now.sha256[:12]}, was {left.sha256[:12]}; {_advice(root)}"
+                f"{root / path}: changed since repair {number}: {sizes}the sha256 of its ends is "
+                f"{now.sha256[:12]}, was {left.sha256[:12]}; {_advice(root)}"
             )
         digest = samples_digest(full) if now.kind == "file" else ""
         if samples.get(path, digest) != digest:
             raise ChangedError(
-                f"{root / path}: changed since repair {number}: pages between its ends have another sha256 "
-                f"({digest[:12]}, was {samples[path][:12]}); {_advice(root)}"
+                f"{root / path}: changed since repair {number}: pages between its ends have "
+                f"another sha256 ({digest[:12]}, was {samples[path][:12]}); {_advice(root)}"
             )
         if now != left:
             any_time = True
@@ -362,15 +396,18 @@ def _check_unchanged(root: Path, done: Path, number: int, record: TransactionRec
     if unproven and not force:
         path, why = next(iter(unproven.items()))
         raise ChangedError(
-            f"{root / path}: cannot be proven unchanged since repair {number}: {why}, and the journal, written by "
-            f"ckptfix 0.4.0 or older, has no digest of its bytes; nothing was undone; if you know that only its time "
-            f"changed, as in a copy: {command('undo', root, record.target, '--force')}"
+            f"{root / path}: cannot be proven unchanged since repair {number}: {why}, and the "
+            "journal, written by ckptfix 0.4.0 or older, has no digest of its bytes; nothing was "
+            "undone; if you know that only its time changed, as in a copy: "
+            f"{command('undo', root, record.target, '--force')}"
         )
     return Allowed(any_time, tuple(unproven))
 
 
 def is_as_left(root: Path, number: int) -> bool:
-    """Return whether all files of a committed transaction are still as it left them. Raises OSError."""
+    """Return whether all files of a committed transaction are still as it left them. Raises
+    OSError.
+    """
     for found, state, folder in journal_folders(root):
         if found == number and state is State.DONE:
             try:
@@ -384,7 +421,8 @@ def is_as_left(root: Path, number: int) -> bool:
 def _check_kept(root: Path, done: Path, record: TransactionRecord) -> None:
     """Raise ChangedError when the journal lacks a byte that the repair kept in it.
 
-    ``cp -rL`` leaves out a kept link that leads to a neighbour, as it leads nowhere from within the journal.
+    ``cp -rL`` leaves out a kept link that leads to a neighbour, as it leads nowhere from within the
+    journal.
     """
     work = Workspace(root, done)
     notes = read_all_notes(done, len(record.edits))
@@ -401,17 +439,17 @@ def _check_kept(root: Path, done: Path, record: TransactionRecord) -> None:
             continue
         if not is_whole:
             raise ChangedError(
-                f"{path}: {'is missing' if now is None else 'changed'}, and an undo needs it for {edit.path}: "
-                f"a copy may have left it out; nothing was undone; undo the folder that this one was copied from, or "
-                f"{forget(root)}"
+                f"{path}: {'is missing' if now is None else 'changed'}, and an undo needs it for "
+                f"{edit.path}: a copy may have left it out; nothing was undone; undo the folder "
+                f"that this one was copied from, or {forget(root)}"
             )
 
 
 def check_dropped(work: Workspace, record: TransactionRecord, progress: Progress | None) -> None:
     """Compare every byte of the files that the commit deletes with what their recipes make.
 
-    A file that was written through a memory map, or replaced by one of its size and time (``tar``, ``rsync -t``), looks
-    as it was planned for. It was deleted, and no undo could rebuild it.
+    A file that was written through a memory map, or replaced by one of its size and time (``tar``,
+    ``rsync -t``), looks as it was planned for. It was deleted, and no undo could rebuild it.
 
     Raises ChangedError, OSError.
     """
@@ -439,15 +477,16 @@ def _check_restored(root: Path, done: Path, number: int, record: TransactionReco
             }
             names = ", ".join(sorted(map(str, now)))
             raise ChangedError(
-                f"{names}: changed since repair {number}: the bytes that {path} had in common with it have another "
-                f"sha256, so that an undo would restore {path} with other bytes; nothing was undone; bring back "
-                f"{names} as the repair left it, then: {command('undo', root, record.target)}; or {forget(root)}"
+                f"{names}: changed since repair {number}: the bytes that {path} had in common with "
+                f"it have another sha256, so that an undo would restore {path} with other bytes; "
+                f"nothing was undone; bring back {names} as the repair left it, then: "
+                f"{command('undo', root, record.target)}; or {forget(root)}"
             )
         old = notes[rebuilt.place].old
         if old is not None and _ends_of(rebuilt) != old.sha256:
             raise ChangedError(
-                f"{root / path}: cannot be rebuilt: it was written while repair {number} ran, and ckptfix before 0.6.0 "
-                f"deleted it then; nothing was undone; {forget(root)}"
+                f"{root / path}: cannot be rebuilt: it was written while repair {number} ran, and "
+                f"ckptfix before 0.6.0 deleted it then; nothing was undone; {forget(root)}"
             )
 
 
@@ -459,7 +498,9 @@ def _ends_of(rebuilt: Rebuilt) -> str:
 
 
 def _check_space(root: Path, record: TransactionRecord) -> None:
-    """Raise an error before any change: an undo that runs out of space halfway must wait for the user."""
+    """Raise an error before any change: an undo that runs out of space halfway must wait for the
+    user.
+    """
     needed = 1 << 16
     in_place = any(isinstance(edit, Patch | Appended | Truncate) for edit in record.edits)
     if in_place:
@@ -475,8 +516,8 @@ def _check_space(root: Path, record: TransactionRecord) -> None:
         root
     ):  # where blocks are shared, a rebuilt file takes almost none
         raise OperationError(
-            f"{root}: an undo writes {human_size(needed)}, {human_size(free)} are free on this disk; free some, then: "
-            f"{command('undo', root, record.target)}"
+            f"{root}: an undo writes {human_size(needed)}, {human_size(free)} are free on this "
+            f"disk; free some, then: {command('undo', root, record.target)}"
         )
 
 
@@ -485,7 +526,9 @@ def _advice(root: Path) -> str:
 
 
 def _linked_size(root: Path, path: PurePosixPath) -> int:
-    """Return the size of a file that got a second name, and so is copied before it is changed in place."""
+    """Return the size of a file that got a second name, and so is copied before it is changed in
+    place.
+    """
     try:
         status = os.lstat(locate(root, path))
     except FileNotFoundError:

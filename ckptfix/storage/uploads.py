@@ -1,10 +1,11 @@
-"""A folder that is uploaded below a prefix of a store: concurrently, compared, and its commit marker last.
+"""A folder that is uploaded below a prefix of a store: concurrently, compared, and its commit
+marker last.
 
-A new prefix is written directly. Where the names exist already, everything is uploaded below ``.ckptfix/new-NUMBER/``
-first, and the old checkpoint stays as it is; then the store copies each object over its name. In both cases
-``upload.json`` is written before the first object changes, and ``committed.json`` after the last one
-(``storage.markers``). Killed at any request, the prefix holds the old checkpoint, the new one, or one that says that it
-is not complete.
+A new prefix is written directly. Where the names exist already, everything is uploaded below
+``.ckptfix/new-NUMBER/`` first, and the old checkpoint stays as it is; then the store copies each
+object over its name. In both cases ``upload.json`` is written before the first object changes, and
+``committed.json`` after the last one (``storage.markers``). Killed at any request, the prefix holds
+the old checkpoint, the new one, or one that says that it is not complete.
 
 On a mount of an object store (``storage.mounts``) files are written in the same way.
 """
@@ -52,7 +53,9 @@ from ckptfix.wording import count_of, human_size, list_names
 
 _NEW = f"{JOURNAL}/new-"
 _AT_ONCE = 8
-"""Files that are hashed and uploaded at once; a large one goes up in several parts at once by itself."""
+"""Files that are hashed and uploaded at once; a large one goes up in several parts at once by
+itself.
+"""
 
 _BLOCK = 8 << 20
 
@@ -61,9 +64,9 @@ _BLOCK = 8 << 20
 class UploadPlan:
     """The decisions about an upload, for every process that takes part in it.
 
-    ``upload``: its number. ``files``: everything that it writes but the two records, with the sizes. ``is_direct``:
-    objects get their names at once, as nothing complete is there. ``seen``: the ETags of the objects that were there.
-    ``stale``: objects of an older checkpoint that go.
+    ``upload``: its number. ``files``: everything that it writes but the two records, with the
+    sizes. ``is_direct``: objects get their names at once, as nothing complete is there. ``seen``:
+    the ETags of the objects that were there. ``stale``: objects of an older checkpoint that go.
     """
 
     upload: str
@@ -77,18 +80,22 @@ class UploadPlan:
         return name if self.is_direct else f"{_NEW}{self.upload}/{name}"
 
     def expected(self, place: "Place", key: str) -> str | Expected:
-        """Return the state in which a key must be to be written or deleted: what came since is of somebody else.
+        """Return the state in which a key must be to be written or deleted: what came since is of
+        somebody else.
 
-        What lies in the journal is ckptfix's own: a manifest that ``seal`` wrote since is about the old checkpoint.
+        What lies in the journal is ckptfix's own: a manifest that ``seal`` wrote since is about the
+        old checkpoint.
         """
         is_own = not self.is_direct and key.startswith(f"{JOURNAL}/") and not key.startswith(_NEW)
         return self.seen.get(key) or ABSENT if place.abilities.conditions and not is_own else ANY
 
 
 class MountedFolder:
-    """A folder on a mount of an object store, with the methods of a store: files are written from beginning to end.
+    """A folder on a mount of an object store, with the methods of a store: files are written from
+    beginning to end.
 
-    There are no ETags and no conditions. A file is complete when it was closed, as far as the mount tells.
+    There are no ETags and no conditions. A file is complete when it was closed, as far as the mount
+    tells.
     """
 
     abilities = Abilities()
@@ -134,13 +141,23 @@ class MountedFolder:
         return self._write(key, [data], len(data))
 
     def upload(
-        self, key: str, path: Path, *, expected: str | Expected = ANY, progress: Progress | None = None
+        self,
+        key: str,
+        path: Path,
+        *,
+        expected: str | Expected = ANY,
+        progress: Progress | None = None,
     ) -> ObjectInfo:
         """Copy a file to the mount."""
         return self._write(key, _blocks(path, progress), path.stat().st_size)
 
     def compose(
-        self, key: str, pieces: Iterable[Piece], *, expected: str | Expected = ANY, like: str | None = None
+        self,
+        key: str,
+        pieces: Iterable[Piece],
+        *,
+        expected: str | Expected = ANY,
+        like: str | None = None,
     ) -> ObjectInfo:
         """Write a file of complete other ones."""
         ranges = [piece for piece in pieces if isinstance(piece, ObjectRange)]
@@ -181,7 +198,8 @@ def place_at(path: Path | str) -> Place:
 
 
 def put_in_store(place: Place, folder: Path, *, name: str | None, overwrite: bool) -> None:
-    """Upload a complete folder, or one file of it, which is complete by itself. Raises ChangedError, OperationError.
+    """Upload a complete folder, or one file of it, which is complete by itself. Raises
+    ChangedError, OperationError.
 
     Without ``overwrite`` nothing may be there but what an upload left that was cut short.
     """
@@ -192,9 +210,11 @@ def put_in_store(place: Place, folder: Path, *, name: str | None, overwrite: boo
 
 
 def objects_replaced(place: Place, *, overwrite: bool) -> list[str]:
-    """Return the objects that a new checkpoint replaces at a place: all are of an earlier upload by ckptfix.
+    """Return the objects that a new checkpoint replaces at a place: all are of an earlier upload by
+    ckptfix.
 
-    What an upload left that was cut short may be replaced without ``overwrite``. Raises UsageError for anything else.
+    What an upload left that was cut short may be replaced without ``overwrite``. Raises UsageError
+    for anything else.
     """
     there = place.list()
     begun, commit = _records(place, there)
@@ -203,7 +223,8 @@ def objects_replaced(place: Place, *, overwrite: bool) -> list[str]:
         return []  # begin_upload knows what the rest is
     if not overwrite:
         raise UsageError(
-            f"{place.name()} holds {count_of(len(there), 'object')}; choose another place, or --overwrite"
+            f"{place.name()} holds {count_of(len(there), 'object')}; choose another place, or "
+            "--overwrite"
         )
     changed = changed_since(place)
     if changed is not None:
@@ -211,14 +232,15 @@ def objects_replaced(place: Place, *, overwrite: bool) -> list[str]:
     what = "it has no commit marker" if changed is None else f"changed since: {list_names(changed)}"
     if commit is None or changed:
         raise UsageError(
-            f"{place.name()}: --overwrite replaces only what ckptfix uploaded, as it was then ({what}); choose another "
-            "place, or delete it yourself"
+            f"{place.name()}: --overwrite replaces only what ckptfix uploaded, as it was then "
+            f"({what}); choose another place, or delete it yourself"
         )
     return [*commit.objects, MANIFEST]
 
 
 def staged_files(folder: Path) -> dict[str, int]:
-    """Return every file of a folder with its size, but those about the folder itself; through links to folders, too.
+    """Return every file of a folder with its size, but those about the folder itself; through links
+    to folders, too.
 
     Raises OperationError for what an upload would lack, OSError.
     """
@@ -238,8 +260,8 @@ def staged_files(folder: Path) -> dict[str, int]:
             why = "is not a file"
         if why is not None:
             raise OperationError(
-                f"{folder / name}: {why}, so an upload would lack it; nothing was uploaded; next: make it a file or a "
-                "folder of its own, or remove it"
+                f"{folder / name}: {why}, so an upload would lack it; nothing was uploaded; next: "
+                "make it a file or a folder of its own, or remove it"
             )
         found[name] = status.st_size
     for journal in (JOURNAL, *listing.journals):
@@ -253,7 +275,8 @@ def staged_files(folder: Path) -> dict[str, int]:
 
 
 def begin_upload(place: Place, files: Mapping[str, int], stale: Collection[str] = ()) -> UploadPlan:
-    """Decide how files are uploaded, and say in the store that it begins. ``stale``: objects that go, if there.
+    """Decide how files are uploaded, and say in the store that it begins. ``stale``: objects that
+    go, if there.
 
     Raises StoreError, ChangedError when somebody else begins at the same time.
     """
@@ -267,7 +290,8 @@ def begin_upload(place: Place, files: Mapping[str, int], stale: Collection[str] 
     }
     if is_cut_short and begun is not None:
         names |= begun.files.keys()  # what an upload left that was cut short is of no checkpoint
-        # Nor is what it would have deleted: an old model.safetensors next to the new shards would be loaded.
+        # Nor is what it would have deleted: an old model.safetensors next to the new shards would
+        # be loaded.
         names |= _as_committed(commit, there)
     plan = UploadPlan(
         upload=os.urandom(8).hex(),
@@ -282,9 +306,15 @@ def begin_upload(place: Place, files: Mapping[str, int], stale: Collection[str] 
 
 
 def send(
-    place: Place, plan: UploadPlan, folder: Path, names: Collection[str], progress: Progress | None = None
+    place: Place,
+    plan: UploadPlan,
+    folder: Path,
+    names: Collection[str],
+    progress: Progress | None = None,
 ) -> dict[str, Uploaded]:
-    """Upload files of a folder, any process its own, and return what the store has now. Raises StoreError, OSError."""
+    """Upload files of a folder, any process its own, and return what the store has now. Raises
+    StoreError, OSError.
+    """
     sent: dict[str, Uploaded] = {}
 
     def one(name: str) -> None:
@@ -297,14 +327,17 @@ def send(
         try:
             info = place.upload(key, path, expected=plan.expected(place, key), progress=progress)
         except ChangedError:
-            # The answer to an upload that succeeded may have been lost: then its own object is in its way.
+            # The answer to an upload that succeeded may have been lost: then its own object is in
+            # its way.
             found = place.stat(key)
             if found is None or not _holds(place, key, found, before.st_size, digest.hexdigest()):
                 raise
             info = found
         after = os.stat(path)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise ChangedError(f"{path} changed while it was uploaded; next: run the same command again")
+            raise ChangedError(
+                f"{path} changed while it was uploaded; next: run the same command again"
+            )
         if info.size != before.st_size:
             raise OperationError(
                 f"{place.name(key)}: {before.st_size} bytes were sent, and {info.size} are there"
@@ -316,12 +349,17 @@ def send(
 
 
 def finish_upload(
-    place: Place, plan: UploadPlan, sent: Mapping[str, Uploaded], *, keep: Callable[[], object] | None = None
+    place: Place,
+    plan: UploadPlan,
+    sent: Mapping[str, Uploaded],
+    *,
+    keep: Callable[[], object] | None = None,
 ) -> None:
-    """Compare what was sent with what is there, give it its names, delete what is stale, and write the commit marker.
+    """Compare what was sent with what is there, give it its names, delete what is stale, and write
+    the commit marker.
 
-    ``keep`` is called before the first old object goes; what it raises leaves all of them. Raises StoreError,
-    ChangedError, OperationError: then the marker is not written.
+    ``keep`` is called before the first old object goes; what it raises leaves all of them. Raises
+    StoreError, ChangedError, OperationError: then the marker is not written.
     """
     lacking = plan.files.keys() - sent.keys()
     if lacking:
@@ -340,8 +378,8 @@ def finish_upload(
     begun = _parsed(place, UPLOAD, parse_begun)
     if begun is None or begun.upload != plan.upload:
         raise ChangedError(
-            f"{place.name()}: another upload to this place began meanwhile, so this one is not committed; next: wait "
-            "until it has ended, then upload again"
+            f"{place.name()}: another upload to this place began meanwhile, so this one is not "
+            "committed; next: wait until it has ended, then upload again"
         )
     _put_record(place, COMMITTED, Commit(plan.upload, time.time(), sent).to_bytes())
     _sweep(place)
@@ -355,7 +393,9 @@ def upload_folder(
     keep: Callable[[], object] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Upload a complete folder, its commit marker last. Raises OperationError: the folder stays where it is."""
+    """Upload a complete folder, its commit marker last. Raises OperationError: the folder stays
+    where it is.
+    """
     files = staged_files(folder)
     with place.atomically(f"ckptfix: upload {folder.name}"):
         plan = begin_upload(place, files, stale)
@@ -363,7 +403,9 @@ def upload_folder(
 
 
 def remove_checkpoint(place: Place) -> None:
-    """Delete every object of a checkpoint, the commit marker first: no half-deleted one is ever taken for complete."""
+    """Delete every object of a checkpoint, the commit marker first: no half-deleted one is ever
+    taken for complete.
+    """
     with place.atomically("ckptfix: remove a checkpoint"):
         there = place.list()
         begun, _ = _records(place, there)
@@ -375,13 +417,17 @@ def remove_checkpoint(place: Place) -> None:
 
 
 def changed_since(place: Place) -> list[str] | None:
-    """Return the objects that came, changed or went since the commit marker was written; None without a marker."""
+    """Return the objects that came, changed or went since the commit marker was written; None
+    without a marker.
+    """
     there = place.list()
     _, commit = _records(place, there)
     if commit is None:
         return None
     same = _as_committed(commit, there)
-    every = {name for name in there if name not in (UPLOAD, COMMITTED) and not name.startswith(_NEW)}
+    every = {
+        name for name in there if name not in (UPLOAD, COMMITTED) and not name.startswith(_NEW)
+    }
     return sorted((every | commit.objects.keys()) - same)
 
 
@@ -394,15 +440,21 @@ def _as_committed(commit: Commit | None, there: Mapping[str, ObjectInfo]) -> set
     }
 
 
-def not_uploaded(place: Place, folder: Path, error: BaseException, parts: Sequence[str] = ()) -> str:
-    """Return the message about an upload that failed: where the complete folder lies, and how to upload it.
+def not_uploaded(
+    place: Place, folder: Path, error: BaseException, parts: Sequence[str] = ()
+) -> str:
+    """Return the message about an upload that failed: where the complete folder lies, and how to
+    upload it.
 
     ``parts``: HOST:FOLDER of each disk, where several of them hold a part.
     """
     upload = f"ckptfix upload {shell_path(folder)} {shell_path(place.url)}"
     where = f"the complete checkpoint is in {folder}; next: {upload}"
     if len(parts) > 1:
-        where = f"it lies in parts in {', '.join(parts)}; next: copy them all into {folder}, then: {upload}"
+        where = (
+            f"it lies in parts in {', '.join(parts)}; next: copy them all into {folder}, then: "
+            f"{upload}"
+        )
     why = str(error) or type(error).__name__
     return f"{place.name()}: the upload stopped, so nothing there is committed: {why}; {where}"
 
@@ -410,7 +462,10 @@ def not_uploaded(place: Place, folder: Path, error: BaseException, parts: Sequen
 def _say_begun(place: Place, plan: UploadPlan) -> None:
     record = begun_now(plan.upload, plan.files).to_bytes()
     _put_record(
-        place, UPLOAD, record, (plan.seen.get(UPLOAD) or ABSENT) if place.abilities.conditions else ANY
+        place,
+        UPLOAD,
+        record,
+        (plan.seen.get(UPLOAD) or ABSENT) if place.abilities.conditions else ANY,
     )
 
 
@@ -418,14 +473,19 @@ def _put_record(place: Place, key: str, data: bytes, expected: str | Expected = 
     try:
         place.put(key, data, expected=expected)
     except ChangedError:
-        # The answer to a request that succeeded may have been lost, and the request been sent again.
+        # The answer to a request that succeeded may have been lost, and the request been sent
+        # again.
         found = place.stat(key)
         if found is None or found.size != len(data) or place.read(key, 0, len(data)) != data:
             raise
 
 
-def _give_names(place: Place, plan: UploadPlan, sent: Mapping[str, Uploaded]) -> dict[str, Uploaded]:
-    """Have the store copy every new object over its name; it stays where it is until all of them have theirs."""
+def _give_names(
+    place: Place, plan: UploadPlan, sent: Mapping[str, Uploaded]
+) -> dict[str, Uploaded]:
+    """Have the store copy every new object over its name; it stays where it is until all of them
+    have theirs.
+    """
     named: dict[str, Uploaded] = {}
 
     def one(name: str) -> None:
@@ -440,8 +500,9 @@ def _give_names(place: Place, plan: UploadPlan, sent: Mapping[str, Uploaded]) ->
             )
         except ChangedError as error:
             raise ChangedError(
-                f"{place.name(name)}: another program wrote this object while the names were being replaced; it was "
-                "left alone, and the next upload replaces it: copy it elsewhere first if anybody needs it"
+                f"{place.name(name)}: another program wrote this object while the names were being "
+                "replaced; it was left alone, and the next upload replaces it: copy it elsewhere "
+                "first if anybody needs it"
             ) from error
         named[name] = sent[name]._replace(etag=info.etag)
 
@@ -450,22 +511,31 @@ def _give_names(place: Place, plan: UploadPlan, sent: Mapping[str, Uploaded]) ->
 
 
 def _ensure_as_seen(place: Place, plan: UploadPlan) -> None:
-    """Raise ChangedError when somebody wrote, since the upload began, what it is about to replace or delete.
+    """Raise ChangedError when somebody wrote, since the upload began, what it is about to replace
+    or delete.
 
-    Until here the old checkpoint is complete. A write after this is refused by the store where it knows conditions.
+    Until here the old checkpoint is complete. A write after this is refused by the store where it
+    knows conditions.
     """
     there = {name: info.etag for name, info in place.list().items()}
     for name in (*plan.files, *plan.stale):
         was, now = plan.seen.get(name), there.get(name)
-        if not name.startswith(f"{JOURNAL}/") and was != now and (now is not None or name in plan.files):
+        if (
+            not name.startswith(f"{JOURNAL}/")
+            and was != now
+            and (now is not None or name in plan.files)
+        ):
             did = "deleted" if now is None else "wrote"
             raise ChangedError(
-                f"{place.name(name)}: another program {did} this object since the upload began, so nothing was replaced"
+                f"{place.name(name)}: another program {did} this object since the upload began, so "
+                "nothing was replaced"
             )
 
 
 def _delete_as_seen(place: Place, plan: UploadPlan, name: str) -> None:
-    """Delete an object of the old checkpoint. Raises ChangedError where it is another one than the upload has seen."""
+    """Delete an object of the old checkpoint. Raises ChangedError where it is another one than the
+    upload has seen.
+    """
     try:
         place.delete(name, expected=plan.expected(place, name))
     except ChangedError:
@@ -474,17 +544,24 @@ def _delete_as_seen(place: Place, plan: UploadPlan, name: str) -> None:
 
 
 def _compare(place: Place, expected: Mapping[str, Uploaded]) -> None:
-    """Raise ChangedError unless every object is there as it was sent; a listing may be late, so the object is asked."""
+    """Raise ChangedError unless every object is there as it was sent; a listing may be late, so the
+    object is asked.
+    """
     there = place.list()
     for key, one in expected.items():
         found = there.get(key)
         if found is None or (found.size, found.etag) != (one.size, one.etag):
             found = place.stat(key)
         if found is None or (found.size, found.etag) != (one.size, one.etag):
-            have = "no object" if found is None else f"{human_size(found.size)}, ETag {found.etag or 'none'}"
+            have = (
+                "no object"
+                if found is None
+                else f"{human_size(found.size)}, ETag {found.etag or 'none'}"
+            )
             raise ChangedError(
-                f"{place.name(key)}: {human_size(one.size)} with ETag {one.etag or 'none'} were uploaded, and now "
-                f"{have} is there: another program writes to this place; next: upload again when it has ended"
+                f"{place.name(key)}: {human_size(one.size)} with ETag {one.etag or 'none'} were "
+                f"uploaded, and now {have} is there: another program writes to this place; next: "
+                "upload again when it has ended"
             )
 
 
@@ -494,7 +571,9 @@ def _records(place: Place, there: Mapping[str, ObjectInfo]) -> tuple[Begun | Non
 
 
 def _parsed(place: Place, key: str, parse: Callable[[bytes], Any]) -> Any:
-    """Return a record, None where none is, or one that nobody can understand: it commits nothing."""
+    """Return a record, None where none is, or one that nobody can understand: it commits
+    nothing.
+    """
     info = place.stat(key)
     if info is None:
         return None
@@ -505,7 +584,9 @@ def _parsed(place: Place, key: str, parse: Callable[[bytes], Any]) -> Any:
 
 
 def _sweep(place: Place) -> None:
-    """Delete what uploads over an older checkpoint left; it is not needed any more, and a failure harms nobody."""
+    """Delete what uploads over an older checkpoint left; it is not needed any more, and a failure
+    harms nobody.
+    """
     with suppress(OperationError, OSError):
         below = [name for name in place.list(JOURNAL) if name.startswith(_NEW)]
         together(below, place.delete)
@@ -518,7 +599,9 @@ def _holds(place: Place, key: str, info: ObjectInfo, size: int, sha256: str) -> 
 def _digest(place: Place, key: str, info: ObjectInfo) -> str:
     digest = hashlib.sha256()
     for begin in range(0, info.size, _BLOCK):
-        digest.update(place.read(key, begin, min(_BLOCK, info.size - begin), etag=info.etag or None))
+        digest.update(
+            place.read(key, begin, min(_BLOCK, info.size - begin), etag=info.etag or None)
+        )
     return digest.hexdigest()
 
 

@@ -1,10 +1,11 @@
 """The optimizers in folders of torch.distributed.checkpoint (DCP), as FSDP saves them.
 
-Facts from torch 2.13 (``distributed/checkpoint/_nested_dict.py``, ``state_dict.py``): the planner makes an item of each
-tensor and of each other value under ``optimizer.state.<fqn>`` and ``optimizer.param_groups.<number>``; before 2.4 all
-param groups were one item. With ``flatten_optimizer_state_dict`` the keys of the state dict itself are
-``state.<fqn>.<state>`` and ``param_groups.<fqn>.<hyperparameter>``, and the groups are lost: those whose
-hyperparameters are equal are put together again.
+Facts from torch 2.13 (``distributed/checkpoint/_nested_dict.py``, ``state_dict.py``): the planner
+makes an item of each tensor and of each other value under ``optimizer.state.<fqn>`` and
+``optimizer.param_groups.<number>``; before 2.4 all param groups were one item. With
+``flatten_optimizer_state_dict`` the keys of the state dict itself are ``state.<fqn>.<state>`` and
+``param_groups.<fqn>.<hyperparameter>``, and the groups are lost: those whose hyperparameters are
+equal are put together again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,14 @@ from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.paths import command, unreadable
 from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.tensors.dcp_tensors import DcpLayouts, read_metadata_of
-from ckptfix.tensors.optimizer_files import GROUPS, PARAMS, STATE, PickledValues, Unread, optimizer_state
+from ckptfix.tensors.optimizer_files import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    PickledValues,
+    Unread,
+    optimizer_state,
+)
 from ckptfix.tensors.optimizers import OptimizerState, Strategy
 from ckptfix.tensors.stored import StoredTensor
 
@@ -37,31 +45,45 @@ _SMALL = 1 << 13  # bytes of an item that is remembered: those of one value are 
 
 @paused_gc()
 def dcp_optimizers(root: Path, where: PurePosixPath, index: int) -> tuple[OptimizerState, ...]:
-    """Return the optimizers in a DCP folder, by its metadata, the headers of tensors, and the items of other values.
+    """Return the optimizers in a DCP folder, by its metadata, the headers of tensors, and the items
+    of other values.
 
-    Their positions follow ``index``. Raises OperationError when a part of one is missing or cannot be read, OSError.
+    Their positions follow ``index``. Raises OperationError when a part of one is missing or cannot
+    be read, OSError.
     """
     folder = root / where
     metadata = read_metadata_of(folder)
     paths = paths_of(metadata)
-    prefixes = [prefix for prefix in optimizers_in(paths.values()) if _is_complete(paths.values(), prefix)]
-    prefixes += [prefix for prefix in flattened_optimizers(paths.values()) if prefix not in prefixes]
+    prefixes = [
+        prefix for prefix in optimizers_in(paths.values()) if _is_complete(paths.values(), prefix)
+    ]
+    prefixes += [
+        prefix for prefix in flattened_optimizers(paths.values()) if prefix not in prefixes
+    ]
     found = []
     for number, prefix in enumerate(prefixes):
         mine = dict(_below(paths, prefix))
-        found.append(_optimizer(folder, where, metadata, mine, prefix, index + number, len(prefixes) > 1))
+        found.append(
+            _optimizer(folder, where, metadata, mine, prefix, index + number, len(prefixes) > 1)
+        )
     return tuple(found)
 
 
 def _is_complete(paths: Iterable[Steps], prefix: Steps) -> bool:
     """Return whether an optimizer has param groups: no loader takes moments alone."""
     depth = len(prefix)
-    return has_groups((path for path in paths if len(path) > depth and path[:depth] == prefix), depth)
+    return has_groups(
+        (path for path in paths if len(path) > depth and path[:depth] == prefix), depth
+    )
 
 
 def _below(paths: Mapping[str, Steps], prefix: Steps) -> Iterator[tuple[str, Steps]]:
-    """Yield the items of the optimizer at ``prefix``, with the steps from there; what lies next to it is left out."""
-    inside = {fqn: path[len(prefix) :] for fqn, path in paths.items() if path[: len(prefix)] == prefix}
+    """Yield the items of the optimizer at ``prefix``, with the steps from there; what lies next to
+    it is left out.
+    """
+    inside = {
+        fqn: path[len(prefix) :] for fqn, path in paths.items() if path[: len(prefix)] == prefix
+    }
     flattened = flattened_keys(path[0] for path in inside.values() if path)
     for fqn, path in inside.items():
         if path and (path[0] in flattened or path[0] in (STATE, GROUPS) or len(path) == 1):
@@ -85,7 +107,9 @@ def _optimizer(
     tensors = [one for one in metadata.tensors if one.fqn in paths and one.dtype is not None]
     layouts = DcpLayouts(folder, metadata, tensors)
     values: dict[str, Any] = {
-        one.fqn: StoredTensor(_dotted(paths[one.fqn]), one.dtype or "", one.shape, layouts.layout(one))
+        one.fqn: StoredTensor(
+            _dotted(paths[one.fqn]), one.dtype or "", one.shape, layouts.layout(one)
+        )
         for one in tensors
     }
     for one in metadata.tensors:
@@ -132,12 +156,20 @@ def _items(
             raise OperationError(f"{path}: {unreadable(path, error)}") from error
 
 
-def _item(path: Path, reader: FileReader, item: StoredItem, name: str, known: dict[bytes, Any]) -> Any:
-    data = reader.read(item.offset, item.length) if item.length <= _SMALL and not item.transforms else b""
+def _item(
+    path: Path, reader: FileReader, item: StoredItem, name: str, known: dict[bytes, Any]
+) -> Any:
+    data = (
+        reader.read(item.offset, item.length)
+        if item.length <= _SMALL and not item.transforms
+        else b""
+    )
     if data in known:
         return known[data]
     file = read_item(reader, item)
-    ranges = {key: (item.offset + offset, length) for key, (offset, length) in file.storage_ranges.items()}
+    ranges = {
+        key: (item.offset + offset, length) for key, (offset, length) in file.storage_ranges.items()
+    }
     value = PickledValues(path, replace(file, storage_ranges=ranges)).value(file.tree.root, name)
     if data and not ranges:
         known[data] = value
@@ -148,7 +180,9 @@ def _nested(values: Sequence[tuple[Steps, Any]]) -> Any:
     """Return the state dict of an optimizer that the planner took apart."""
     keys = flattened_keys(path[0] for path, _ in values)
     if keys:
-        return _unflattened([(str(path[0]), path[1:], value) for path, value in values if path[0] in keys])
+        return _unflattened(
+            [(str(path[0]), path[1:], value) for path, value in values if path[0] in keys]
+        )
     root: dict[str | int, Any] = {}
     for path, value in values:
         _put(root, path, value)
@@ -163,7 +197,9 @@ def _put(into: dict[str | int, Any], path: Steps, value: Any) -> None:
     for step in path[:-1]:
         inner = into.setdefault(step, {})
         if not isinstance(inner, dict):
-            raise FormatError(f"the item {_dotted(path)!r:.200} lies in {step!r:.80}, which is another item")
+            raise FormatError(
+                f"the item {_dotted(path)!r:.200} lies in {step!r:.80}, which is another item"
+            )
         into = inner
     into[path[-1]] = value
 
@@ -187,6 +223,8 @@ def _unflattened(values: Sequence[tuple[str, Steps, Any]]) -> dict[str, Any]:
         text = repr(sorted(options[name].items(), key=str))
         if text not in members:
             members[text] = []
-            groups.append({**{str(key): one for key, one in options[name].items()}, PARAMS: members[text]})
+            groups.append(
+                {**{str(key): one for key, one in options[name].items()}, PARAMS: members[text]}
+            )
         members[text].append(name)
     return {STATE: states, GROUPS: groups}

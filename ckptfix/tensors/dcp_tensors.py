@@ -1,4 +1,6 @@
-"""The weights in folders of torch.distributed.checkpoint (DCP), of Accelerate's FSDP and of anybody."""
+"""The weights in folders of torch.distributed.checkpoint (DCP), of Accelerate's FSDP and of
+anybody.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,14 +26,24 @@ from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.paths import command, unreadable
 from ckptfix.storage.reading import Piece, open_reader
-from ckptfix.tensors.stored import Contiguous, Format, Layout, StoredTensor, Strided, Tile, Tiled, Weights
+from ckptfix.tensors.stored import (
+    Contiguous,
+    Format,
+    Layout,
+    StoredTensor,
+    Strided,
+    Tile,
+    Tiled,
+    Weights,
+)
 from ckptfix.wording import count_of, list_names
 
 _NOTHING = b"N."  # the shortest pickle
 
 
 def dcp_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosixPath]]:
-    """Yield position and path of each DCP checkpoint of a model in a scanned folder, or of the folder itself as ``.``.
+    """Yield position and path of each DCP checkpoint of a model in a scanned folder, or of the
+    folder itself as ``.``.
 
     Unfinished ones, of which only the data is there, are among them: ``dcp_weights`` refuses those.
     """
@@ -60,12 +72,13 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 @paused_gc()
 def dcp_weights(root: Path, where: PurePosixPath, index: int) -> Weights:
-    """Return the weights of the model in a DCP checkpoint, by its metadata and the headers of its items.
+    """Return the weights of the model in a DCP checkpoint, by its metadata and the headers of its
+    items.
 
-    ``{"model": state_dict}``, which Accelerate saves, gives the names of the state dict; the planner's paths
-    show which part of a name is a key of a dict above it. Raises OperationError when one byte of it is
-    missing (a chunk that is stored nowhere, a missing or short file, an unfinished save), and for unsupported
-    kinds.
+    ``{"model": state_dict}``, which Accelerate saves, gives the names of the state dict; the
+    planner's paths show which part of a name is a key of a dict above it. Raises OperationError
+    when one byte of it is missing (a chunk that is stored nowhere, a missing or short file, an
+    unfinished save), and for unsupported kinds.
     """
     folder = root / where
     metadata = read_metadata_of(folder)
@@ -77,9 +90,13 @@ def dcp_weights(root: Path, where: PurePosixPath, index: int) -> Weights:
         )
     for problem in dcp_problems(metadata):
         if problem.fqn in model.names:
-            raise OperationError(f"{folder}: {problem.fqn!r}: {problem.message}; next: {_check(folder)}")
+            raise OperationError(
+                f"{folder}: {problem.fqn!r}: {problem.message}; next: {_check(folder)}"
+            )
     tensors = [
-        tensor for tensor in metadata.tensors if tensor.fqn in model.names and tensor.dtype is not None
+        tensor
+        for tensor in metadata.tensors
+        if tensor.fqn in model.names and tensor.dtype is not None
     ]
     layouts = DcpLayouts(folder, metadata, tensors)
     found: list[StoredTensor] = []
@@ -97,7 +114,8 @@ def dcp_weights(root: Path, where: PurePosixPath, index: int) -> Weights:
     used = {METADATA_NAME, *(name for name in names if name.endswith(DATA_SUFFIX))}
     left = keys_beside(metadata, model.names)
     return Weights(
-        label=_label(root, where) + ("".join(f"[{step!r}]" for step in model.prefix) if left else ""),
+        label=_label(root, where)
+        + ("".join(f"[{step!r}]" for step in model.prefix) if left else ""),
         format=Format.DCP,
         index=index,
         files=tuple(where / name for name in sorted(used | {str(path) for path in metadata.files})),
@@ -127,23 +145,28 @@ def read_metadata_of(folder: Path) -> DcpMetadata:
     except FormatError as error:
         raise OperationError(f"{path}: {error}; next: {_check(folder)}") from error
     except FileNotFoundError:
-        raise OperationError(f"{folder}: {_unfinished(_names(folder))}; next: {_check(folder)}") from None
+        raise OperationError(
+            f"{folder}: {_unfinished(_names(folder))}; next: {_check(folder)}"
+        ) from None
     except OSError as error:
         raise OperationError(f"{path}: {unreadable(path, error)}") from error
 
 
 def _unfinished(names: tuple[str, ...]) -> str:
-    """Return the problem of a folder without ``.metadata``; it is written last (``finish`` in filesystem.py)."""
+    """Return the problem of a folder without ``.metadata``; it is written last (``finish`` in
+    filesystem.py).
+    """
     data = sum(name.endswith(DATA_SUFFIX) for name in names)
     if any(name.endswith(METADATA_NAME) for name in names):
         return (
-            f"each rank has its own metadata ({next(n for n in names if n.endswith(METADATA_NAME))}), as a save "
-            "without collectives leaves it; which is not read: load it with torch.distributed.checkpoint"
+            "each rank has its own metadata "
+            f"({next(n for n in names if n.endswith(METADATA_NAME))}), as a save without "
+            "collectives leaves it; which is not read: load it with torch.distributed.checkpoint"
         )
     state = "unfinished" if METADATA_UNFINISHED in names else "missing"
     return (
-        f"the save was interrupted: {METADATA_NAME}, which is written last, is {state}, next to {data} "
-        f"{DATA_SUFFIX} files"
+        f"the save was interrupted: {METADATA_NAME}, which is written last, is {state}, next to "
+        f"{data} {DATA_SUFFIX} files"
     )
 
 
@@ -178,7 +201,9 @@ class DcpLayouts:
     def checksums(self) -> dict[Piece, int]:
         """Return the records of the items, with the CRC-32 that each has for it."""
         return {
-            Piece(self._file(item.path), item.offset + saved.storage[0], saved.record[0]): saved.record[1]
+            Piece(
+                self._file(item.path), item.offset + saved.storage[0], saved.record[0]
+            ): saved.record[1]
             for place, saved in self._saved.items()
             if saved.record[0]
             for item in (self._stored[place],)
@@ -204,8 +229,12 @@ class DcpLayouts:
             self._ensure_apart(tensor, parts)
         return layout_of_chunks(tensor.shape, parts, width)
 
-    def _ensure_apart(self, tensor: DcpTensor, parts: list[tuple[Chunk, Contiguous | Strided]]) -> None:
-        """Raise OperationError when two chunks lie in the same bytes: a small file would become any number of them."""
+    def _ensure_apart(
+        self, tensor: DcpTensor, parts: list[tuple[Chunk, Contiguous | Strided]]
+    ) -> None:
+        """Raise OperationError when two chunks lie in the same bytes: a small file would become any
+        number of them.
+        """
         places = sorted(
             (str(piece.path), piece.offset, piece.length, chunk.offsets)
             for chunk, part in parts
@@ -214,8 +243,9 @@ class DcpLayouts:
         for (path, offset, length, one), (other_path, other_offset, _, other) in pairwise(places):
             if path == other_path and offset + length > other_offset:
                 raise OperationError(
-                    f"{path}: the chunks of {tensor.fqn!r} at {list(one)} and at {list(other)} lie in the same bytes, "
-                    f"from byte {other_offset} on; next: {_check(self._folder)}"
+                    f"{path}: the chunks of {tensor.fqn!r} at {list(one)} and at {list(other)} lie "
+                    f"in the same bytes, from byte {other_offset} on; next: "
+                    f"{_check(self._folder)}"
                 )
 
     def _part(self, fqn: str, chunk: Chunk, width: int) -> Contiguous | Strided:
@@ -235,8 +265,8 @@ class DcpLayouts:
         )
 
     def _read(self, tensors: list[DcpTensor]) -> dict[tuple[str, tuple[int, ...]], SavedTensor]:
-        """Read the headers of the items of tensors. Raises OperationError for a missing file or place, and
-        for any other content.
+        """Read the headers of the items of tensors. Raises OperationError for a missing file or
+        place, and for any other content.
         """
         wanted: dict[PurePosixPath, list[tuple[StoredItem, DcpTensor, Chunk]]] = {}
         for tensor in tensors:
@@ -244,8 +274,8 @@ class DcpLayouts:
                 item = self._stored.get((tensor.fqn, chunk.offsets))
                 if item is None:
                     raise OperationError(
-                        f"{self._folder}: no place is recorded for a chunk of {tensor.fqn!r:.200}; next: "
-                        f"{_check(self._folder)}"
+                        f"{self._folder}: no place is recorded for a chunk of {tensor.fqn!r:.200}; "
+                        f"next: {_check(self._folder)}"
                     )
                 wanted.setdefault(item.path, []).append((item, tensor, chunk))
         saved: dict[tuple[str, tuple[int, ...]], SavedTensor] = {}
@@ -257,11 +287,14 @@ class DcpLayouts:
                 with open_reader(path) as reader:
                     items = ItemReader(reader, known)
                     for item, tensor, chunk in group:
-                        saved[tensor.fqn, chunk.offsets] = self._checked(items, path, item, tensor, chunk)
+                        saved[tensor.fqn, chunk.offsets] = self._checked(
+                            items, path, item, tensor, chunk
+                        )
             except FileNotFoundError:
                 raise OperationError(
                     f"{path} is missing, with {count_of(len(group), 'chunk')} of the model: "
-                    f"{list_names(dict.fromkeys(tensor.fqn for _, tensor, _ in group))}; next: {_check(self._folder)}"
+                    f"{list_names(dict.fromkeys(tensor.fqn for _, tensor, _ in group))}; next: "
+                    f"{_check(self._folder)}"
                 ) from None
             except OSError as error:
                 raise OperationError(f"{path}: {unreadable(path, error)}") from error
@@ -274,18 +307,23 @@ class DcpLayouts:
             saved = items.tensor(item, chunk.lengths)
         except FormatError as error:
             raise OperationError(
-                f"{path}: the chunk of {tensor.fqn!r} at {list(chunk.offsets)}, {item.length} bytes from byte "
-                f"{item.offset}: {error}; next: {_check(self._folder)}"
+                f"{path}: the chunk of {tensor.fqn!r} at {list(chunk.offsets)}, {item.length} "
+                f"bytes from byte {item.offset}: {error}; next: {_check(self._folder)}"
             ) from error
         if (saved.dtype, saved.shape) != (tensor.dtype, chunk.lengths):
             raise OperationError(
-                f"{path}: the chunk of {tensor.fqn!r} at byte {item.offset} is {saved.dtype} of {list(saved.shape)}, "
-                f"the metadata says {tensor.dtype} of {list(chunk.lengths)}; next: {_check(self._folder)}"
+                f"{path}: the chunk of {tensor.fqn!r} at byte {item.offset} is {saved.dtype} of "
+                f"{list(saved.shape)}, the metadata says {tensor.dtype} of {list(chunk.lengths)}; "
+                f"next: {_check(self._folder)}"
             )
-        if saved.run is None and prod(saved.shape) * DTYPE_BITS[saved.dtype] // 8 > saved.storage[1]:
+        if (
+            saved.run is None
+            and prod(saved.shape) * DTYPE_BITS[saved.dtype] // 8 > saved.storage[1]
+        ):
             raise OperationError(
-                f"{path}: the chunk of {tensor.fqn!r} at byte {item.offset} has {prod(saved.shape)} elements in a "
-                f"storage of {saved.storage[1]} bytes, which no DCP writer leaves; next: {_check(self._folder)}"
+                f"{path}: the chunk of {tensor.fqn!r} at byte {item.offset} has "
+                f"{prod(saved.shape)} elements in a storage of {saved.storage[1]} bytes, which no "
+                f"DCP writer leaves; next: {_check(self._folder)}"
             )
         return saved
 
@@ -298,7 +336,9 @@ def _filled(tensor: DcpTensor) -> list[Chunk]:
 def layout_of_chunks(
     shape: tuple[int, ...], parts: Sequence[tuple[Chunk, Contiguous | Strided]], width: int
 ) -> Layout:
-    """Return the layout of a tensor whose chunks, in the order of their first indexes, cover it once."""
+    """Return the layout of a tensor whose chunks, in the order of their first indexes, cover it
+    once.
+    """
     if len(parts) == 1:
         return parts[0][1]
     pieces = [part.pieces for _, part in parts if isinstance(part, Contiguous)]
@@ -309,14 +349,17 @@ def layout_of_chunks(
 
 
 def _is_cut_in_order(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
-    """Return whether chunks hold the bytes of their tensor in order: it is cut along its first real dimension."""
+    """Return whether chunks hold the bytes of their tensor in order: it is cut along its first real
+    dimension.
+    """
     axis = next((number for number, length in enumerate(shape) if length > 1), 0)
     return all(chunk.lengths[axis + 1 :] == shape[axis + 1 :] for chunk in chunks)
 
 
 @paused_gc()
 def intact_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, str]]:
-    """Return the tensors of the model in a damaged DCP folder that are all there, and why each other one is not.
+    """Return the tensors of the model in a damaged DCP folder that are all there, and why each
+    other one is not.
 
     Raises OperationError when the metadata cannot be read, or has no model.
     """
@@ -332,7 +375,9 @@ def intact_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, st
         if name is None:
             continue
         if tensor.fqn in reasons or tensor.dtype is None:
-            lost[name] = reasons.get(tensor.fqn, f"it is of {tensor.torch_dtype}, which has no name here")
+            lost[name] = reasons.get(
+                tensor.fqn, f"it is of {tensor.torch_dtype}, which has no name here"
+            )
             continue
         try:
             layout = DcpLayouts(folder, metadata, [tensor]).layout(tensor)

@@ -1,4 +1,6 @@
-"""The weights in a DeepSpeed checkpoint: the fp32 ones that the optimizer keeps, or that a universal checkpoint has."""
+"""The weights in a DeepSpeed checkpoint: the fp32 ones that the optimizer keeps, or that a
+universal checkpoint has.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,30 +23,41 @@ from ckptfix.tensors.zero_partitions import (
 )
 
 
-def deepspeed_weights(root: Path, where: PurePosixPath, index: int, *, original: bool = False) -> Weights:
+def deepspeed_weights(
+    root: Path, where: PurePosixPath, index: int, *, original: bool = False
+) -> Weights:
     """Return the weights of a DeepSpeed checkpoint: the fp32 ones that the optimizer keeps.
 
-    Buffers and frozen parameters are as the model had them. Where no rank saved an optimizer, and with ``original``,
-    the weights are in the dtype of training. Raises MissingRankError, OtherKindError for tensor, pipeline and expert
-    parallel, OperationError when a tensor is missing, when the numbers contradict one
-    another, and under ZeRO-3 for ``original``, as only fp32 is stored there; OSError.
+    Buffers and frozen parameters are as the model had them. Where no rank saved an optimizer, and
+    with ``original``, the weights are in the dtype of training. Raises MissingRankError,
+    OtherKindError for tensor, pipeline and expert parallel, OperationError when a tensor is
+    missing, when the numbers contradict one another, and under ZeRO-3 for ``original``, as only
+    fp32 is stored there; OSError.
     """
     files = list_files(root / where)
-    optimizers = [read_optimizer_states(files.folder / name) for _, name in sorted(files.optimizers.items())]
+    optimizers = [
+        read_optimizer_states(files.folder / name) for _, name in sorted(files.optimizers.items())
+    ]
     models = read_models(files)
     ensure_one_save(files, models, optimizers)
     if files.by_rank and original:
-        dtypes = sorted({one.dtype for one in models[0].module.values() if one.dtype.startswith(("F", "BF"))})
+        dtypes = sorted(
+            {one.dtype for one in models[0].module.values() if one.dtype.startswith(("F", "BF"))}
+        )
         raise OperationError(
-            f"{files.folder}: ZeRO-3 stores its weights in fp32 alone (the training had them in {', '.join(dtypes)}); "
-            "next: name the dtype, as in --dtype bf16"
+            f"{files.folder}: ZeRO-3 stores its weights in fp32 alone (the training had them in "
+            f"{', '.join(dtypes)}); next: name the dtype, as in --dtype bf16"
         )
     placed: Mapping[str, StoredTensor] = {}
     universal: list[UniversalFile] = []
     if files.is_universal and not original:
         shapes = {name: shape for group in models[0].groups or () for name, shape in group.items()}
-        universal = [one[WEIGHT] for one in universal_files(root, where, shapes, only=WEIGHT).values()]
-        placed = {one.value.fqn: one.value for one in universal if isinstance(one.value, StoredTensor)}
+        universal = [
+            one[WEIGHT] for one in universal_files(root, where, shapes, only=WEIGHT).values()
+        ]
+        placed = {
+            one.value.fqn: one.value for one in universal if isinstance(one.value, StoredTensor)
+        }
         placed |= frozen_shares(models) if files.by_rank else {}
     elif files.by_rank:
         placed = from_shares(models, optimizers)
@@ -63,7 +76,10 @@ def deepspeed_weights(root: Path, where: PurePosixPath, index: int, *, original:
         tensors=tensors,
         ties=ties,
         opaque=tuple(name for name in models[0].opaque if name not in ties),
-        left=(*(["optimizer_state_dict"] if optimizers or files.is_universal else []), *models[0].left),
+        left=(
+            *(["optimizer_state_dict"] if optimizers or files.is_universal else []),
+            *models[0].left,
+        ),
         versions=models[0].versions,
         checksums=_checksums(tensors, [*models, *optimizers])
         | {piece: crc for one in universal for piece, crc in one.checksums.items()},
@@ -90,8 +106,8 @@ def _checksums(
 def _named(
     model: ModelStates, placed: Mapping[str, StoredTensor], *, by_rank: bool
 ) -> tuple[tuple[StoredTensor, ...], dict[str, str]]:
-    """Return the tensors in the order of the module, and the ties: placed tensors, and the module's own for
-    the others.
+    """Return the tensors in the order of the module, and the ties: placed tensors, and the module's
+    own for the others.
     """
     found: dict[str, StoredTensor] = {}
     ties: dict[str, str] = {}
@@ -103,17 +119,20 @@ def _named(
             ties[name] = tied
         elif by_rank and 0 in stored.shape and name not in model.buffers:
             raise OperationError(
-                f"{model.path}: the parameter {name!r} is in no partition: it was frozen, and left out of the save; "
-                "next: take it from the model that the training began with"
+                f"{model.path}: the parameter {name!r} is in no partition: it was frozen, and left "
+                "out of the save; next: take it from the model that the training began with"
             )
         else:
             found[name] = stored
     found.update((name, tensor) for name, tensor in placed.items() if name not in found)
     for name, kept in [(name, kept) for name, kept in ties.items() if kept not in found]:
         if not model.leaves_frozen_out:
-            raise OperationError(f"{model.path}: {name!r} is tied to {kept!r}, which is not there; {AGAIN}")
-        # With exclude_frozen_parameters DeepSpeed takes a tied weight out of the module under its first name alone, and
-        # zero_to_fp32 passes over such a tie (0.19; the Trainer saves adapters so).
+            raise OperationError(
+                f"{model.path}: {name!r} is tied to {kept!r}, which is not there; {AGAIN}"
+            )
+        # With exclude_frozen_parameters DeepSpeed takes a tied weight out of the module under its
+        # first name alone, and zero_to_fp32 passes over such a tie (0.19; the Trainer saves
+        # adapters so).
         del ties[name]
         if not (by_rank and 0 in model.module[name].shape):
             found[name] = model.module[name]

@@ -1,8 +1,10 @@
-"""Hash files and tensors on all cores and processes, in constant memory, each byte read from the disk about once.
+"""Hash files and tensors on all cores and processes, in constant memory, each byte read from the
+disk about once.
 
-Every thread takes the next job. Jobs of one file are adjacent, the file itself first and its tensors by
-offset: the thread that hashes the file and those that hash its tensors go through it side by side, so the
-second read of a block finds it in the page cache. Processes of a team share the jobs (``storage.teams``).
+Every thread takes the next job. Jobs of one file are adjacent, the file itself first and its
+tensors by offset: the thread that hashes the file and those that hash its tensors go through it
+side by side, so the second read of a block finds it in the page cache. Processes of a team share
+the jobs (``storage.teams``).
 """
 
 import hashlib
@@ -20,7 +22,15 @@ from ckptfix.storage.parallel import Control, Progress, cores, run_all
 from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import unreadable
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
-from ckptfix.tensors.stored import BLOCK, Contiguous, Layout, StoredTensor, Strided, Tiled, digest_head
+from ckptfix.tensors.stored import (
+    BLOCK,
+    Contiguous,
+    Layout,
+    StoredTensor,
+    Strided,
+    Tiled,
+    digest_head,
+)
 
 if TYPE_CHECKING:
     from ckptfix.tensors.scanning import Scan
@@ -30,7 +40,9 @@ _STRETCH = 1 << 16
 
 
 class FileJob(NamedTuple):
-    """A file to be hashed, or ``size`` bytes of it from ``offset`` on. ``algorithm``: of ``ALGORITHMS``, CRC or GIT."""
+    """A file to be hashed, or ``size`` bytes of it from ``offset`` on. ``algorithm``: of
+    ``ALGORITHMS``, CRC or GIT.
+    """
 
     path: Path
     size: int
@@ -59,8 +71,9 @@ GIT = "git"
 
 
 class Hashed(NamedTuple):
-    """The result of a job. ``digest``: "" when it could not be read; ``problem``: the reason. ``zeros``:
-    number of zero bytes at its end. ``scan``: its values, None when they were not looked at.
+    """The result of a job. ``digest``: "" when it could not be read; ``problem``: the reason.
+    ``zeros``: number of zero bytes at its end. ``scan``: its values, None when they were not looked
+    at.
     """
 
     digest: str
@@ -71,13 +84,17 @@ class Hashed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """The digests that are taken of a file: one, or one of each ``shard_size`` bytes, by many threads at once."""
+    """The digests that are taken of a file: one, or one of each ``shard_size`` bytes, by many
+    threads at once.
+    """
 
     algorithm: str = "sha256"
     shard_size: int | None = None
 
     def jobs(self, job: FileJob) -> list[FileJob]:
-        """Return what has to be hashed of a file; an empty one is hashed as a whole, since "" is one not read."""
+        """Return what has to be hashed of a file; an empty one is hashed as a whole, since "" is
+        one not read.
+        """
         if self.shard_size is None or not job.size:
             return [job._replace(algorithm=self.algorithm)]
         starts = range(0, job.size, self.shard_size)
@@ -103,11 +120,12 @@ def hash_all(
     keep_cached: bool = True,
     progress: Progress | None = None,
 ) -> list[Hashed]:
-    """Do all jobs and return their results, in their order. ``threads``: as many as this process has cores.
-    ``keep_cached`` off, for files that nobody else needs: their pages leave the page cache.
+    """Do all jobs and return their results, in their order. ``threads``: as many as this process
+    has cores. ``keep_cached`` off, for files that nobody else needs: their pages leave the page
+    cache.
 
-    ``progress`` is called with numbers of bytes, from any thread, never from two at once. A file that cannot be read is
-    a value, not an exception.
+    ``progress`` is called with numbers of bytes, from any thread, never from two at once. A file
+    that cannot be read is a value, not an exception.
     """
     threads = threads or cores()
     if any(isinstance(job, TensorJob) and job.scan for job in jobs):
@@ -137,9 +155,13 @@ def hash_all(
         return results
     units = Units()
     every = [
-        units.of(job, job.size, job.offset or -1)
-        if isinstance(job, FileJob)
-        else units.of((*job.tensor[1:], job.scan), job.tensor.nbytes, first_place(job.tensor.layout)[1])
+        (
+            units.of(job, job.size, job.offset or -1)
+            if isinstance(job, FileJob)
+            else units.of(
+                (*job.tensor[1:], job.scan), job.tensor.nbytes, first_place(job.tensor.layout)[1]
+            )
+        )
         for job in jobs
     ]
 
@@ -151,13 +173,18 @@ def hash_all(
         )
 
     packed = team.share(
-        "hash", every, share, lambda number: _packed(_assumed(jobs[number]), jobs[number]), progress
+        "hash",
+        every,
+        share,
+        lambda number: _packed(_assumed(jobs[number]), jobs[number]),
+        progress,
     )
     return [_unpacked(one, job) for one, job in zip(packed, jobs, strict=True)]
 
 
 _FACTS = (
-    "nan", "inf", "first_nan", "first_inf", "large", "largest", "least_large", "is_zero", "zero_pages",
+    "nan", "inf", "first_nan", "first_inf", "large", "largest", "least_large", "is_zero",
+    "zero_pages",
 )  # fmt: skip
 """The fields of a scan that are numbers."""
 
@@ -180,7 +207,9 @@ def _packed(one: Hashed, job: Job) -> list[Any]:
     pieces = pieces_of(job.tensor.layout, job.tensor.nbytes) or ()
     scan = [getattr(one.scan, name) for name in _FACTS]
     runs = one.scan.zero_runs
-    zeros = None if runs is None else [[pieces.index(run.piece), run.begin, run.end] for run in runs]
+    zeros = (
+        None if runs is None else [[pieces.index(run.piece), run.begin, run.end] for run in runs]
+    )
     numbers = [value if value is None or isinstance(value, bool) else int(value) for value in scan]
     return [one.digest, one.zeros, one.problem, numbers, zeros]
 
@@ -193,8 +222,14 @@ def _unpacked(packed: Sequence[Any], job: Job) -> Hashed:
 
     numbers, runs = values
     pieces = pieces_of(job.tensor.layout, job.tensor.nbytes) or ()
-    found = None if runs is None else tuple(ZeroRun(pieces[piece], begin, end) for piece, begin, end in runs)
-    return Hashed(digest, zeros, Scan(**dict(zip(_FACTS, numbers, strict=True)), zero_runs=found), problem)
+    found = (
+        None
+        if runs is None
+        else tuple(ZeroRun(pieces[piece], begin, end) for piece, begin, end in runs)
+    )
+    return Hashed(
+        digest, zeros, Scan(**dict(zip(_FACTS, numbers, strict=True)), zero_runs=found), problem
+    )
 
 
 def _done(job: Job, files: OpenFiles, buffer: memoryview, control: Control) -> Hashed:
@@ -227,7 +262,9 @@ def _done(job: Job, files: OpenFiles, buffer: memoryview, control: Control) -> H
                 return Hashed("", problem="interrupted")
     except OSError as error:
         is_refused = isinstance(error, PermissionError) and isinstance(error.filename, str)
-        words = unreadable(Path(error.filename), error) if is_refused else error.strerror or str(error)
+        words = (
+            unreadable(Path(error.filename), error) if is_refused else error.strerror or str(error)
+        )
         return Hashed("", problem=words)
     except (CkptfixError, ValueError, MemoryError) as error:
         return Hashed("", problem=str(error) or type(error).__name__)
@@ -265,10 +302,13 @@ class _Crc:
 
 
 def _zeros_at_end(block: memoryview, before: int) -> int:
-    """Return how many zero bytes all ends with, when ``before`` were at the end before this block."""
+    """Return how many zero bytes all ends with, when ``before`` were at the end before this
+    block.
+    """
     if any(block[-_ENDS:]):
         return len(block[-_ENDS:]) - len(bytes(block[-_ENDS:]).rstrip(b"\0"))
-    # bytes.rstrip takes three times as long as sha256 for a block of zeros, and lets no other thread run meanwhile.
+    # bytes.rstrip takes three times as long as sha256 for a block of zeros, and lets no other
+    # thread run meanwhile.
     zeros = 0
     for end in range(len(block), 0, -_STRETCH):
         part = bytes(block[max(0, end - _STRETCH) : end])
@@ -279,7 +319,9 @@ def _zeros_at_end(block: memoryview, before: int) -> int:
 
 
 def _reading_order(jobs: Sequence[Job], numbers: Sequence[int]) -> Iterator[int]:
-    """Return these numbers of jobs: large files first, so that no thread ends alone with one; in each by offset."""
+    """Return these numbers of jobs: large files first, so that no thread ends alone with one; in
+    each by offset.
+    """
     sizes: dict[Path, int] = {}
     places: dict[int, tuple[Path, int]] = {}
     for number in numbers:
@@ -290,12 +332,17 @@ def _reading_order(jobs: Sequence[Job], numbers: Sequence[int]) -> Iterator[int]
             (path, offset), size = first_place(job.tensor.layout), job.tensor.nbytes
         sizes[path] = sizes.get(path, 0) + size
         places[number] = path, offset
-    order = {path: number for number, path in enumerate(sorted(sizes, key=lambda path: (-sizes[path], path)))}
+    order = {
+        path: number
+        for number, path in enumerate(sorted(sizes, key=lambda path: (-sizes[path], path)))
+    }
     return iter(sorted(places, key=lambda number: (order[places[number][0]], places[number][1])))
 
 
 def first_place(layout: Layout) -> tuple[Path, int]:
-    """Return the file and the offset of a tensor's first byte; an empty path for one without bytes."""
+    """Return the file and the offset of a tensor's first byte; an empty path for one without
+    bytes.
+    """
     if isinstance(layout, Contiguous) and layout.pieces:
         return layout.pieces[0].path, layout.pieces[0].offset
     if isinstance(layout, Strided):

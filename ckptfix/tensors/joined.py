@@ -1,4 +1,6 @@
-"""Tensors that are put together from stretches of others: the flat partitions that ZeRO cuts param groups into."""
+"""Tensors that are put together from stretches of others: the flat partitions that ZeRO cuts param
+groups into.
+"""
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
@@ -11,7 +13,9 @@ from ckptfix.tensors.stored import Contiguous, Layout
 
 @dataclass(frozen=True, slots=True)
 class Inline:
-    """A few bytes that are at hand: a step that a file holds as a number, and the new one as a tensor."""
+    """A few bytes that are at hand: a step that a file holds as a number, and the new one as a
+    tensor.
+    """
 
     data: bytes
 
@@ -31,11 +35,15 @@ class Stretch(NamedTuple):
     @property
     def run(self) -> Contiguous | None:
         """The pieces of files that it is, None where there is more to do than to read them."""
-        return cut(self.layout, self.begin, self.end) if isinstance(self.layout, Contiguous) else None
+        return (
+            cut(self.layout, self.begin, self.end) if isinstance(self.layout, Contiguous) else None
+        )
 
 
 class Zeros(NamedTuple):
-    """So many bytes of zero: the padding behind the last parameter, or moments that a parameter never had."""
+    """So many bytes of zero: the padding behind the last parameter, or moments that a parameter
+    never had.
+    """
 
     length: int
 
@@ -47,7 +55,9 @@ class Joined:
     parts: tuple[Stretch | Zeros, ...]
 
     def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
-        """Yield the bytes, as ``Layout`` says. A stretch of elements that lie apart is read from its tensor's start."""
+        """Yield the bytes, as ``Layout`` says. A stretch of elements that lie apart is read from
+        its tensor's start.
+        """
         for part in self.parts:
             if isinstance(part, Zeros):
                 yield from _zeros(part.length, buffer)
@@ -56,7 +66,9 @@ class Joined:
 
 
 def joined(parts: Iterable[Stretch | Zeros]) -> Contiguous | Joined:
-    """Return the layout of stretches and zeros, one after the other: one run of pieces wherever that is possible."""
+    """Return the layout of stretches and zeros, one after the other: one run of pieces wherever
+    that is possible.
+    """
     found: list[Stretch | Zeros] = []
     run: list[Piece] = []
 
@@ -112,7 +124,9 @@ def _within(part: Stretch, files: OpenFiles, buffer: memoryview) -> Iterator[mem
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The elements of a layout in another dtype. ``source``, ``target``: as ``numbers.converter`` takes them."""
+    """The elements of a layout in another dtype. ``source``, ``target``: as ``numbers.converter``
+    takes them.
+    """
 
     layout: Layout
     source: str

@@ -1,8 +1,9 @@
 """New folders of torch.distributed.checkpoint (DCP), such as Accelerate's FSDP reads.
 
 The layout is that of torch 2.13 for one rank (``torch/distributed/checkpoint``: ``metadata.py``,
-``filesystem.py``): in ``__0_0.distcp`` one torch zip file after the other, of one tensor or one other value
-each, and their places in ``.metadata``. Read by ``torch.distributed.checkpoint.load`` on any number of ranks.
+``filesystem.py``): in ``__0_0.distcp`` one torch zip file after the other, of one tensor or one
+other value each, and their places in ``.metadata``. Read by ``torch.distributed.checkpoint.load``
+on any number of ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,14 +72,18 @@ def dcp_files(
     prefix: str = MODEL_KEY,
     most: int | None = None,
 ) -> tuple[OutputFile, ...]:
-    """Return the files of one model, in the order in which they must be written: ``.metadata`` is the last.
+    """Return the files of one model, in the order in which they must be written: ``.metadata`` is
+    the last.
 
-    ``ties``: other name -> name in ``tensors``; both lead to one place. ``prefix``: the key under which the state dict
-    is, ``model`` for Accelerate, "" for the state dict alone. ``most``: bytes of tensors a file takes; a larger
-    tensor gets a file to itself. Raises UnsupportedFormat for a dtype of which torch has no tensors, or for more
-    tensors than are read back.
+    ``ties``: other name -> name in ``tensors``; both lead to one place. ``prefix``: the key under
+    which the state dict is, ``model`` for Accelerate, "" for the state dict alone. ``most``: bytes
+    of tensors a file takes; a larger tensor gets a file to itself. Raises UnsupportedFormat for a
+    dtype of which torch has no tensors, or for more tensors than are read back.
     """
-    paths = {(prefix, name) if prefix else (name,): name for name in (*(one.fqn for one in tensors), *ties)}
+    paths = {
+        (prefix, name) if prefix else (name,): name
+        for name in (*(one.fqn for one in tensors), *ties)
+    }
     return dcp_state_files(
         folder, tensors, {path: ties.get(name, name) for path, name in paths.items()}, most=most
     )
@@ -92,9 +97,11 @@ def dcp_state_files(
     values: Mapping[StatePath, Any] = NO_VALUES,
     most: int | None = None,
 ) -> tuple[OutputFile, ...]:
-    """Return the files of any state dict, as ``dcp_files`` does. ``paths``: path of each tensor -> its ``fqn``.
+    """Return the files of any state dict, as ``dcp_files`` does. ``paths``: path of each tensor ->
+    its ``fqn``.
 
-    ``values``: path -> a value that is not a tensor, as ``PickleWriter.value`` takes it, such as a learning rate.
+    ``values``: path -> a value that is not a tensor, as ``PickleWriter.value`` takes it, such as a
+    learning rate.
     """
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
@@ -109,7 +116,8 @@ def dcp_state_files(
             name = str(DcpFileName(part=DcpPart.DATA, rank=0, number=number))
             parts: list[Part] = []
             offset = 0
-            for path, value in values.items() if not number else ():  # torch writes them before the tensors
+            # Torch writes them before the tensors.
+            for path, value in values.items() if not number else ():
                 item: tuple[Part, ...] = (Literal(_value_item(value)),)
                 placed_values[path] = _Placed(None, name, offset, item[0].length)
                 parts += item
@@ -150,15 +158,17 @@ def _item(tensor: NewTensor) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=1024)
 def _archive(kind: NewTensor) -> tuple[bytes, int]:
-    """Return the bytes before the data of a tensor, and the number of bytes after the data; the name is in
-    neither.
+    """Return the bytes before the data of a tensor, and the number of bytes after the data; the
+    name is in neither.
     """
     before, _, behind = _parts(kind)
     return _rendered(before, {}), sum(part.length for part in behind)
 
 
 def _tail(kind: NewTensor, fqn: str, crcs: Mapping[str, int]) -> bytes:
-    """Return the bytes after the data of a tensor with this CRC-32: checksums, small records, the directory."""
+    """Return the bytes after the data of a tensor with this CRC-32: checksums, small records, the
+    directory.
+    """
     _, _, behind = _parts(kind)
     return _rendered(behind, {_ANY: crcs[fqn]})
 
@@ -188,7 +198,9 @@ class _MetadataWriter:
         self._names: dict[str, int] = {}
 
     def write(self, named: Sequence[tuple[str, StatePath, _Placed]]) -> bytes:
-        """Return the pickle of a ``Metadata``. ``named``: name, path, and place of each tensor by each of its names."""
+        """Return the pickle of a ``Metadata``. ``named``: name, path, and place of each tensor by
+        each of its names.
+        """
         pickle = self._pickle
         self._begin(_METADATA)
         pickle.value("state_dict_metadata")
@@ -214,7 +226,9 @@ class _MetadataWriter:
         self._pickle.opcodes(MARK)
 
     def _kept(self, opcodes: bytes) -> None:
-        """Push a value that the pickler memoizes although nothing refers to it, as the fast reader expects."""
+        """Push a value that the pickler memoizes although nothing refers to it, as the fast reader
+        expects.
+        """
         self._pickle.opcodes(opcodes)
         self._pickle.put()
 
@@ -226,7 +240,9 @@ class _MetadataWriter:
             self._pickle.get(number)
 
     def _size(self, attribute: str, numbers: tuple[int, ...]) -> None:
-        """Push a size anew, as torch does: the fast reader knows none that it did not read itself."""
+        """Push a size anew, as torch does: the fast reader knows none that it did not read
+        itself.
+        """
         self._pickle.value(attribute)
         self._pickle.named(_SIZE.module, _SIZE.name)
         self._pickle.sizes(numbers)

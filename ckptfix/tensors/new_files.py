@@ -1,7 +1,9 @@
-"""New files of weights and states, described byte by byte before anything is written; safetensors files and indexes.
+"""New files of weights and states, described byte by byte before anything is written; safetensors
+files and indexes.
 
-safetensors files are byte for byte as ``safetensors.torch.save_file`` writes them (0.8, ``tensor.rs``): larger dtypes
-first, then by name; a compact JSON header, padded with spaces to a multiple of 8 bytes.
+safetensors files are byte for byte as ``safetensors.torch.save_file`` writes them (0.8,
+``tensor.rs``): larger dtypes first, then by name; a compact JSON header, padded with spaces to a
+multiple of 8 bytes.
 """
 
 import json
@@ -21,7 +23,9 @@ from ckptfix.tensors.stored import StoredTensor
 
 
 class NewTensor(NamedTuple):
-    """A tensor to be written: its name, its dtype in safetensors' nouns, its shape and its size in bytes."""
+    """A tensor to be written: its name, its dtype in safetensors' nouns, its shape and its size in
+    bytes.
+    """
 
     fqn: str
     dtype: str
@@ -39,9 +43,11 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """``length`` bytes that need the CRC-32 of tensors written before them in this file: ``make(crcs)``.
+    """``length`` bytes that need the CRC-32 of tensors written before them in this file:
+    ``make(crcs)``.
 
-    ``of``: the one tensor whose CRC-32 they need, which is just before them; None where they may need any.
+    ``of``: the one tensor whose CRC-32 they need, which is just before them; None where they may
+    need any.
     """
 
     length: int
@@ -54,7 +60,9 @@ Part = Literal | Data | Computed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """A file to be written: its path relative to the new checkpoint, its parts in order, and its size in bytes."""
+    """A file to be written: its path relative to the new checkpoint, its parts in order, and its
+    size in bytes.
+    """
 
     path: PurePosixPath
     parts: tuple[Part, ...]
@@ -70,11 +78,13 @@ class OutputFile:
 
 
 class NewStates(NamedTuple):
-    """New files of an optimizer's states, or of weights with them. ``sources``: key of each ``Data`` -> its bytes.
+    """New files of an optimizer's states, or of weights with them. ``sources``: key of each
+    ``Data`` -> its bytes.
 
-    ``dtypes``: key -> dtype in the new file, in safetensors' nouns, where its source has another one: such a tensor is
-    converted while it is written. ``notes``: what the new files hold otherwise than the old ones, in sentences.
-    ``modules``: file -> name in DeepSpeed's module there -> key of its ``Data``.
+    ``dtypes``: key -> dtype in the new file, in safetensors' nouns, where its source has another
+    one: such a tensor is converted while it is written. ``notes``: what the new files hold
+    otherwise than the old ones, in sentences. ``modules``: file -> name in DeepSpeed's module there
+    -> key of its ``Data``.
     """
 
     files: tuple[OutputFile, ...]
@@ -88,7 +98,9 @@ NO_WORDS: Mapping[str, Any] = {}
 
 
 def in_shards(tensors: Sequence[NewTensor], most: int | None) -> list[list[NewTensor]]:
-    """Split tensors in their order into shards of at most ``most`` bytes; a larger tensor gets a shard to itself."""
+    """Split tensors in their order into shards of at most ``most`` bytes; a larger tensor gets a
+    shard to itself.
+    """
     shards: list[list[NewTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -104,16 +116,22 @@ def shard_names(stem: str, suffix: str, count: int) -> list[PurePosixPath]:
     """Return the names of the files of a model, as accelerate and transformers call them."""
     if count == 1:
         return [PurePosixPath(stem + suffix)]
-    return [PurePosixPath(shard_name(stem, suffix, number, count)) for number in range(1, count + 1)]
+    return [
+        PurePosixPath(shard_name(stem, suffix, number, count)) for number in range(1, count + 1)
+    ]
 
 
 def index_file(
-    stem: str, suffix: str, shards: Sequence[Sequence[NewTensor]], words: Mapping[str, Any] = NO_WORDS
+    stem: str,
+    suffix: str,
+    shards: Sequence[Sequence[NewTensor]],
+    words: Mapping[str, Any] = NO_WORDS,
 ) -> OutputFile:
     """Return the index of a model in several files, as ``save_pretrained`` writes it.
 
-    ``words``: its other content, from an old index; the size in its metadata is corrected. That of a variant
-    has its word elsewhere: shards of ``model.fp16`` are of ``model.safetensors.index.fp16.json``.
+    ``words``: its other content, from an old index; the size in its metadata is corrected. That of
+    a variant has its word elsewhere: shards of ``model.fp16`` are of
+    ``model.safetensors.index.fp16.json``.
     """
     names = shard_names(stem, suffix, len(shards))
     metadata = words.get("metadata")
@@ -124,7 +142,9 @@ def index_file(
             "total_size": sum(tensor.nbytes for shard in shards for tensor in shard),
         },
         "weight_map": {
-            tensor.fqn: str(name) for name, shard in zip(names, shards, strict=True) for tensor in shard
+            tensor.fqn: str(name)
+            for name, shard in zip(names, shards, strict=True)
+            for tensor in shard
         },
     }
     data = json.dumps(document, indent=2, sort_keys=True).encode() + b"\n"
@@ -149,11 +169,13 @@ def safetensors_files(
     metadata: Mapping[str, str] = _NO_METADATA,
     index_words: Mapping[str, Any] = NO_WORDS,
 ) -> tuple[OutputFile, ...]:
-    """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their index.
+    """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their
+    index.
 
-    ``ties``: other name -> name in ``tensors``; recorded in the metadata of the file, as ``save_model`` does.
-    ``metadata``: of every file, with the ties, without ``unwritable`` keys. ``index_words``: the other
-    content of their index. Raises UnsupportedFormat for a dtype or a name that safetensors does not have.
+    ``ties``: other name -> name in ``tensors``; recorded in the metadata of the file, as
+    ``save_model`` does. ``metadata``: of every file, with the ties, without ``unwritable`` keys.
+    ``index_words``: the other content of their index. Raises UnsupportedFormat for a dtype or a
+    name that safetensors does not have.
     """
     shards = in_shards(sorted(tensors, key=lambda tensor: tensor.fqn), most)
     names = shard_names(stem, ".safetensors", len(shards))
@@ -180,7 +202,9 @@ def _header(
     """Return the bytes before the first tensor, and the tensors in the order of the file."""
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
-            raise UnsupportedFormat(f"{tensor.fqn!r} is of {tensor.dtype}, which safetensors does not have")
+            raise UnsupportedFormat(
+                f"{tensor.fqn!r} is of {tensor.dtype}, which safetensors does not have"
+            )
         if tensor.fqn == METADATA_KEY:
             raise UnsupportedFormat(
                 f"a tensor is called {METADATA_KEY!r}, which safetensors keeps for itself"
@@ -192,7 +216,11 @@ def _header(
             )
     ordered = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype], tensor.fqn))
     document: dict[str, Any] = {
-        METADATA_KEY: {"format": "pt", **metadata, **metadata_of(ties, {tensor.fqn for tensor in tensors})}
+        METADATA_KEY: {
+            "format": "pt",
+            **metadata,
+            **metadata_of(ties, {tensor.fqn for tensor in tensors}),
+        }
     }
     offset = 0
     for tensor in ordered:

@@ -1,9 +1,11 @@
-"""New files of optimizers as PyTorch's DDP and FSDP load them: by number, by fqn, and as a DCP folder.
+"""New files of optimizers as PyTorch's DDP and FSDP load them: by number, by fqn, and as a DCP
+folder.
 
 The state dicts are those of torch 2.13 (``torch/optim/optimizer.py``, ``state_dict``;
-``torch/distributed/checkpoint/state_dict.py``, ``get_optimizer_state_dict``), in the files of accelerate 1.15
-(``checkpointing.py``, ``utils/fsdp_utils.py``). DDP numbers the parameters through the groups, in their order. FSDP
-names them; in a DCP folder every tensor of a state is an item, and so is every hyperparameter of every group.
+``torch/distributed/checkpoint/state_dict.py``, ``get_optimizer_state_dict``), in the files of
+accelerate 1.15 (``checkpointing.py``, ``utils/fsdp_utils.py``). DDP numbers the parameters through
+the groups, in their order. FSDP names them; in a DCP folder every tensor of a state is an item, and
+so is every hyperparameter of every group.
 """
 
 import struct
@@ -25,7 +27,8 @@ _OPTIMIZER, _STATE, _GROUPS, _PARAMS = "optimizer", "state", "param_groups", "pa
 def ddp_optimizer(path: PurePosixPath, state: OptimizerState) -> NewStates:
     """Return ``optimizer.bin`` as DDP saves it: parameters are numbered through the groups.
 
-    Raises UnsupportedFormat for a dtype that torch.save has no tensors of, or a pickle that is too long.
+    Raises UnsupportedFormat for a dtype that torch.save has no tensors of, or a pickle that is too
+    long.
     """
     new = _New(state)
     names = (name for group in state.groups for name in group.names)
@@ -41,7 +44,9 @@ def ddp_optimizer(path: PurePosixPath, state: OptimizerState) -> NewStates:
 
 
 def fsdp_full_optimizer(path: PurePosixPath, state: OptimizerState) -> NewStates:
-    """Return ``optimizer.bin`` as FSDP saves it with FULL_STATE_DICT: parameters have their fqns. Raises as above."""
+    """Return ``optimizer.bin`` as FSDP saves it with FULL_STATE_DICT: parameters have their fqns.
+    Raises as above.
+    """
     new = _New(state)
     document = {
         _STATE: new.states,
@@ -72,7 +77,9 @@ def dcp_optimizer(folder: PurePosixPath, state: OptimizerState) -> NewStates:
 
 
 def _flatten(path: StatePath, value: Any, flat: dict[StatePath, Any]) -> None:
-    """Add the items that DCP cuts a value into, as ``torch/distributed/checkpoint/_traverse.py`` does."""
+    """Add the items that DCP cuts a value into, as ``torch/distributed/checkpoint/_traverse.py``
+    does.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _flatten((*path, str(key)), inner, flat)
@@ -81,8 +88,8 @@ def _flatten(path: StatePath, value: Any, flat: dict[StatePath, Any]) -> None:
             _flatten((*path, number), inner, flat)
     elif type(value) is tuple and _has_tensor(value):
         raise UnsupportedFormat(
-            f"{'.'.join(map(str, path))}: tensors in a tuple, which is not an item of a DCP folder; next: migrate "
-            "to ddp or fsdp-full"
+            f"{'.'.join(map(str, path))}: tensors in a tuple, which is not an item of a DCP "
+            "folder; next: migrate to ddp or fsdp-full"
         )
     else:
         flat[path] = value
@@ -93,14 +100,19 @@ def _has_tensor(value: Any) -> bool:
 
 
 class _New:
-    """The states and hyperparameters of an optimizer with ``NewTensor`` for tensors, and where their bytes lie."""
+    """The states and hyperparameters of an optimizer with ``NewTensor`` for tensors, and where
+    their bytes lie.
+    """
 
     def __init__(self, state: OptimizerState) -> None:
         self.sources: dict[str, StoredTensor] = {}
         self._is_of_torch = state.strategy in BY_TORCH
         names = dict.fromkeys(name for group in state.groups for name in group.names)
         self.states = {
-            name: {key: self._value(key, value, f"{name}/{key}") for key, value in state.states[name].items()}
+            name: {
+                key: self._value(key, value, f"{name}/{key}")
+                for key, value in state.states[name].items()
+            }
             for name in names
             if name in state.states
         }
@@ -110,7 +122,9 @@ class _New:
         ]
 
     def _value(self, key: str, value: StateValue, name: str) -> Any:
-        """Return a state. DeepSpeed's own optimizers count steps in an int, PyTorch's in a tensor."""
+        """Return a state. DeepSpeed's own optimizers count steps in an int, PyTorch's in a
+        tensor.
+        """
         if key == STEP and isinstance(value, int | float) and not self._is_of_torch:
             value = StoredTensor(key, "F32", (), Inline(struct.pack("<f", value)))
         return with_new_tensors(value, name, self.sources)

@@ -1,17 +1,19 @@
 """New files of torch.save: the pickle of a module's state dict, and the zip archive that holds it.
 
-The archive is as ``caffe2/serialize/inline_container.cc`` of torch 2.13 (and the miniz in it) writes it: every record
-is stored, its data starts on a multiple of 64 bytes of the archive thanks to an extra field ``FB``; sizes and CRC-32
-are zero in the local header and follow the data in a descriptor, which a record of no bytes lacks; numbers from
-2**32 - 1 on are in a ZIP64 field, and then the descriptor has 64-bit sizes; the end records are always those of ZIP64.
-It is described as parts that are written one after the other without going back, and all offsets count from its first
+The archive is as ``caffe2/serialize/inline_container.cc`` of torch 2.13 (and the miniz in it)
+writes it: every record is stored, its data starts on a multiple of 64 bytes of the archive thanks
+to an extra field ``FB``; sizes and CRC-32 are zero in the local header and follow the data in a
+descriptor, which a record of no bytes lacks; numbers from 2**32 - 1 on are in a ZIP64 field, and
+then the descriptor has 64-bit sizes; the end records are always those of ZIP64. It is described as
+parts that are written one after the other without going back, and all offsets count from its first
 byte: an archive can lie anywhere in a larger file, as DCP has it.
 
-The pickle is byte for byte the one that torch 2.13 writes for an OrderedDict of tensors on the CPU, each of a storage
-of its own (``torch/serialization.py``, ``torch/_tensor.py``): ``_rebuild_tensor_v2`` over a typed storage, and
-``_rebuild_tensor_v3`` over an untyped one for the dtypes that have no storage class. It is of protocol 2, as
-``torch.load(weights_only=True)`` reads no opcode of a newer one; DCP's metadata has protocol 4. The order of opcodes,
-the memo and the batches follow CPython 3.11, ``Modules/_pickle.c``, so that the same values give the same bytes.
+The pickle is byte for byte the one that torch 2.13 writes for an OrderedDict of tensors on the CPU,
+each of a storage of its own (``torch/serialization.py``, ``torch/_tensor.py``):
+``_rebuild_tensor_v2`` over a typed storage, and ``_rebuild_tensor_v3`` over an untyped one for the
+dtypes that have no storage class. It is of protocol 2, as ``torch.load(weights_only=True)`` reads
+no opcode of a newer one; DCP's metadata has protocol 4. The order of opcodes, the memo and the
+batches follow CPython 3.11, ``Modules/_pickle.c``, so that the same values give the same bytes.
 Python's own pickle module takes no part: classes are names here, and are never imported.
 """
 
@@ -30,7 +32,16 @@ from ckptfix.formats.pickle_opcodes import MAX_TEXT
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_tensors import STORAGE_DTYPES, TORCH_DTYPES
-from ckptfix.formats.torch_zip import ALIGNMENT, ENTRY, IN_UTF8, LOCAL, MAX_PICKLE, STORED, U32, end_records
+from ckptfix.formats.torch_zip import (
+    ALIGNMENT,
+    ENTRY,
+    IN_UTF8,
+    LOCAL,
+    MAX_PICKLE,
+    STORED,
+    U32,
+    end_records,
+)
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.new_files import (
     NO_WORDS,
@@ -61,8 +72,8 @@ class NewRecord(NamedTuple):
 class _Placed(NamedTuple):
     """A record with the offset of its local header in the archive.
 
-    ``zip64``: the ZIP64 field, empty where all numbers are small; the same in the local header and in the directory.
-    ``known``: its CRC-32, None where that is known when its bytes are.
+    ``zip64``: the ZIP64 field, empty where all numbers are small; the same in the local header and
+    in the directory. ``known``: its CRC-32, None where that is known when its bytes are.
     """
 
     name: bytes
@@ -96,7 +107,9 @@ def _placed(name: str, content: Part, offset: int) -> _Placed:
 
 
 def zip_parts(records: Iterable[NewRecord]) -> Iterator[Part]:
-    """Yield the parts of an archive of these records, in their order; few, as there may be 100,000 archives."""
+    """Yield the parts of an archive of these records, in their order; few, as there may be 100,000
+    archives.
+    """
     placed: list[_Placed] = []
     offset = 0
     before = bytearray()  # what is known already, and goes before the next part
@@ -132,7 +145,9 @@ def _local_header(record: _Placed) -> bytes:
     before = record.offset + LOCAL.size + len(record.name) + len(wide) + 4
     padding = -before % ALIGNMENT
     extra = wide + b"FB" + pack("<H", padding) + b"Z" * padding
-    head = LOCAL.pack(b"PK\3\4", 0, record.flags, STORED, 0, 0, 0, 0, 0, len(record.name), len(extra))
+    head = LOCAL.pack(
+        b"PK\3\4", 0, record.flags, STORED, 0, 0, 0, 0, 0, len(record.name), len(extra)
+    )
     return head + record.name + extra
 
 
@@ -158,7 +173,15 @@ def _directory(placed: Iterable[_Placed], crcs: Mapping[str, int]) -> bytes:
     return bytes(directory)
 
 
-MARK, EMPTY_TUPLE, TUPLE, REDUCE, NEWOBJ, BUILD, BINPERSID = b"(", b")", b"t", b"R", b"\x81", b"b", b"Q"
+MARK, EMPTY_TUPLE, TUPLE, REDUCE, NEWOBJ, BUILD, BINPERSID = (
+    b"(",
+    b")",
+    b"t",
+    b"R",
+    b"\x81",
+    b"b",
+    b"Q",
+)
 NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"
 _SHORT_TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 _BATCH = 1000  # entries that one SETITEMS or APPENDS takes
@@ -175,9 +198,11 @@ class Global:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Call:
-    """The result of a call: ``function(*args)``, then its dict ``items`` are set, then ``state`` is given to BUILD.
+    """The result of a call: ``function(*args)``, then its dict ``items`` are set, then ``state`` is
+    given to BUILD.
 
-    ``new``: ``function.__new__(function, *args)`` is called, as for most classes, and not the function itself.
+    ``new``: ``function.__new__(function, *args)`` is called, as for most classes, and not the
+    function itself.
     """
 
     function: Global
@@ -188,9 +213,11 @@ class Call:
 
 
 def with_new_tensors(value: Any, name: str, sources: dict[str, StoredTensor]) -> Any:
-    """Return a value for ``torch_file``: with ``NewTensor`` for the tensors in it, which go into ``sources``.
+    """Return a value for ``torch_file``: with ``NewTensor`` for the tensors in it, which go into
+    ``sources``.
 
-    ``name``: of a tensor that is the value itself; those below have the keys that lead to them behind it.
+    ``name``: of a tensor that is the value itself; those below have the keys that lead to them
+    behind it.
     """
     if isinstance(value, StoredTensor):
         sources[name] = value
@@ -204,7 +231,8 @@ def with_new_tensors(value: Any, name: str, sources: dict[str, StoredTensor]) ->
     if isinstance(value, Call):
         parts = {"args": value.args, "items": value.items, "state": value.state}
         return replace(
-            value, **{key: with_new_tensors(one, f"{name}/{key}", sources) for key, one in parts.items()}
+            value,
+            **{key: with_new_tensors(one, f"{name}/{key}", sources) for key, one in parts.items()},
         )
     return value
 
@@ -219,8 +247,8 @@ class Persistent:
 class PickleWriter:
     """One pickle that grows at its end.
 
-    ``value`` writes any value; the other methods write single opcodes, for values that are written 100,000
-    times.
+    ``value`` writes any value; the other methods write single opcodes, for values that are written
+    100,000 times.
     """
 
     def __init__(self, protocol: int = 2) -> None:
@@ -255,14 +283,16 @@ class PickleWriter:
         self._data += b"h" + pack("<B", number) if number < 256 else b"j" + pack("<I", number)
 
     def text(self, value: str) -> int:
-        """Push a string and keep it; half of a surrogate pair is written as pickle writes it. Returns its number.
+        """Push a string and keep it; half of a surrogate pair is written as pickle writes it.
+        Returns its number.
 
         Raises UnsupportedFormat for a string that is too long to be read back.
         """
         data = value.encode("utf-8", "surrogatepass")
         if len(data) > MAX_TEXT:
             raise UnsupportedFormat(
-                f"the name {value!r:.80}... takes {len(data)} bytes in a pickle, {MAX_TEXT} are read back at most"
+                f"the name {value!r:.80}... takes {len(data)} bytes in a pickle, {MAX_TEXT} are "
+                "read back at most"
             )
         is_short = self._is_new and len(data) < 256
         self._data += b"\x8c" + pack("<B", len(data)) if is_short else b"X" + pack("<I", len(data))
@@ -281,7 +311,9 @@ class PickleWriter:
             length = (value if value >= 0 else ~value).bit_length() // 8 + 1
             if length > 0xFF:
                 raise UnsupportedFormat(f"an integer of {length} bytes in a pickle")
-            self._data += b"\x8a" + pack("<B", length) + value.to_bytes(length, "little", signed=True)
+            self._data += (
+                b"\x8a" + pack("<B", length) + value.to_bytes(length, "little", signed=True)
+            )
 
     def sizes(self, values: tuple[int, ...]) -> None:
         """Push a tuple of integers: a shape or a stride."""
@@ -317,10 +349,11 @@ class PickleWriter:
             self._words[word] = self.text(word)
 
     def value(self, value: Any) -> None:
-        """Push a value: None, bool, int, float, str, tuple, list, mapping, Global, Call or Persistent.
+        """Push a value: None, bool, int, float, str, tuple, list, mapping, Global, Call or
+        Persistent.
 
-        An object that was pushed before, the same one and not an equal one, is taken out of the memo, as pickle does.
-        Raises TypeError for anything else: that is the caller's mistake.
+        An object that was pushed before, the same one and not an equal one, is taken out of the
+        memo, as pickle does. Raises TypeError for anything else: that is the caller's mistake.
         """
         if value is None or value is True or value is False:
             self._data += NONE if value is None else TRUE if value else FALSE
@@ -369,7 +402,9 @@ class PickleWriter:
                 self.value(value.state)
                 self._data += BUILD
         else:
-            raise TypeError(f"a {type(value).__name__} has no place in a pickle that is written here")
+            raise TypeError(
+                f"a {type(value).__name__} has no place in a pickle that is written here"
+            )
 
     def _entries(self, items: Mapping[Any, Any], *, exact: bool) -> None:
         def pair(entry: tuple[Any, Any]) -> None:
@@ -386,10 +421,11 @@ class PickleWriter:
         exact: bool = False,
         opcodes: tuple[bytes, bytes] = (b"s", b"u"),
     ) -> None:
-        """Have ``write`` push each key with its value, and set them in the dict below: 1,000 at a time, as pickle does.
+        """Have ``write`` push each key with its value, and set them in the dict below: 1,000 at a
+        time, as pickle does.
 
-        ``exact``: for a plain dict or list; then a last batch of one gets a mark, too. ``opcodes``: the one
-        for a single entry, and the one for all since the mark.
+        ``exact``: for a plain dict or list; then a last batch of one gets a mark, too. ``opcodes``:
+        the one for a single entry, and the one for all since the mark.
         """
         one, many = opcodes
         for begin in range(0, len(groups), _BATCH):
@@ -408,7 +444,9 @@ STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 """Dtype in safetensors' nouns -> typed storage class."""
 
 DTYPE_NAMES = {noun: name for name, noun in TORCH_DTYPES.items()}
-"""Dtype in safetensors' nouns -> its name in torch. torch.save has no tensors of those that are missing."""
+"""Dtype in safetensors' nouns -> its name in torch. torch.save has no tensors of those that are
+missing.
+"""
 
 _STORAGE, _CPU, _VERSION, _METADATA = (
     "storage",
@@ -431,12 +469,14 @@ def torch_files(
     suffix: str = ".bin",
     index_words: Mapping[str, Any] = NO_WORDS,
 ) -> tuple[OutputFile, ...]:
-    """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their index.
+    """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their
+    index.
 
-    The tensors keep their order. ``ties``: other name -> name in ``tensors``; both name one storage, the
-    other at the end of its file. ``versions``: module -> version, for the ``_metadata`` that a module's state
-    dict has; every shard has all of it. ``index_words``: the other content of their index. Raises
-    UnsupportedFormat for a dtype that torch.save has no tensors of, or a pickle that is too long.
+    The tensors keep their order. ``ties``: other name -> name in ``tensors``; both name one
+    storage, the other at the end of its file. ``versions``: module -> version, for the
+    ``_metadata`` that a module's state dict has; every shard has all of it. ``index_words``: the
+    other content of their index. Raises UnsupportedFormat for a dtype that torch.save has no
+    tensors of, or a pickle that is too long.
     """
     _ensure_torch_has(tensors)
     shards = in_shards(tensors, most)
@@ -477,16 +517,23 @@ def _ensure_torch_has(tensors: Iterable[NewTensor]) -> None:
 
 
 def _archived(name: PurePosixPath, data: bytes, tensors: Sequence[NewTensor]) -> OutputFile:
-    """Return the file of a pickle and of the storages of its tensors. Raises UnsupportedFormat when it is too long."""
+    """Return the file of a pickle and of the storages of its tensors. Raises UnsupportedFormat when
+    it is too long.
+    """
     if len(data) > MAX_PICKLE:
         raise UnsupportedFormat(
-            f"the pickle of {name} takes {len(data)} bytes, {MAX_PICKLE} are read back at most; use shards"
+            f"the pickle of {name} takes {len(data)} bytes, {MAX_PICKLE} are read back at most; "
+            "use shards"
         )
-    return OutputFile(path=name, parts=tuple(zip_parts(archive_records(_root(name.stem), data, tensors))))
+    return OutputFile(
+        path=name, parts=tuple(zip_parts(archive_records(_root(name.stem), data, tensors)))
+    )
 
 
 def _root(stem: str) -> str:
-    """Return the folder in the archive: the name of the file, or torch's own word where zip has no such name."""
+    """Return the folder in the archive: the name of the file, or torch's own word where zip has no
+    such name.
+    """
     try:
         stem.encode()
     except UnicodeEncodeError:
@@ -495,7 +542,9 @@ def _root(stem: str) -> str:
 
 
 def archive_records(root: str, data: bytes, tensors: Sequence[NewTensor]) -> Iterator[NewRecord]:
-    """Yield the records of an archive in the order that torch has: a pickle, and the storages 0, 1, 2 and so on."""
+    """Yield the records of an archive in the order that torch has: a pickle, and the storages 0, 1,
+    2 and so on.
+    """
     heads = {
         "data.pkl": data,
         ".format_version": b"1",
@@ -512,8 +561,8 @@ def archive_records(root: str, data: bytes, tensors: Sequence[NewTensor]) -> Ite
 
 
 def serialization_id(names: Sequence[str], tensors: Sequence[NewTensor]) -> Part:
-    """Return 40 digits that identify the content of an archive: 20 of its records' names, 20 of the tensors'
-    CRC-32.
+    """Return 40 digits that identify the content of an archive: 20 of its records' names, 20 of the
+    tensors' CRC-32.
 
     torch makes them with hash functions of its own; nothing compares them.
     """
@@ -532,7 +581,9 @@ def _digits(data: bytes) -> bytes:
 def state_dict_pickle(
     tensors: Sequence[NewTensor], tied: Mapping[str, NewTensor], versions: Mapping[str, int]
 ) -> bytes:
-    """Return the data.pkl of a state dict; the tensors' storages have the keys 0, 1, 2 and so on."""
+    """Return the data.pkl of a state dict; the tensors' storages have the keys 0, 1, 2 and so
+    on.
+    """
     writer = PickleWriter()
     writer.value(Call(function=_ORDERED_DICT))
     keys: dict[str, int] = {}
@@ -557,7 +608,9 @@ def tensor_pickle(tensor: NewTensor) -> bytes:
 
 
 class _WithTensors(PickleWriter):
-    """Pickle whose values contain ``NewTensor`` in place of tensors. ``tensors``: each of them once, in order."""
+    """Pickle whose values contain ``NewTensor`` in place of tensors. ``tensors``: each of them
+    once, in order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -577,8 +630,9 @@ class _WithTensors(PickleWriter):
 def torch_file(path: PurePosixPath, value: Any) -> OutputFile:
     """Return a file as ``torch.save`` writes it, of a value as ``PickleWriter.value`` takes it.
 
-    A ``NewTensor`` in it becomes a tensor with a storage of its own; those of one fqn share it. Raises
-    UnsupportedFormat for a dtype that torch.save has no tensors of, or a pickle that is too long.
+    A ``NewTensor`` in it becomes a tensor with a storage of its own; those of one fqn share it.
+    Raises UnsupportedFormat for a dtype that torch.save has no tensors of, or a pickle that is too
+    long.
     """
     writer = _WithTensors()
     writer.value(value)
@@ -588,7 +642,9 @@ def torch_file(path: PurePosixPath, value: Any) -> OutputFile:
 
 
 def _push_tensor(writer: PickleWriter, tensor: NewTensor, keys: dict[str, int]) -> None:
-    """Push a tensor over a storage of its own, or the same one again. ``keys``: where the memo has the storage keys."""
+    """Push a tensor over a storage of its own, or the same one again. ``keys``: where the memo has
+    the storage keys.
+    """
     storage_class = STORAGE_CLASSES.get(tensor.dtype)
     writer.named("torch._utils", "_rebuild_tensor_v2" if storage_class else "_rebuild_tensor_v3")
     writer.opcodes(MARK + MARK)
@@ -602,7 +658,9 @@ def _push_tensor(writer: PickleWriter, tensor: NewTensor, keys: dict[str, int]) 
     else:
         keys[tensor.fqn] = writer.text(str(len(keys)))
     writer.value(_CPU)
-    writer.integer(tensor.nbytes * 8 // DTYPE_BITS[tensor.dtype] if storage_class else tensor.nbytes)
+    writer.integer(
+        tensor.nbytes * 8 // DTYPE_BITS[tensor.dtype] if storage_class else tensor.nbytes
+    )
     writer.opcodes(TUPLE)
     writer.put()
     writer.opcodes(BINPERSID)
@@ -622,7 +680,9 @@ def _push_tensor(writer: PickleWriter, tensor: NewTensor, keys: dict[str, int]) 
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides that torch gives a contiguous tensor; a dimension of no elements counts as one."""
+    """Return the strides that torch gives a contiguous tensor; a dimension of no elements counts as
+    one.
+    """
     strides = [1]
     for length in reversed(shape[1:]):
         strides.append(strides[-1] * max(length, 1))

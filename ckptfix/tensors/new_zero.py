@@ -1,12 +1,15 @@
-"""New checkpoints of DeepSpeed: the files of ZeRO-1, 2 and 3 for any number of ranks, and universal checkpoints.
+"""New checkpoints of DeepSpeed: the files of ZeRO-1, 2 and 3 for any number of ranks, and universal
+checkpoints.
 
 The files are those of DeepSpeed 0.18 and 0.19 (``runtime/engine.py``, ``_get_zero_ckpt_name``;
-``runtime/zero/stage_1_and_2.py`` and ``stage3.py``, ``state_dict``; ``checkpoint/ds_to_universal.py``), so that stock
-DeepSpeed and accelerate's ``load_state`` load them. A flat partition is joined from stretches of the source's files:
-no tensor is held in memory. Objects of DeepSpeed are written by their names, and DeepSpeed is never imported.
+``runtime/zero/stage_1_and_2.py`` and ``stage3.py``, ``state_dict``;
+``checkpoint/ds_to_universal.py``), so that stock DeepSpeed and accelerate's ``load_state`` load
+them. A flat partition is joined from stretches of the source's files: no tensor is held in memory.
+Objects of DeepSpeed are written by their names, and DeepSpeed is never imported.
 
-What the target's configuration must be, as the files cannot say it: ``round_robin_gradients`` off, and for ZeRO-3 the
-default ``sub_group_size``. ``clip_grad`` is left out on purpose: DeepSpeed would take the old run's for the new one's.
+What the target's configuration must be, as the files cannot say it: ``round_robin_gradients`` off,
+and for ZeRO-3 the default ``sub_group_size``. ``clip_grad`` is left out on purpose: DeepSpeed would
+take the old run's for the new one's.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -41,7 +44,9 @@ from ckptfix.tensors.zero_states import BUFFERS, DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
 SUB_GROUP_SIZE = 1_000_000_000
-"""Elements of a rank after which ZeRO-3 begins another sub-group, where the configuration does not say it."""
+"""Elements of a rank after which ZeRO-3 begins another sub-group, where the configuration does not
+say it.
+"""
 
 _VERSION = "0.18.2"
 _LONGEST = 255  # bytes of a name that file systems take
@@ -78,12 +83,18 @@ Shape = tuple[int, ...]
 
 
 def dynamic_scaler(
-    scale: float = 65536, *, done: int = 0, factor: float = 2.0, window: int = 1000, hysteresis: int = 2
+    scale: float = 65536,
+    *,
+    done: int = 0,
+    factor: float = 2.0,
+    window: int = 1000,
+    hysteresis: int = 2,
 ) -> Call:
-    """Return DeepSpeed's scaler of the loss in fp16, by default as a configuration that says nothing makes it.
+    """Return DeepSpeed's scaler of the loss in fp16, by default as a configuration that says
+    nothing makes it.
 
-    ``done``: steps that it counts since the scale changed. It looks at them before it counts a step: the scale grows by
-    ``factor`` in the step that begins with ``window`` of them.
+    ``done``: steps that it counts since the scale changed. It looks at them before it counts a
+    step: the scale grows by ``factor`` in the step that begins with ``window`` of them.
     """
     state = {
         "cur_scale": scale,
@@ -114,25 +125,31 @@ def zero_files(
     frozen: Collection[str] = (),
     buffers: Collection[str] | None = None,
 ) -> NewStates:
-    """Return all files of a DeepSpeed checkpoint in ``folder``, whose name is the tag, and ``latest`` next to it.
+    """Return all files of a DeepSpeed checkpoint in ``folder``, whose name is the tag, and
+    ``latest`` next to it.
 
-    ``dtype``: of the module in safetensors' nouns; None for that of the source's training. The fp32 masters are the
-    state's own, else the weights converted. ``frozen``: parameters that are not trained although a param group lists
-    them; others without moments get zeros. ``buffers``: tensors of the model that are not parameters, None where
-    that is not known. Raises OperationError for what the strategy cannot hold, by name; UnsupportedFormat as
-    ``torch_file`` does.
+    ``dtype``: of the module in safetensors' nouns; None for that of the source's training. The fp32
+    masters are the state's own, else the weights converted. ``frozen``: parameters that are not
+    trained although a param group lists them; others without moments get zeros. ``buffers``:
+    tensors of the model that are not parameters, None where that is not known. Raises
+    OperationError for what the strategy cannot hold, by name; UnsupportedFormat as ``torch_file``
+    does.
     """
     with OpenFiles() as opened:
-        plan = _Plan(strategy, folder, weights, state, processes, dtype, frozenset(frozen), buffers, opened)
+        plan = _Plan(
+            strategy, folder, weights, state, processes, dtype, frozenset(frozen), buffers, opened
+        )
         files = tuple(plan.files())
     return NewStates(files, plan.sources, plan.dtypes, tuple(plan.notes), plan.modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """A param group as DeepSpeed has it: its trained parameters, and what the flat tensor of all of them has.
+    """A param group as DeepSpeed has it: its trained parameters, and what the flat tensor of all of
+    them has.
 
-    ``moments``: states with a flat tensor; ``shared``: values that all parameters have in common, such as a step.
+    ``moments``: states with a flat tensor; ``shared``: values that all parameters have in common,
+    such as a step.
     """
 
     options: Mapping[str, Any]
@@ -154,13 +171,17 @@ class _Flat(NamedTuple):
 
 
 def module_dtype(new: NewStates, fqn: str) -> str | None:
-    """Return the dtype that ``zero_files`` converts a tensor of the module to, None where it stays as it is."""
+    """Return the dtype that ``zero_files`` converts a tensor of the module to, None where it stays
+    as it is.
+    """
     # ZeRO-3 cuts frozen parameters into shares; all have one dtype.
     return new.dtypes.get(f"module/{fqn}", new.dtypes.get(f"rank0/frozen/{fqn}"))
 
 
 class _Plan:
-    """The files of one checkpoint. ``sources``, ``dtypes``, ``notes``, ``modules``: as ``NewStates`` has them."""
+    """The files of one checkpoint. ``sources``, ``dtypes``, ``notes``, ``modules``: as
+    ``NewStates`` has them.
+    """
 
     def __init__(
         self,
@@ -184,9 +205,13 @@ class _Plan:
         self._model_states = self._readable(state.extra.get(MODEL_STATES, {}))
         self._named = weights.named()
         groups = self._ensured_groups()
-        self._moments = moments_of(state, {name: tensor.shape for name, tensor in self._named.items()})
+        self._moments = moments_of(
+            state, {name: tensor.shape for name, tensor in self._named.items()}
+        )
         self._groups = [self._group(number, group, frozen) for number, group in enumerate(groups)]
-        self._trained = {name: shape for group in self._groups for name, shape in group.shapes.items()}
+        self._trained = {
+            name: shape for group in self._groups for name, shape in group.shapes.items()
+        }
         self._ties = self._tied()
         self._dtype = dtype or self._model_states.get(DTYPE) or self._dtype_of_weights()
         self._buffers = self._known_buffers(buffers)
@@ -196,10 +221,16 @@ class _Plan:
             if name not in self._trained and name not in self._ties and name not in self._buffers
         }
         guessed = sorted(self._frozen.keys() - frozen)
-        if strategy is Strategy.ZERO3 and buffers is None and BUFFERS not in self._model_states and guessed:
+        if (
+            strategy is Strategy.ZERO3
+            and buffers is None
+            and BUFFERS not in self._model_states
+            and guessed
+        ):
             self.notes.append(
-                f"{weights.label}: {list_names(guessed)}: in no param group, and so taken for frozen parameters; "
-                "ZeRO-3 does not load one that is a buffer; next, where it does not: --model MODULE:FACTORY"
+                f"{weights.label}: {list_names(guessed)}: in no param group, and so taken for "
+                "frozen parameters; ZeRO-3 does not load one that is a buffer; next, where it "
+                "does not: --model MODULE:FACTORY"
             )
 
     # What is refused, and what is said
@@ -209,8 +240,8 @@ class _Plan:
         unknown = sorted(set(names) - set(self._named))
         if unknown:
             raise OperationError(
-                f"{self._state.label}: {list_names(unknown)}: in the optimizer, and not in the model; next: take both "
-                "from one checkpoint"
+                f"{self._state.label}: {list_names(unknown)}: in the optimizer, and not in the "
+                "model; next: take both from one checkpoint"
             )
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -218,7 +249,9 @@ class _Plan:
         return self._state.groups
 
     def _readable(self, model_states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of model states but those with values that are not read, which are named."""
+        """Return the entries of model states but those with values that are not read, which are
+        named.
+        """
         found = {}
         for key, value in model_states.items():
             unread: dict[str, str] = {}
@@ -226,14 +259,17 @@ class _Plan:
             if not unread:
                 found[key] = value
             self.notes += [
-                f"{self._state.label}: {name!r} of its model states, {kind}, is left out: only its pickle can make it; "
-                "next, where the script needs it: torch.load it from the old checkpoint"
+                f"{self._state.label}: {name!r} of its model states, {kind}, is left out: only its "
+                "pickle can make it; next, where the script needs it: torch.load it from the old "
+                "checkpoint"
                 for name, kind in unread.items()
             ]
         return found
 
     def _group(self, number: int, group: ParamGroup, frozen: frozenset[str]) -> _Group:
-        """Return a param group with its trained parameters. Raises OperationError where it has no flat form."""
+        """Return a param group with its trained parameters. Raises OperationError where it has no
+        flat form.
+        """
         names = [name for name in group.names if name not in frozen]
         shapes = {name: self._named[name].shape for name in names}
         held = {name: dict(self._state.states.get(name, {})) for name in names}
@@ -247,20 +283,22 @@ class _Plan:
                 shared[key] = self._common(number, key, held)
         if self._strategy is Strategy.UNIVERSAL and (homeless := sorted(shared.keys() - {STEP})):
             raise OperationError(
-                f"{self._state.label}: {list_names(homeless)}: one number for a whole parameter, and a universal "
-                "checkpoint has a place for none but step; next: --to zero1, zero2, zero3, ddp, fsdp or fsdp-full"
+                f"{self._state.label}: {list_names(homeless)}: one number for a whole parameter, "
+                "and a universal checkpoint has a place for none but step; next: --to zero1, "
+                "zero2, zero3, ddp, fsdp or fsdp-full"
             )
         without = [name for name in names if keys and not held[name]]
         if without:
             self.notes.append(
-                f"{self._state.label}: {count_of(len(without), 'parameter')} without moments, {list_names(without)}: "
-                "ZeRO keeps those of a param group together, so they get zeros and the step of the others; next, where "
-                "the script freezes them: --frozen REGEX"
+                f"{self._state.label}: {count_of(len(without), 'parameter')} without moments, "
+                f"{list_names(without)}: ZeRO keeps those of a param group together, so they get "
+                "zeros and the step of the others; next, where the script freezes them: --frozen "
+                "REGEX"
             )
         if not names and self._strategy in (Strategy.ZERO1, Strategy.ZERO2):
             raise OperationError(
-                f"{self._state.label}: param group {number} has no parameter that is trained, with which DeepSpeed "
-                "does not start; next: leave the group out of the script"
+                f"{self._state.label}: param group {number} has no parameter that is trained, with "
+                "which DeepSpeed does not start; next: leave the group out of the script"
             )
         return _Group(options=group.options, shapes=shapes, moments=tuple(moments), shared=shared)
 
@@ -273,30 +311,40 @@ class _Plan:
             if value is None and key not in states:
                 if key not in ZERO_AT_FIRST:
                     raise OperationError(
-                        f"{label}: not in the optimizer, and it does not begin with zeros; ZeRO needs it for every "
-                        "parameter of a group"
+                        f"{label}: not in the optimizer, and it does not begin with zeros; ZeRO "
+                        "needs it for every parameter of a group"
                     )
             elif not isinstance(value, StoredTensor) or value.shape != shapes[name]:
-                have = f"the shape {list(value.shape)}" if isinstance(value, StoredTensor) else "no tensor"
+                have = (
+                    f"the shape {list(value.shape)}"
+                    if isinstance(value, StoredTensor)
+                    else "no tensor"
+                )
                 raise OperationError(
-                    f"{label}: {have}, and the parameter {list(shapes[name])}: ZeRO cuts states as it cuts parameters "
-                    "(8-bit optimizers, Adafactor and Shampoo have others); next: --to ddp, fsdp or fsdp-full"
+                    f"{label}: {have}, and the parameter {list(shapes[name])}: ZeRO cuts states as "
+                    "it cuts parameters (8-bit optimizers, Adafactor and Shampoo have others); "
+                    "next: --to ddp, fsdp or fsdp-full"
                 )
             elif value.dtype not in _EXACT:
                 raise OperationError(
-                    f"{label}: of {value.dtype}, and ZeRO keeps states in fp32; next: --to ddp, fsdp or fsdp-full"
+                    f"{label}: of {value.dtype}, and ZeRO keeps states in fp32; next: --to ddp, "
+                    "fsdp or fsdp-full"
                 )
 
-    def _common(self, number: int, key: str, held: Mapping[str, Mapping[str, StateValue]]) -> StateValue:
-        """Return a state that ZeRO keeps once for a group. Raises OperationError where parameters differ in it."""
+    def _common(
+        self, number: int, key: str, held: Mapping[str, Mapping[str, StateValue]]
+    ) -> StateValue:
+        """Return a state that ZeRO keeps once for a group. Raises OperationError where parameters
+        differ in it.
+        """
         named = [(name, states[key]) for name, states in held.items() if key in states]
         (first, value), *others = named
         for name, other in others:
             if self._scalar(other) != self._scalar(value):
                 raise OperationError(
-                    f"{self._state.label}: param group {number}: {key} is {self._scalar(value)} for {first} and "
-                    f"{self._scalar(other)} for {name}, and ZeRO keeps one {key} for a group; next: --to ddp, fsdp or "
-                    "fsdp-full"
+                    f"{self._state.label}: param group {number}: {key} is {self._scalar(value)} "
+                    f"for {first} and {self._scalar(other)} for {name}, and ZeRO keeps one {key} "
+                    "for a group; next: --to ddp, fsdp or fsdp-full"
                 )
         if key == STEP and isinstance(value, StoredTensor) and prod(value.shape) == 1:
             return value._replace(shape=())  # torch 1 counted in a tensor of one dimension
@@ -306,13 +354,15 @@ class _Plan:
         dtypes = sorted({self._named[name].dtype for name in self._trained} & _FLOATS)
         if len(dtypes) > 1:
             raise OperationError(
-                f"{self._weights.label}: weights of several dtypes ({', '.join(dtypes)}), and DeepSpeed trains in one; "
-                "next: name it, as in --dtype bf16"
+                f"{self._weights.label}: weights of several dtypes ({', '.join(dtypes)}), and "
+                "DeepSpeed trains in one; next: name it, as in --dtype bf16"
             )
         return dtypes[0] if dtypes else _MASTER
 
     def _known_buffers(self, given: Collection[str] | None) -> frozenset[str]:
-        """Return the tensors that are not parameters: as said, else those of other dtypes, and those of batch norm."""
+        """Return the tensors that are not parameters: as said, else those of other dtypes, and
+        those of batch norm.
+        """
         if given is None:
             given = self._model_states.get(BUFFERS)
         if given is not None:
@@ -325,7 +375,9 @@ class _Plan:
         )
 
     def _tied(self) -> dict[str, str]:
-        """Return other name -> name, where the optimizer's own name of a tied parameter is the one that is kept."""
+        """Return other name -> name, where the optimizer's own name of a tied parameter is the one
+        that is kept.
+        """
         found: dict[str, str] = {}
         members: dict[str, list[str]] = {}
         for other, kept in self._weights.ties.items():
@@ -349,14 +401,18 @@ class _Plan:
             for rank in range(self._ranks if by_rank else 1):
                 yield self._model_file(rank if by_rank else None)
             latest = LATEST
-        yield OutputFile(path=self._folder.parent / latest, parts=(Literal(self._folder.name.encode()),))
+        yield OutputFile(
+            path=self._folder.parent / latest, parts=(Literal(self._folder.name.encode()),)
+        )
 
     def _path(self, part: DeepSpeedPart, rank: int | None) -> PurePosixPath:
         before = _PREFIX.get(self._dtype, "") if part is DeepSpeedPart.OPTIMIZER else ""
         return self._folder / str(DeepSpeedName(part=part, rank=rank, before=before))
 
     def _model_file(self, rank: int | None) -> OutputFile:
-        """Return a file of model states. ``rank``: None for those of all ranks, which have the complete module."""
+        """Return a file of model states. ``rank``: None for those of all ranks, which have the
+        complete module.
+        """
         path = self._path(DeepSpeedPart.MODEL, rank)
         module: dict[str, NewTensor] = {}
         for name in (*(tensor.fqn for tensor in self._weights.tensors), *self._weights.ties):
@@ -364,7 +420,9 @@ class _Plan:
             is_empty = rank is not None and kept not in self._buffers
             module[name] = self._empty(kept) if is_empty else self._module_tensor(kept)
         self.modules[path] = {name: tensor.fqn for name, tensor in module.items()}
-        versions = {module: {"version": version} for module, version in self._weights.versions.items()}
+        versions = {
+            module: {"version": version} for module, version in self._weights.versions.items()
+        }
         metadata = {"_metadata": _ordered(versions)} if versions else None
         has_frozen = self._strategy is not Strategy.ZERO1 and (
             rank is None or self._strategy is Strategy.ZERO3
@@ -373,7 +431,9 @@ class _Plan:
             "module": Call(function=_ORDERED_DICT, items=module, state=metadata),
             "buffer_names": [name for name in module if name in self._buffers],
             "optimizer": None,
-            "param_shapes": [_shapes(flat) for group in self._groups for flat in self._flats(group)],
+            "param_shapes": [
+                _shapes(flat) for group in self._groups for flat in self._flats(group)
+            ],
             "frozen_param_shapes": _shapes(self._frozen) if has_frozen else None,
             "shared_params": dict(self._ties) if not rank else {},
             "frozen_param_fragments": self._fragments(rank) if has_frozen else None,
@@ -397,7 +457,9 @@ class _Plan:
 
     def _empty(self, name: str) -> NewTensor:
         dtype = self._dtype if self._named[name].dtype in _FLOATS else self._named[name].dtype
-        return self._tensor(f"empty/{dtype}/{name}", StoredTensor(name, dtype, (0,), Contiguous(())), dtype)
+        return self._tensor(
+            f"empty/{dtype}/{name}", StoredTensor(name, dtype, (0,), Contiguous(())), dtype
+        )
 
     def _fragments(self, rank: int | None) -> Call:
         """Return the frozen parameters, or a rank's shares of them."""
@@ -408,14 +470,18 @@ class _Plan:
                 continue
             stored = self._named[name]
             dtype = self._dtype if stored.dtype in _FLOATS else stored.dtype
-            share = _share(stored.layout, prod(shape), DTYPE_BITS[stored.dtype] // 8, rank, self._ranks)
+            share = _share(
+                stored.layout, prod(shape), DTYPE_BITS[stored.dtype] // 8, rank, self._ranks
+            )
             layout = joined(share.parts)
             cut_out = StoredTensor(name, stored.dtype, (share.numel,), layout)
             items[name] = self._tensor(f"rank{rank}/frozen/{name}", cut_out, dtype)
         return _ordered(items)
 
     def _kept_model_states(self) -> dict[str, Any]:
-        """Return the entries of the source's own model states that go on: counters, a scheduler, the script's own."""
+        """Return the entries of the source's own model states that go on: counters, a scheduler,
+        the script's own.
+        """
         left = {BUFFERS, DTYPE, *_OF_THE_SAVE}
         return {
             key: self._placed(value, f"model_states/{key}")
@@ -448,7 +514,10 @@ class _Plan:
             for shapes in self._flats(group):
                 key, size = f"rank{rank}/{len(masters)}", self._size(shapes)
                 master = self._flat(WEIGHT, shapes, rank)
-                held = {name: self._value(value, f"{key}/{name}") for name, value in group.shared.items()}
+                held = {
+                    name: self._value(value, f"{key}/{name}")
+                    for name, value in group.shared.items()
+                }
                 for moment in group.moments:
                     flat = self._flat(moment, shapes, rank).padded(size)
                     held[moment] = self._flat_tensor(f"{key}/{moment}", flat)
@@ -476,11 +545,17 @@ class _Plan:
                 "ds_version": _VERSION,
                 "param_slice_mappings": mappings,
             }
-        content = {"optimizer_state_dict": optimizer, "ds_config": self._config(), "ds_version": _VERSION}
+        content = {
+            "optimizer_state_dict": optimizer,
+            "ds_config": self._config(),
+            "ds_version": _VERSION,
+        }
         return torch_file(self._path(DeepSpeedPart.OPTIMIZER, rank), content)
 
     def _flats(self, group: _Group) -> list[Mapping[str, Shape]]:
-        """Return the parameters of each flat tensor of a group: one, or for ZeRO-3 its sub-groups."""
+        """Return the parameters of each flat tensor of a group: one, or for ZeRO-3 its
+        sub-groups.
+        """
         if self._strategy is not Strategy.ZERO3:
             return [group.shapes]
         return sub_groups(group.shapes, self._ranks)
@@ -499,7 +574,8 @@ class _Plan:
                 for name, shape in shapes.items()
             ]
             return _Flat(
-                sum(one.numel for one in shares), tuple(part for one in shares for part in one.parts)
+                sum(one.numel for one in shares),
+                tuple(part for one in shares for part in one.parts),
             )
         begin = rank * self._size(shapes)
         end = min(begin + self._size(shapes), sum(map(prod, shapes.values())))
@@ -512,7 +588,9 @@ class _Plan:
         return _Flat(max(end - begin, 0), tuple(parts))
 
     def _in_fp32(self, name: str, state: str) -> Layout | None:
-        """Return a parameter's master or moment, None where it has no such moment, which is zeros then."""
+        """Return a parameter's master or moment, None where it has no such moment, which is zeros
+        then.
+        """
         if state == WEIGHT:
             stored: StateValue = self._state.masters.get(name, self._named[name])
         else:
@@ -523,8 +601,8 @@ class _Plan:
             return stored.layout
         if stored.dtype not in _FLOATS:
             raise OperationError(
-                f"{self._weights.label}: {name!r} is of {stored.dtype}, of which ZeRO trains no parameter; next: "
-                "--to ddp, fsdp or fsdp-full"
+                f"{self._weights.label}: {name!r} is of {stored.dtype}, of which ZeRO trains no "
+                "parameter; next: --to ddp, fsdp or fsdp-full"
             )
         return Converted(stored.layout, stored.dtype, _MASTER)
 
@@ -534,12 +612,15 @@ class _Plan:
 
     def _options(self, number: int, group: _Group, members: list[int]) -> dict[str, Any]:
         options = {
-            key: self._placed(value, f"param_groups/{number}/{key}") for key, value in group.options.items()
+            key: self._placed(value, f"param_groups/{number}/{key}")
+            for key, value in group.options.items()
         }
         return {**options, PARAMS: members}
 
     def _global(self) -> dict[str, Any]:
-        """Return the loss scaler: the source's where it trains in the same dtype, else a new one."""
+        """Return the loss scaler: the source's where it trains in the same dtype, else a new
+        one.
+        """
         extra, before = self._state.extra, self._model_states.get(DTYPE)
         if before == self._dtype and all(key in extra for key in _SCALERS):
             scaler = {key: self._placed(extra[key], key) for key in _SCALERS}
@@ -561,51 +642,64 @@ class _Plan:
                 if STEP in group.shared:
                     step = self._value(group.shared[STEP], f"{name}/{STEP}")
                     yield torch_file(below / name / f"{STEP}.pt", step)
-        listed = [self._options(number, group, [number]) for number, group in enumerate(self._groups)]
+        listed = [
+            self._options(number, group, [number]) for number, group in enumerate(self._groups)
+        ]
         content = {**self._global(), "ds_version": _VERSION, "param_groups": listed}
         why = self._not_for_zero3()
         if why:
             self.notes.append(
-                f"{self._state.label}: {why}: the universal checkpoint is for ZeRO-1 and 2, and ZeRO-3 stops with "
-                "KeyError: 'optimizer_state_dict'; for ZeRO-3 use --to zero3"
+                f"{self._state.label}: {why}: the universal checkpoint is for ZeRO-1 and 2, and "
+                "ZeRO-3 stops with KeyError: 'optimizer_state_dict'; for ZeRO-3 use --to zero3"
             )
         else:
             first = {
-                key: self._value(value, f"shared/{key}") for key, value in self._groups[0].shared.items()
+                key: self._value(value, f"shared/{key}")
+                for key, value in self._groups[0].shared.items()
             }
             content["optimizer_state_dict"] = {"state": {0: first}, "param_groups": listed}
         yield torch_file(self._folder / GLOBAL_STATE, content)
         yield self._model_file(None)
-        yield self._model_file(0)  # where ZeRO-3 looks for counters, which is all that it takes out of it
+        # Where ZeRO-3 looks for counters, which is all that it takes out of it.
+        yield self._model_file(0)
         kept = [*self._frozen, *sorted(self._buffers)]
         if kept:
             self.notes.append(
-                f"{self._weights.label}: DeepSpeed takes no buffers and no frozen parameters out of a universal "
-                f"checkpoint, {list_names(kept)}; the script must load them itself, before it prepares the model"
+                f"{self._weights.label}: DeepSpeed takes no buffers and no frozen parameters out "
+                f"of a universal checkpoint, {list_names(kept)}; the script must load them "
+                "itself, before it prepares the model"
             )
 
     def _ensure_folders(self) -> None:
-        """Raise OperationError for parameters whose names cannot be those of folders, each of its own."""
+        """Raise OperationError for parameters whose names cannot be those of folders, each of its
+        own.
+        """
         for name in self._trained:
             if not _is_folder(name):
                 raise OperationError(
-                    f"{self._state.label}: {name!r:.200}: a universal checkpoint has a folder for each parameter, and "
-                    "no folder can have this name; next: --to zero1, zero2, zero3, ddp, fsdp or fsdp-full"
+                    f"{self._state.label}: {name!r:.200}: a universal checkpoint has a folder for "
+                    "each parameter, and no folder can have this name; next: --to zero1, zero2, "
+                    "zero3, ddp, fsdp or fsdp-full"
                 )
 
     def _not_for_zero3(self) -> str | None:
-        """Return why ZeRO-3 would load the universal checkpoint wrongly, without an error; None where it would not."""
+        """Return why ZeRO-3 would load the universal checkpoint wrongly, without an error; None
+        where it would not.
+        """
         first, *others = ({**group.options, **group.shared} for group in self._groups)
         for one in others:
             for key in {**first, **one}:
                 if self._scalar(first.get(key)) != self._scalar(one.get(key)):
                     return (
-                        f"{key} differs between param groups, and ZeRO-3 would take that of group 0 for all"
+                        f"{key} differs between param groups, and ZeRO-3 would take that of group "
+                        "0 for all"
                     )
         if isinstance(self._groups[0].shared.get(STEP), StoredTensor) and (
             others or sum(map(prod, self._trained.values())) > SUB_GROUP_SIZE
         ):
-            return "ZeRO-3 would give all its sub-groups one step tensor, which each of them counts up"
+            return (
+                "ZeRO-3 would give all its sub-groups one step tensor, which each of them counts up"
+            )
         return None
 
     def _parameter_tensor(self, name: str, state: str) -> NewTensor:
@@ -640,14 +734,18 @@ class _Plan:
 
 
 def partition_size(numel: int, ranks: int) -> int:
-    """Return the elements of a partition of ZeRO-1 or 2: all together are a multiple of twice the number of ranks."""
+    """Return the elements of a partition of ZeRO-1 or 2: all together are a multiple of twice the
+    number of ranks.
+    """
     return -(-numel // (2 * ranks)) * 2
 
 
 def sub_groups(
     shapes: Mapping[str, Shape], ranks: int, size: int = SUB_GROUP_SIZE
 ) -> list[Mapping[str, Shape]]:
-    """Return the sub-groups of a param group of ZeRO-3: each is full once a rank has ``size`` elements of it."""
+    """Return the sub-groups of a param group of ZeRO-3: each is full once a rank has ``size``
+    elements of it.
+    """
     shares = {name: -(-prod(shape) // ranks) for name, shape in shapes.items()}
     if size >= sum(shares.values()):
         return [shapes] if shapes else []
@@ -672,7 +770,9 @@ def _spans(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, int, int]]:
 
 
 def _is_folder(name: str) -> bool:
-    """Return whether a name leads to a folder below another one, and no other name leads to the same one."""
+    """Return whether a name leads to a folder below another one, and no other name leads to the
+    same one.
+    """
     path = PurePosixPath(name)
     if str(path) != name or name == "." or path.is_absolute() or ".." in path.parts or "\0" in name:
         return False
@@ -705,7 +805,8 @@ def _stretch(layout: Layout | None, begin: int, end: int) -> Stretch | Zeros:
     """Return the bytes ``begin`` to ``end`` of a layout, None for zeros."""
     if layout is None:
         return Zeros(end - begin)
-    if isinstance(layout, Converted) and isinstance(layout.layout, Contiguous):  # converts no more than these
+    # Converts no more than these.
+    if isinstance(layout, Converted) and isinstance(layout.layout, Contiguous):
         before, after = DTYPE_BITS[layout.source] // 8, DTYPE_BITS[layout.target] // 8
         run = cut(layout.layout, begin // after * before, end // after * before)
         return Stretch(Converted(run, layout.source, layout.target), 0, end - begin)

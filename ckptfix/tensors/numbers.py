@@ -1,9 +1,9 @@
 """Numbers in the raw bytes of tensors: converted as ``torch.Tensor.to`` rounds them, and compared.
 
-A conversion rounds to the nearest number, ties to even. Numbers that are too large become infinite and are counted;
-NaN stays NaN, with its sign. From float64 torch goes through float32 to the 16-bit dtypes (c10/util/Half.h,
-BFloat16.h), and so does this module. The distance between two tensors is computed block by block, in float64, with
-little memory.
+A conversion rounds to the nearest number, ties to even. Numbers that are too large become infinite
+and are counted; NaN stays NaN, with its sign. From float64 torch goes through float32 to the 16-bit
+dtypes (c10/util/Half.h, BFloat16.h), and so does this module. The distance between two tensors is
+computed block by block, in float64, with little memory.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ from ckptfix.dataclass import dataclass
 from ckptfix.formats.tensor import DTYPE_BITS
 
 Convert = Callable[[memoryview], memoryview]
-"""Converter from bytes of complete elements to those of as many elements of the other dtype, in memory of
-their own.
+"""Converter from bytes of complete elements to those of as many elements of the other dtype, in
+memory of their own.
 """
 
 _NATIVE = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
@@ -34,13 +34,17 @@ _MINI = {
     "F8_E4M3FNUZ": (4, 8, 0x80),
     "F8_E5M2FNUZ": (5, 16, 0x80),
 }
-"""8-bit dtypes: bits of the exponent, its bias, and the one pattern that is NaN (None: as IEEE 754 has it)."""
+"""8-bit dtypes: bits of the exponent, its bias, and the one pattern that is NaN (None: as IEEE 754
+has it).
+"""
 
 _INFINITY = 0x7F800000
 _HALF = 0x3F000000
 _HALF_SMALLEST = 0x38800000
 _HALF_TOO_LARGE = 0x47800000
-"""The bits of float32: infinite, 0.5, 2**-14 (the smallest normal float16), 65536 (more than float16 has)."""
+"""The bits of float32: infinite, 0.5, 2**-14 (the smallest normal float16), 65536 (more than
+float16 has).
+"""
 
 _BFLOAT_NAN = 0x7FC0
 
@@ -95,9 +99,12 @@ def _from_f32(numbers: Any, target: str) -> Any:
 
 
 def _to_half(bits: Any) -> Any:
-    """Return float16 for the bits of float32, with integers: numpy's cast takes 10 times as long outside its range."""
+    """Return float16 for the bits of float32, with integers: numpy's cast takes 10 times as long
+    outside its range.
+    """
     size = bits & 0x7FFFFFFF
-    rounded = (size + (((size >> 13) & 1) + 0xC8000FFF)) >> 13  # a smaller bias, and 13 bits of fraction less
+    # A smaller bias, and 13 bits of fraction less.
+    rounded = (size + (((size >> 13) & 1) + 0xC8000FFF)) >> 13
     small = size < _HALF_SMALLEST
     if small.any():  # added to 0.5, float32 itself rounds to the last place of a subnormal float16
         shifted = size[small].view(_F32) + numpy.float32(0.5)
@@ -134,8 +141,8 @@ def _of_bytes(source: str, target: str) -> Any:
 
 
 def _number(dtype: str, byte: int) -> float:
-    """Return the values of all bytes (OCP 8-bit floating point; the FNUZ kinds as in MLIR; E8M0 as in OCP
-    microscaling).
+    """Return the values of all bytes (OCP 8-bit floating point; the FNUZ kinds as in MLIR; E8M0 as
+    in OCP microscaling).
     """
     if dtype == "F8_E8M0":
         return numpy.nan if byte == 0xFF else 2.0 ** (byte - 127)
@@ -167,7 +174,9 @@ _INFINITE = {
 
 
 class Counting:
-    """Converts as ``converter`` does; ``overflowed``: how many finite numbers became infinite so far."""
+    """Converts as ``converter`` does; ``overflowed``: how many finite numbers became infinite so
+    far.
+    """
 
     __slots__ = ("_convert", "_source", "_target", "overflowed")
 
@@ -194,13 +203,17 @@ def _infinite(block: memoryview, dtype: str) -> int:
 
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _INTEGERS = {
-    "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
+    "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
+    "I64": "<i8",
 }  # fmt: skip
 _COMPLEX = {"C64": "<c8", "C128": "<c16"}
 _DOT = 8192
-"""Elements of a scalar product: from 10,000 on OpenBLAS starts threads, and waits for them 100 times as long."""
+"""Elements of a scalar product: from 10,000 on OpenBLAS starts threads, and waits for them 100
+times as long.
+"""
 
-_SQUARES = (1e-140, 1e140)  # squares of numbers between these, and sums of them, neither vanish nor overflow
+# Squares of numbers between these, and sums of them, neither vanish nor overflow.
+_SQUARES = (1e-140, 1e140)
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -217,10 +230,10 @@ Tolerance = tuple[float, float]
 class Tally:
     """Facts about the elements seen so far.
 
-    ``differing``: those whose bytes differ; of two dtypes, whose values do, NaN being equal to NaN. ``beyond``: those
-    of them outside the tolerance, or all without one. ``apart``: those of them that are NaN or infinite on a side; all
-    figures below leave these out. ``largest``: the largest distance. ``distance``: the 2-norm of the differences;
-    ``norm``: that of the first tensor.
+    ``differing``: those whose bytes differ; of two dtypes, whose values do, NaN being equal to NaN.
+    ``beyond``: those of them outside the tolerance, or all without one. ``apart``: those of them
+    that are NaN or infinite on a side; all figures below leave these out. ``largest``: the largest
+    distance. ``distance``: the 2-norm of the differences; ``norm``: that of the first tensor.
     """
 
     elements: int = 0
@@ -251,13 +264,16 @@ class Tally:
             if field.name == "largest":
                 self.largest = max(mine, theirs)
             elif isinstance(mine, float):
-                setattr(self, field.name, math.hypot(mine, theirs))  # which never overflows on the way
+                # Which never overflows on the way.
+                setattr(self, field.name, math.hypot(mine, theirs))
             else:
                 setattr(self, field.name, mine + theirs)
 
 
 def has_numbers(dtype: str) -> bool:
-    """Return whether the elements of a dtype fill complete bytes, so that they can be compared here."""
+    """Return whether the elements of a dtype fill complete bytes, so that they can be compared
+    here.
+    """
     return DTYPE_BITS[dtype] % 8 == 0
 
 
@@ -270,7 +286,8 @@ def same_bytes(one: memoryview, other: memoryview) -> bool:
 def tally(
     one: memoryview, other: memoryview, dtypes: tuple[str, str], tolerance: Tolerance | None = None
 ) -> Tally:
-    """Compare two blocks of as many elements, of dtypes that have numbers; ``ELEMENTS`` at a time is fastest.
+    """Compare two blocks of as many elements, of dtypes that have numbers; ``ELEMENTS`` at a time
+    is fastest.
 
     Two dtypes are compared in float64, or complex128; two integer types exactly, unless one is U64.
     """
@@ -313,7 +330,9 @@ def _of_integers(a: Any, b: Any, unequal: Any, tolerance: Tolerance | None) -> T
     return Tally(
         elements=len(a),
         differing=differing,
-        beyond=differing if tolerance is None else _count(apart > tolerance[1] + tolerance[0] * sizes),
+        beyond=(
+            differing if tolerance is None else _count(apart > tolerance[1] + tolerance[0] * sizes)
+        ),
         largest=float(apart.max(initial=0.0)),
         distance=_norm(apart),
         norm=_norm(sizes),
@@ -344,7 +363,9 @@ def _of_floats(a: Any, b: Any, unequal: Any, tolerance: Tolerance | None) -> Tal
 
 
 def numbers_in(block: memoryview, dtype: str) -> Any:
-    """Return the elements as float64, complex128, or, integers of up to 64 bits, as int64 or uint64."""
+    """Return the elements as float64, complex128, or, integers of up to 64 bits, as int64 or
+    uint64.
+    """
     if dtype in _FLOATS:
         return numpy.frombuffer(block, _FLOATS[dtype]).astype("<f8", copy=False)
     if dtype in _INTEGERS:

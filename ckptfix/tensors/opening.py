@@ -1,11 +1,17 @@
-"""A path turned into the tensors it holds: a folder of any kind, one file, an index, or sub-folders with models."""
+"""A path turned into the tensors it holds: a folder of any kind, one file, an index, or sub-folders
+with models.
+"""
 
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.deepspeed_files import deepspeed_folders, deepspeed_paths, is_deepspeed_file
+from ckptfix.checkpoint.deepspeed_files import (
+    deepspeed_folders,
+    deepspeed_paths,
+    is_deepspeed_file,
+)
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, group_files, model_entries
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
@@ -35,19 +41,27 @@ _DEEPEST = 2
 _CONFIGS = frozenset({CONFIG, ADAPTER})
 
 
-def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0) -> Iterator[PurePosixPath]:
+def model_folders(
+    folder: CheckpointFolder, *, has_weights: bool, depth: int = 0
+) -> Iterator[PurePosixPath]:
     """Yield the sub-folders whose weights belong to the checkpoint in a scanned folder.
 
-    The folder must be known for a checkpoint, as a folder of checkpoints is none. ``has_weights``: its own
-    weights are in it; below are then only models that a library finds by their names and a config. ``depth``:
-    its own depth below the checkpoint. Links and checkpoints of their own are left out.
+    The folder must be known for a checkpoint, as a folder of checkpoints is none. ``has_weights``:
+    its own weights are in it; below are then only models that a library finds by their names and a
+    config. ``depth``: its own depth below the checkpoint. Links and checkpoints of their own are
+    left out.
     """
     if depth >= _DEEPEST or not (depth or is_checkpoint(folder)):
         return
     taken = {where for _, where in deepspeed_folders(folder)}
     for path, kind in folder.subfolders.items():
         full = folder.root / path
-        if kind != PLAIN_FOLDER or path in taken or is_one_of_several(path.name) or full.is_symlink():
+        if (
+            kind != PLAIN_FOLDER
+            or path in taken
+            or is_one_of_several(path.name)
+            or full.is_symlink()
+        ):
             continue
         try:
             names = os.listdir(full)
@@ -70,7 +84,9 @@ def is_checkpoint(folder: CheckpointFolder) -> bool:
 
 def _is_own_checkpoint(names: list[str]) -> bool:
     parsed = map(parse_file_name, names)
-    return TRAINER_STATE in names or any(name is not None and name.role not in NOT_STATES for name in parsed)
+    return TRAINER_STATE in names or any(
+        name is not None and name.role not in NOT_STATES for name in parsed
+    )
 
 
 def _is_of_library(names: list[str]) -> bool:
@@ -93,11 +109,12 @@ def open_checkpoint(
 ) -> StoredCheckpoint:
     """Return the contents of a path, by headers and opcodes; no tensor is read.
 
-    Of a folder the weights that ``load_state`` and ``from_pretrained`` look for, of each model in one format;
-    without any, every state dict of a module; and those in sub-folders as hooks and pipelines have them.
-    ``original``: of DeepSpeed the weights in the dtype of training, not in fp32. ``lone_shard``: a shard that
-    is given by its name is read alone, without the other files of its model. Raises UsageError when nothing
-    is there, OperationError when weights cannot all be read, with the next command, OSError.
+    Of a folder the weights that ``load_state`` and ``from_pretrained`` look for, of each model in
+    one format; without any, every state dict of a module; and those in sub-folders as hooks and
+    pipelines have them. ``original``: of DeepSpeed the weights in the dtype of training, not in
+    fp32. ``lone_shard``: a shard that is given by its name is read alone, without the other files
+    of its model. Raises UsageError when nothing is there, OperationError when weights cannot all be
+    read, with the next command, OSError.
     """
     given = existing(path)
     if not given.is_dir():
@@ -109,9 +126,11 @@ def open_checkpoint(
 
 
 def other_files(checkpoint: StoredCheckpoint) -> tuple[PurePosixPath, ...]:
-    """Return all that holds no weights of a checkpoint, relative to its root, at any depth, as ``listed_files`` does.
+    """Return all that holds no weights of a checkpoint, relative to its root, at any depth, as
+    ``listed_files`` does.
 
-    Walks the folder, which opening does not. A lone file has none. Raises OSError when it cannot be listed.
+    Walks the folder, which opening does not. A lone file has none. Raises OSError when it cannot be
+    listed.
     """
     if checkpoint.only is not None:
         return ()
@@ -122,9 +141,12 @@ def other_files(checkpoint: StoredCheckpoint) -> tuple[PurePosixPath, ...]:
 def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
     is_index = path.name.endswith(".json")
     folder = scan_folder(path.parent, None if is_index else path.name)
-    if not lone_shard and any(component.name.is_of_parts for component in folder.components if not is_index):
+    if not lone_shard and any(
+        component.name.is_of_parts for component in folder.components if not is_index
+    ):
         raise OperationError(
-            f"{path}: the file has one rank's parts of tensors; name its folder, with the files of all ranks"
+            f"{path}: the file has one rank's parts of tensors; name its folder, with the files of "
+            "all ranks"
         )
     if lone_shard and not is_index:
         folder = replace(folder, components=tuple(map(_by_itself, folder.components)))
@@ -133,7 +155,9 @@ def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
     if not entries:
         why = _unsupported(folder) or f"next: {command('check', path)}"
         raise UsageError(f"{path} holds no weights of a model; {why}")
-    return StoredCheckpoint(root=folder.root, only=path.name, weights=_all_readable(folder, entries, path))
+    return StoredCheckpoint(
+        root=folder.root, only=path.name, weights=_all_readable(folder, entries, path)
+    )
 
 
 def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
@@ -148,8 +172,8 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
 
 
 def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder, StoredCheckpoint]:
-    """Return the contents of a folder and of those below that belong to the same checkpoint; they can be
-    empty.
+    """Return the contents of a folder and of those below that belong to the same checkpoint; they
+    can be empty.
     """
     folder = scan_folder(root, wanted=lambda name: not _is_of_many_ranks(str(name)))
     manifest = usable_manifest(root)
@@ -180,14 +204,18 @@ def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder
 
 
 def _is_of_many_ranks(name: str) -> bool:
-    """Return whether a file is one of those that each rank has: a thousand ranks have many, read one by one."""
+    """Return whether a file is one of those that each rank has: a thousand ranks have many, read
+    one by one.
+    """
     return is_deepspeed_file(name) or parse_rank_file_name(name) is not None
 
 
 def _unsupported(folder: CheckpointFolder) -> str:
     """Return in words which file is of a kind that is not read, "" when none is."""
     found = (one for one in folder.components if one.problem is not None and one.is_unsupported)
-    return next((f"not read: {one.path}: {one.problem.message}" for one in found if one.problem), "")
+    return next(
+        (f"not read: {one.path}: {one.problem.message}" for one in found if one.problem), ""
+    )
 
 
 def _by_itself(component: Component) -> Component:
@@ -195,7 +223,9 @@ def _by_itself(component: Component) -> Component:
     return replace(component, name=replace(component.name, shard=None))
 
 
-def _all_readable(folder: CheckpointFolder, entries: Sequence[Entry], given: Path) -> tuple[Weights, ...]:
+def _all_readable(
+    folder: CheckpointFolder, entries: Sequence[Entry], given: Path
+) -> tuple[Weights, ...]:
     """Return the weights of entries of which several can be in one file."""
     paths: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for entry in entries:
@@ -211,14 +241,16 @@ def _readable(
 ) -> Weights:
     if entry.problem:
         raise OperationError(
-            f"{folder.root / entry.label}: {entry.problem}; next: {command('check', given)}, or, to recover what is "
-            f"intact: {command('salvage', given)} NEW_FOLDER"
+            f"{folder.root / entry.label}: {entry.problem}; next: {command('check', given)}, or, "
+            f"to recover what is intact: {command('salvage', given)} NEW_FOLDER"
         )
     return file_weights(folder.root, entry, others)
 
 
 def _in_one_format(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries without those of a library's model that is there as safetensors, too, as loaders take that."""
+    """Return the entries without those of a library's model that is there as safetensors, too, as
+    loaders take that.
+    """
     safe = {
         name.model
         for entry in entries
@@ -238,13 +270,15 @@ def _library_name(members: Sequence[Component]) -> FileName | None:
 
 
 def _other_weights(folder: CheckpointFolder, weights: Sequence[Weights]) -> Iterator[PurePosixPath]:
-    """Yield the files of the same models in a second format, and those left of an earlier save with other
-    shards.
+    """Yield the files of the same models in a second format, and those left of an earlier save with
+    other shards.
     """
     first = [parse_file_name(str(one.files[0])) for one in weights if one.files]
     opened = {(name.model, name.index) for name in first if name is not None}
     opened |= {
-        (ModelName("model"), one.index) for one in weights if one.format in (Format.DCP, Format.DEEPSPEED)
+        (ModelName("model"), one.index)
+        for one in weights
+        if one.format in (Format.DCP, Format.DEEPSPEED)
     }
     for group in group_files(folder):
         name = _library_name(group.members)

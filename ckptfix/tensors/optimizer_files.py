@@ -1,9 +1,11 @@
-"""The state of an optimizer in one file of torch.save, and the values of such a pickle without executing it.
+"""The state of an optimizer in one file of torch.save, and the values of such a pickle without
+executing it.
 
-Facts from torch 2.13 (``torch/optim/optimizer.py``, ``state_dict``): ``state`` leads from each parameter to its states,
-``param_groups`` lists hyperparameters and, under ``params``, the parameters. DDP numbers them; FSDP's full state dicts
-have fqns. Accelerate 1.15 (``checkpointing.py``, ``utils/fsdp_utils.py``) calls both files ``optimizer.bin``, and the
-Trainer has ``optimizer.pt``: the keys alone tell them apart.
+Facts from torch 2.13 (``torch/optim/optimizer.py``, ``state_dict``): ``state`` leads from each
+parameter to its states, ``param_groups`` lists hyperparameters and, under ``params``, the
+parameters. DDP numbers them; FSDP's full state dicts have fqns. Accelerate 1.15
+(``checkpointing.py``, ``utils/fsdp_utils.py``) calls both files ``optimizer.bin``, and the Trainer
+has ``optimizer.pt``: the keys alone tell them apart.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,9 +42,9 @@ class Unread(NamedTuple):
 class PickledValues:
     """The values of a torch file as Python has them; nothing is executed.
 
-    None, bool, int, float, str, tuples, lists and dicts are themselves. A tensor is a ``StoredTensor`` whose name is
-    the keys that lead to it, with dots between. A class or a function is a ``Global``, and what one returned a
-    ``Call``. Anything else is ``Unread``.
+    None, bool, int, float, str, tuples, lists and dicts are themselves. A tensor is a
+    ``StoredTensor`` whose name is the keys that lead to it, with dots between. A class or a
+    function is a ``Global``, and what one returned a ``Call``. Anything else is ``Unread``.
     """
 
     def __init__(self, path: Path, file: TorchFile) -> None:
@@ -53,14 +55,20 @@ class PickledValues:
         self._left = 4 * len(file.tree.data)  # a few bytes can refer to a long list again and again
 
     def tensor(self, name: str, node: Node) -> Any:
-        """Return a tensor. Raises FormatError, and OperationError for one whose bytes cannot be read."""
+        """Return a tensor. Raises FormatError, and OperationError for one whose bytes cannot be
+        read.
+        """
         found = read_tensor(Text(name, 0, 0), node, self.known)
         if found is None:
             return Unread(kind_of_tensor(node))
-        return StoredTensor(name, found.dtype, found.shape, bounded_layout(self.path, self.file, found))
+        return StoredTensor(
+            name, found.dtype, found.shape, bounded_layout(self.path, self.file, found)
+        )
 
     def value(self, value: Any, name: str = "", depth: int = 0) -> Any:
-        """Return a value with all that is in it. ``name``: the keys that lead to it. Raises as ``tensor`` does."""
+        """Return a value with all that is in it. ``name``: the keys that lead to it. Raises as
+        ``tensor`` does.
+        """
         self._left -= 1
         if self._left < 0:
             raise FormatError(
@@ -76,9 +84,13 @@ class PickledValues:
         if depth > _DEEPEST:
             return Unread(f"a value nested more than {_DEEPEST} deep")
         if kind is tuple:
-            return tuple([self.value(one, _below(name, place), depth + 1) for place, one in enumerate(value)])
+            return tuple(
+                [self.value(one, _below(name, place), depth + 1) for place, one in enumerate(value)]
+            )
         return (
-            self._node(value, name, depth + 1) if kind is Node else Unread(f"a value of type {kind.__name__}")
+            self._node(value, name, depth + 1)
+            if kind is Node
+            else Unread(f"a value of type {kind.__name__}")
         )
 
     def _node(self, node: Node, name: str, depth: int) -> Any:
@@ -87,11 +99,16 @@ class PickledValues:
         if node.kind is Kind.GLOBAL:
             return Global(*node.head)
         if node.kind is Kind.LIST and not is_dict_like(node):
-            return [self.value(one, _below(name, place), depth) for place, one in enumerate(items_of(node))]
+            return [
+                self.value(one, _below(name, place), depth)
+                for place, one in enumerate(items_of(node))
+            ]
         if is_dict_like(node) and (not node.states or _is_ordered_dict(node)):
             return self._dict(node, name, depth)
         is_call = (
-            node.kind in (Kind.CALL, Kind.NEW) and type(node.head) is Node and node.head.kind is Kind.GLOBAL
+            node.kind in (Kind.CALL, Kind.NEW)
+            and type(node.head) is Node
+            and node.head.kind is Kind.GLOBAL
         )
         if (
             not is_call
@@ -100,7 +117,9 @@ class PickledValues:
             or node.entries
             or len(node.states or ()) > 1
         ):
-            return Unread(f"an object of {'.'.join(node.head.head)}" if is_call else f"a {node.kind.value}")
+            return Unread(
+                f"an object of {'.'.join(node.head.head)}" if is_call else f"a {node.kind.value}"
+            )
         return Call(
             function=Global(*node.head.head),
             args=self.value(node.args, name, depth),
@@ -129,7 +148,9 @@ def _below(name: str, key: object) -> str:
 
 @paused_gc()
 def read_optimizer_file(root: Path, path: PurePosixPath, index: int) -> OptimizerState:
-    """Return the optimizer in a file, by opcodes. Raises OperationError when it cannot be read, OSError."""
+    """Return the optimizer in a file, by opcodes. Raises OperationError when it cannot be read,
+    OSError.
+    """
     full = root / path
     try:
         with open_reader(full) as reader:
@@ -157,8 +178,8 @@ def optimizer_state(
 ) -> OptimizerState:
     """Return the optimizer whose ``state_dict()`` is ``value``, as ``PickledValues`` reads it.
 
-    ``strategy``: None where the keys show it, DDP by numbers and FSDP by fqns. Raises FormatError for another value,
-    and for parameters of FSDP1 that are pieces of flat ones.
+    ``strategy``: None where the keys show it, DDP by numbers and FSDP by fqns. Raises FormatError
+    for another value, and for parameters of FSDP1 that are pieces of flat ones.
     """
     if (
         not isinstance(value, dict)
@@ -185,7 +206,8 @@ def optimizer_state(
             type(key) is str and key.isdecimal()
         )  # a planner of DCP makes them text
         if not (type(key) is str if is_named else is_number) or not isinstance(state, dict):
-            extra[f"{STATE}.{_text(key)}"] = state  # of the optimizer itself, and not of a parameter
+            # Of the optimizer itself, and not of a parameter.
+            extra[f"{STATE}.{_text(key)}"] = state
             unfit[f"{STATE}.{_text(key)}"] = "not a state of a parameter"
             continue
         states[str(key)] = dict(_flattened(str(key), state, unfit))
@@ -214,7 +236,10 @@ def _members(number: int, group: Any) -> tuple[str | int, ...]:
     if not isinstance(group, dict) or not all(isinstance(key, str) for key in group):
         raise FormatError(f"param group {number} is not a dict of hyperparameters")
     members = group.get(PARAMS, [])
-    if not isinstance(members, list | tuple) or len({type(one) for one in members} - {int, str}) > 0:
+    if (
+        not isinstance(members, list | tuple)
+        or len({type(one) for one in members} - {int, str}) > 0
+    ):
         raise FormatError(f"the parameters of param group {number} are neither numbers nor names")
     if len({type(one) for one in members}) > 1:
         raise FormatError(f"the parameters of param group {number} are numbers and names")
@@ -242,7 +267,9 @@ def note_unread(name: str, value: Any, unfit: dict[str, str]) -> None:
 def _flattened(
     name: str, state: dict[Any, Any], unfit: dict[str, str], before: str = ""
 ) -> Iterator[tuple[str, StateValue]]:
-    """Yield the states of a parameter. Those in a dict or list of one have the keys that lead to them in their name."""
+    """Yield the states of a parameter. Those in a dict or list of one have the keys that lead to
+    them in their name.
+    """
     for key, value in state.items():
         own = f"{before}{key}"
         if isinstance(value, list) or type(value) is tuple:
@@ -267,6 +294,7 @@ def _ensure_whole_parameters(names: list[str]) -> None:
 def flat_parameter(name: str) -> str:
     """Say why a flat parameter is not read."""
     return (
-        f"{name!r:.200} is a flat parameter of FSDP1, made of several parameters, and nothing in the checkpoint says "
-        "where each of them lies in it; save it again with state_dict_type='SHARDED_STATE_DICT'"
+        f"{name!r:.200} is a flat parameter of FSDP1, made of several parameters, and nothing in "
+        "the checkpoint says where each of them lies in it; save it again with "
+        "state_dict_type='SHARDED_STATE_DICT'"
     )

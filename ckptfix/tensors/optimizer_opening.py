@@ -16,11 +16,12 @@ from ckptfix.tensors.zero_states import zero_optimizer
 
 
 def open_optimizers(path: str | os.PathLike[str]) -> tuple[OptimizerState, ...]:
-    """Return the optimizers in a checkpoint folder, or in a file, by their positions; nothing is unpickled.
+    """Return the optimizers in a checkpoint folder, or in a file, by their positions; nothing is
+    unpickled.
 
-    Of DDP and the Trainer they are numbered and not named. Where a position has several, ``load_state`` without FSDP
-    decides: the file comes before the folder. Raises UsageError when nothing is at ``path``, OperationError when an
-    optimizer cannot be read, OSError.
+    Of DDP and the Trainer they are numbered and not named. Where a position has several,
+    ``load_state`` without FSDP decides: the file comes before the folder. Raises UsageError when
+    nothing is at ``path``, OperationError when an optimizer cannot be read, OSError.
     """
     given = existing(path)
     if not given.is_dir():
@@ -31,7 +32,8 @@ def open_optimizers(path: str | os.PathLike[str]) -> tuple[OptimizerState, ...]:
         parsed = parse_file_name(name)
         if parsed is None or parsed.role is not Role.OPTIMIZER or not (given / name).is_file():
             continue
-        if parsed.index not in found:  # in this order: optimizer.bin, then the Trainer's optimizer.pt
+        # In this order: optimizer.bin, then the Trainer's optimizer.pt.
+        if parsed.index not in found:
             found[parsed.index] = read_optimizer_file(given, PurePosixPath(name), parsed.index)
     for index, where in _dcp_folders(given, names):
         if index not in found:
@@ -53,7 +55,9 @@ def _of_file(path: Path) -> Iterator[OptimizerState]:
 
 
 def _dcp_folders(root: Path, names: list[str]) -> Iterator[tuple[int, PurePosixPath]]:
-    """Yield position and path of each DCP folder of an optimizer, or of the folder itself as ``.``."""
+    """Yield position and path of each DCP folder of an optimizer, or of the folder itself as
+    ``.``.
+    """
     if any(map(belongs, names)):
         yield 0, PurePosixPath(".")
     for name in names:

@@ -1,9 +1,10 @@
 """Optimizer states by fqn, whatever strategy saved them: param groups, moments and fp32 masters.
 
-PyTorch's DDP numbers parameters through the param groups (``optimizer.bin`` of Accelerate, ``optimizer.pt`` of the
-Trainer); FSDP names them, in one file or in a DCP folder; DeepSpeed's ZeRO lays the moments of a group end to end and
-cuts that into a partition for each rank. A reader of each turns its files into an ``OptimizerState``, and a writer of
-each turns an ``OptimizerState`` into files, so that any of them becomes any other.
+PyTorch's DDP numbers parameters through the param groups (``optimizer.bin`` of Accelerate,
+``optimizer.pt`` of the Trainer); FSDP names them, in one file or in a DCP folder; DeepSpeed's ZeRO
+lays the moments of a group end to end and cuts that into a partition for each rank. A reader of
+each turns its files into an ``OptimizerState``, and a writer of each turns an ``OptimizerState``
+into files, so that any of them becomes any other.
 """
 
 import struct
@@ -22,7 +23,9 @@ from ckptfix.wording import count_of, list_names
 
 
 class Strategy(Enum):
-    """The strategy whose loader finds an optimizer. The value is the word of ``--to``, and for reports."""
+    """The strategy whose loader finds an optimizer. The value is the word of ``--to``, and for
+    reports.
+    """
 
     DDP = "ddp"
     FSDP = "fsdp"
@@ -37,10 +40,13 @@ STEP = "step"
 """The state that counts the steps of a parameter."""
 
 _COUNTS = frozenset((STEP, "mu_product", "eta", "mu"))
-"""States of which torch's optimizers have one number for a parameter: the step, and those of NAdam and ASGD."""
+"""States of which torch's optimizers have one number for a parameter: the step, and those of NAdam
+and ASGD.
+"""
 
 ZERO_AT_FIRST = frozenset(
-    f"{STEP} exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg momentum_buffer grad_avg acc_delta".split()
+    f"{STEP} exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg momentum_buffer grad_avg "
+    "acc_delta".split()
 )
 """States that optimizers of torch begin with zeros, when a parameter gets its first gradient."""
 
@@ -48,15 +54,18 @@ BY_TORCH = (Strategy.DDP, Strategy.FSDP, Strategy.FSDP_FULL)
 """The strategies of PyTorch itself; DeepSpeed's keep fp32 masters, and steps of their own kind."""
 
 StateValue = StoredTensor | int | float | bool | str | None
-"""The value of one state of a parameter: a tensor where it lies, or what the pickle itself holds, such as a step."""
+"""The value of one state of a parameter: a tensor where it lies, or what the pickle itself holds,
+such as a step.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup:
     """One param group: its parameters in the optimizer's order, and its hyperparameters.
 
-    ``options``: ``lr``, ``betas``, ``weight_decay`` and the others in their order, without ``params``: None, bool,
-    int, float, str, tuples, lists and dicts of those; a tensor, such as a capturable ``lr``, is a ``StoredTensor``.
+    ``options``: ``lr``, ``betas``, ``weight_decay`` and the others in their order, without
+    ``params``: None, bool, int, float, str, tuples, lists and dicts of those; a tensor, such as a
+    capturable ``lr``, is a ``StoredTensor``.
     """
 
     names: tuple[str, ...] = field(repr=False)
@@ -67,16 +76,18 @@ class ParamGroup:
 class OptimizerState:
     """The state of one optimizer.
 
-    ``label``: its name in messages, a file or a folder. ``index``: its position among the optimizers of the
-    checkpoint. ``files``: relative to the checkpoint. ``is_named``: False where its names are still the numbers that
-    PyTorch gives parameters, as text ("0", "1"), which ``named`` turns into fqns. ``states``: fqn -> state -> value,
-    such as ``exp_avg``; a parameter that never had a gradient, or was frozen, is not in it. ``masters``: fqn -> fp32
-    copy of the parameter, where the strategy keeps one apart from the weights. ``shapes``: fqn -> shape, where the
-    files say it. ``world_size``: number of processes, where the files say it. ``model``: the position of the model
-    whose parameters it has, None where nothing says it. ``extra``: the other entries of its state dict, such as a
-    loss scaler. ``unfit``: what the files of no other strategy can hold -> the reason in words, by the names that lead
-    to it, with dots between: tensors in a dict or list, which ``states`` has under such a name, and values that are
-    not read. ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
+    ``label``: its name in messages, a file or a folder. ``index``: its position among the
+    optimizers of the checkpoint. ``files``: relative to the checkpoint. ``is_named``: False where
+    its names are still the numbers that PyTorch gives parameters, as text ("0", "1"), which
+    ``named`` turns into fqns. ``states``: fqn -> state -> value, such as ``exp_avg``; a parameter
+    that never had a gradient, or was frozen, is not in it. ``masters``: fqn -> fp32 copy of the
+    parameter, where the strategy keeps one apart from the weights. ``shapes``: fqn -> shape, where
+    the files say it. ``world_size``: number of processes, where the files say it. ``model``: the
+    position of the model whose parameters it has, None where nothing says it. ``extra``: the other
+    entries of its state dict, such as a loss scaler. ``unfit``: what the files of no other strategy
+    can hold -> the reason in words, by the names that lead to it, with dots between: tensors in a
+    dict or list, which ``states`` has under such a name, and values that are not read.
+    ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
     """
 
     label: str
@@ -98,16 +109,22 @@ class OptimizerState:
     def nbytes(self) -> int:
         """The size of all moments and masters in bytes."""
         states = (value for state in self.states.values() for value in state.values())
-        tensors = [*self.masters.values(), *(value for value in states if isinstance(value, StoredTensor))]
+        tensors = [
+            *self.masters.values(),
+            *(value for value in states if isinstance(value, StoredTensor)),
+        ]
         return sum(tensor.nbytes for tensor in tensors)
 
     def named(self, names: Mapping[str, str]) -> "OptimizerState":
-        """Return the same state under fqns. ``names``: number as text -> fqn, of every parameter in a param group."""
+        """Return the same state under fqns. ``names``: number as text -> fqn, of every parameter in
+        a param group.
+        """
         return replace(
             self,
             is_named=True,
             groups=tuple(
-                replace(group, names=tuple(names[name] for name in group.names)) for group in self.groups
+                replace(group, names=tuple(names[name] for name in group.names))
+                for group in self.groups
             ),
             states={names.get(name, name): state for name, state in self.states.items()},
             masters={names.get(name, name): tensor for name, tensor in self.masters.items()},
@@ -115,9 +132,11 @@ class OptimizerState:
         )
 
     def by_position(self) -> "OptimizerState":
-        """Return a numbered state under the positions of its parameters, which torch's load goes by.
+        """Return a numbered state under the positions of its parameters, which torch's load goes
+        by.
 
-        A parameter in no param group keeps its number, and is told apart from the parameter of that position.
+        A parameter in no param group keeps its number, and is told apart from the parameter of that
+        position.
         """
         listed = (name for group in self.groups for name in group.names)
         positions = {name: str(position) for position, name in enumerate(listed)}
@@ -128,11 +147,12 @@ class OptimizerState:
     def started(
         self, shapes: Mapping[str, tuple[int, ...]], frozen: Collection[str] = ()
     ) -> "OptimizerState":
-        """Return the same optimizer with states for all its parameters: zeros, and step 0, for those without any.
+        """Return the same optimizer with states for all its parameters: zeros, and step 0, for
+        those without any.
 
-        That is how torch starts them at their first gradient. FSDP and ZeRO expect every parameter to have states.
-        ``shapes``: of the parameters. ``frozen``: those that never get a gradient, and no states. Raises OperationError
-        for an optimizer that starts in another way.
+        That is how torch starts them at their first gradient. FSDP and ZeRO expect every parameter
+        to have states. ``shapes``: of the parameters. ``frozen``: those that never get a gradient,
+        and no states. Raises OperationError for an optimizer that starts in another way.
         """
         lacking = self.lacking(frozen)
         kind = next((state for state in self.states.values() if state), None)
@@ -140,12 +160,14 @@ class OptimizerState:
             return self
         if unknown := kind.keys() - ZERO_AT_FIRST:
             raise OperationError(
-                f"{self.label}: {count_of(len(lacking), 'parameter')} without states, {list_names(lacking)}, and it "
-                f"is not known with which {list_names(sorted(unknown))} they would begin; next: take a step in which "
+                f"{self.label}: {count_of(len(lacking), 'parameter')} without states, "
+                f"{list_names(lacking)}, and it is not known with which "
+                f"{list_names(sorted(unknown))} they would begin; next: take a step in which "
                 "every parameter gets a gradient, save again, or migrate to ddp"
             )
         started = {
-            name: {key: _zero(value, shapes.get(name, ())) for key, value in kind.items()} for name in lacking
+            name: {key: _zero(value, shapes.get(name, ())) for key, value in kind.items()}
+            for name in lacking
         }
         return replace(self, states={**self.states, **started})
 
@@ -156,10 +178,11 @@ class OptimizerState:
 
 
 def moments_of(state: OptimizerState, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """Return the states that have a number for each element of a parameter; the others have one for all elements.
+    """Return the states that have a number for each element of a parameter; the others have one for
+    all elements.
 
-    ``shapes``: of the parameters. In a parameter of no dimension both look the same: the other parameters decide, else
-    the names that torch gives.
+    ``shapes``: of the parameters. In a parameter of no dimension both look the same: the other
+    parameters decide, else the names that torch gives.
     """
     found: dict[str, bool] = {}
     unclear: set[str] = set()

@@ -1,8 +1,10 @@
-"""Names of the parameters that an optimizer numbers: every assignment that agrees with order and shapes is counted.
+"""Names of the parameters that an optimizer numbers: every assignment that agrees with order and
+shapes is counted.
 
-PyTorch numbers parameters through the param groups, and saves no names. Each group is a selection of the model's
-parameters in the model's order, and moments have the shape of their parameter. Where exactly one assignment agrees
-with that, it is the one of the run that saved, as the run's own assignment always agrees. Any other number is refused.
+PyTorch numbers parameters through the param groups, and saves no names. Each group is a selection
+of the model's parameters in the model's order, and moments have the shape of their parameter. Where
+exactly one assignment agrees with that, it is the one of the run that saved, as the run's own
+assignment always agrees. Any other number is refused.
 """
 
 import re
@@ -51,7 +53,8 @@ SHAPED = (
 class Parameter(NamedTuple):
     """A parameter of a model, in the model's order.
 
-    ``trainable``: it requires gradients; None when not known. ``model``: the position of its model in the checkpoint.
+    ``trainable``: it requires gradients; None when not known. ``model``: the position of its model
+    in the checkpoint.
     """
 
     name: str
@@ -64,8 +67,9 @@ class Parameter(NamedTuple):
 class Assignments:
     """The assignments of numbers to parameters that agree with order and shapes.
 
-    ``count``: None where counting was given up. ``places``: of the only one: group by group, the position of each
-    number's parameter. ``doubtful``: positions of the parameters that are not the same in all assignments.
+    ``count``: None where counting was given up. ``places``: of the only one: group by group, the
+    position of each number's parameter. ``doubtful``: positions of the parameters that are not the
+    same in all assignments.
     """
 
     count: int | None
@@ -82,11 +86,12 @@ def name_parameters(
 ) -> OptimizerState:
     """Return an optimizer's state under the names of the model's parameters.
 
-    ``parameters``: of all models in their order, tied ones once. ``frozen``: matches the names of parameters that the
-    optimizer does not have, or has without moments. ``is_of_one_model``: no assignment has parameters of several.
+    ``parameters``: of all models in their order, tied ones once. ``frozen``: matches the names of
+    parameters that the optimizer does not have, or has without moments. ``is_of_one_model``: no
+    assignment has parameters of several.
 
-    Raises OperationError unless exactly one assignment agrees with order and shapes, with the option that decides;
-    UsageError when ``frozen`` matches no name.
+    Raises OperationError unless exactly one assignment agrees with order and shapes, with the
+    option that decides; UsageError when ``frozen`` matches no name.
     """
     if state.is_named:
         return state
@@ -97,29 +102,41 @@ def name_parameters(
     if len(set(numbers)) < len(numbers):
         twice = next(number for number, count in Counter(numbers).items() if count > 1)
         raise OperationError(f"{state.label}: two param groups have parameter {twice}")
-    shapes = [[shape_of(state.states.get(number, {})) for number in group.names] for group in state.groups]
+    shapes = [
+        [shape_of(state.states.get(number, {})) for number in group.names] for group in state.groups
+    ]
     fitting = _fitting(shapes, left, by_model=is_of_one_model)
-    if not fitting and frozen is not None:  # the optimizer lists frozen parameters, too, without moments
-        left = [one._replace(trainable=False) if frozen.search(one.name) else one for one in parameters]
+    # The optimizer lists frozen parameters, too, without moments.
+    if not fitting and frozen is not None:
+        left = [
+            one._replace(trainable=False) if frozen.search(one.name) else one for one in parameters
+        ]
         fitting = _fitting(shapes, left, by_model=is_of_one_model)
     if len(fitting) > 1:
         models = ", ".join(str(own[0].model) for own, _ in fitting)
         raise OperationError(
-            f"{state.label}: its parameters agree with those of models {models} in order and shapes; help: --model "
-            "MODULE:FACTORY with a factory that returns the models and their optimizers"
+            f"{state.label}: its parameters agree with those of models {models} in order and "
+            "shapes; help: --model MODULE:FACTORY with a factory that returns the models and "
+            "their optimizers"
         )
     own, found = fitting[0] if fitting else (left, assignments(shapes, left))
     if found.count != 1:
-        raise OperationError(f"{state.label}: {_refused(found, shapes, own, is_told=frozen is not None)}")
+        raise OperationError(
+            f"{state.label}: {_refused(found, shapes, own, is_told=frozen is not None)}"
+        )
     return named_as(state, [[own[place] for place in places] for places in found.places])
 
 
 def _fitting(
     shapes: Sequence[Sequence[Shape | None]], parameters: Sequence[Parameter], *, by_model: bool
 ) -> list[tuple[Sequence[Parameter], Assignments]]:
-    """Return the parameters that an optimizer can be of, all or those of one model, with the assignments to them."""
+    """Return the parameters that an optimizer can be of, all or those of one model, with the
+    assignments to them.
+    """
     models = dict.fromkeys(one.model for one in parameters) if by_model else ()
-    candidates = [[one for one in parameters if one.model == model] for model in models] or [[*parameters]]
+    candidates = [[one for one in parameters if one.model == model] for model in models] or [
+        [*parameters]
+    ]
     counted = [(own, assignments(shapes, own)) for own in candidates]
     return [(own, found) for own, found in counted if found.count != 0]
 
@@ -127,18 +144,20 @@ def _fitting(
 def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -> OptimizerState:
     """Return a state under the names of these parameters of its groups.
 
-    Raises OperationError unless all are different parameters of one model, with the shapes of the moments.
+    Raises OperationError unless all are different parameters of one model, with the shapes of the
+    moments.
     """
     every = [parameter for group in parameters for parameter in group]
     if list(map(len, parameters)) != [len(group.names) for group in state.groups]:
         groups = [len(group.names) for group in state.groups]
         raise OperationError(
-            f"{state.label}: its param groups have {groups} parameters (expected {list(map(len, parameters))})"
+            f"{state.label}: its param groups have {groups} parameters (expected "
+            f"{list(map(len, parameters))})"
         )
     if len(models := sorted({parameter.model for parameter in every})) > 1:
         raise OperationError(
-            f"{state.label}: it has parameters of models {', '.join(map(str, models))}; only an optimizer of one model "
-            "can be named by that model's keys"
+            f"{state.label}: it has parameters of models {', '.join(map(str, models))}; only an "
+            "optimizer of one model can be named by that model's keys"
         )
     names: dict[str, str] = {}
     for group, own in zip(state.groups, parameters, strict=True):
@@ -147,8 +166,8 @@ def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -
             shape = shape_of(state.states.get(number, {}))
             if shape is not None and shape != parameter.shape:
                 raise OperationError(
-                    f"{state.label}: the moments of {parameter.name} have shape {list(shape)} (expected "
-                    f"{list(parameter.shape)})"
+                    f"{state.label}: the moments of {parameter.name} have shape {list(shape)} "
+                    f"(expected {list(parameter.shape)})"
                 )
     if len(set(names.values())) < len(names):
         twice = next(name for name, count in Counter(names.values()).items() if count > 1)
@@ -157,7 +176,9 @@ def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -
 
 
 def first_out_of_order(state: OptimizerState, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return two parameters of a param group that follow each other the other way round in ``names``, None without."""
+    """Return two parameters of a param group that follow each other the other way round in
+    ``names``, None without.
+    """
     places = {name: place for place, name in enumerate(names)}
     for group in state.groups:
         known = [name for name in group.names if name in places]
@@ -170,21 +191,25 @@ def first_out_of_order(state: OptimizerState, names: Sequence[str]) -> tuple[str
 def ordered_as(
     state: OptimizerState, groups: Sequence[Sequence[Parameter]], ties: Mapping[str, str]
 ) -> OptimizerState:
-    """Return an optimizer with the parameters of each param group as in ``groups``. ``ties``: other name -> name.
+    """Return an optimizer with the parameters of each param group as in ``groups``. ``ties``: other
+    name -> name.
 
-    Frozen parameters come in, without states: DeepSpeed leaves them out of its param groups. Raises OperationError
-    when these groups do not have the same parameters otherwise.
+    Frozen parameters come in, without states: DeepSpeed leaves them out of its param groups. Raises
+    OperationError when these groups do not have the same parameters otherwise.
     """
     ordered = []
     for number, group in enumerate(state.groups):
         own = {ties.get(name, name): name for name in group.names}
         here = groups[number] if number < len(groups) else []
-        frozen = {ties.get(one.name, one.name) for one in here if one.trainable is False} - own.keys()
+        frozen = {
+            ties.get(one.name, one.name) for one in here if one.trainable is False
+        } - own.keys()
         wanted = [ties.get(one.name, one.name) for one in here]
         if len(groups) != len(state.groups) or sorted((*own, *frozen)) != sorted(wanted):
             raise OperationError(
-                f"{state.label}: the optimizer of --model has other parameters in its {count_of(len(groups), 'group')} "
-                f"than the {len(state.groups)} here; next: let the factory make it as the run did"
+                f"{state.label}: the optimizer of --model has other parameters in its "
+                f"{count_of(len(groups), 'group')} than the {len(state.groups)} here; next: let "
+                "the factory make it as the run did"
             )
         ordered.append(replace(group, names=tuple(own.get(name, name) for name in wanted)))
     return replace(state, groups=tuple(ordered))
@@ -193,10 +218,12 @@ def ordered_as(
 def shape_of(states: Mapping[str, StateValue]) -> Shape | None:
     """Return the shape of the parameter that these states are of, None where they do not show it.
 
-    A parameter that never had a gradient has no states. Some optimizers keep other shapes: factors of a matrix,
-    blocks of numbers.
+    A parameter that never had a gradient has no states. Some optimizers keep other shapes: factors
+    of a matrix, blocks of numbers.
     """
-    tensors = {name: value.shape for name, value in states.items() if isinstance(value, StoredTensor)}
+    tensors = {
+        name: value.shape for name, value in states.items() if isinstance(value, StoredTensor)
+    }
     known = {shape for name, shape in tensors.items() if name in SHAPED}
     found = known or {shape for shape in tensors.values() if shape}
     return found.pop() if len(found) == 1 else None
@@ -207,8 +234,9 @@ def assignments(
 ) -> Assignments:
     """Count the assignments of the numbers in param groups to parameters.
 
-    ``groups``: the shape of each number's parameter, None where it is not known. A parameter that does not require
-    gradients has none of the known shapes: it never got moments. ``budget``: after which to give up.
+    ``groups``: the shape of each number's parameter, None where it is not known. A parameter that
+    does not require gradients has none of the known shapes: it never got moments. ``budget``: after
+    which to give up.
     """
     return _Count(groups, parameters, budget).result()
 
@@ -222,13 +250,17 @@ _SKIPPED = -1
 class _Count:
     """One count, from the first parameter of the model to the last.
 
-    A state is how many numbers of each group are assigned; what else happened before makes no difference to the rest.
-    In each state the next parameter is that of the next number of some group, or the optimizer does not have it.
-    A state is left out as soon as the parameters that remain are too few for the numbers that remain, of any shape.
+    A state is how many numbers of each group are assigned; what else happened before makes no
+    difference to the rest. In each state the next parameter is that of the next number of some
+    group, or the optimizer does not have it. A state is left out as soon as the parameters that
+    remain are too few for the numbers that remain, of any shape.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[Shape | None]], parameters: Sequence[Parameter], budget: int
+        self,
+        groups: Sequence[Sequence[Shape | None]],
+        parameters: Sequence[Parameter],
+        budget: int,
     ) -> None:
         self._groups, self._parameters, self._budget = groups, parameters, budget
         self._total = sum(map(len, groups))
@@ -281,7 +313,9 @@ class _Count:
         )
 
     def _forward(self) -> list[dict[Positions, int]] | None:
-        """Return for each number of parameters the states after them, and in how many ways each is reached."""
+        """Return for each number of parameters the states after them, and in how many ways each is
+        reached.
+        """
         levels: list[dict[Positions, int]] = [{(0,) * len(self._groups): 1}]
         left = self._budget // (len(self._groups) + _OVERHEAD)
         for place, seen in enumerate(self._seen()):
@@ -305,7 +339,9 @@ class _Count:
         return found
 
     def _steps(self, place: int, state: Positions, seen: int) -> Iterator[tuple[int, Positions]]:
-        """Yield what can be made of a parameter: the group whose next number it is, and the state behind it."""
+        """Yield what can be made of a parameter: the group whose next number it is, and the state
+        behind it.
+        """
         parameter = self._parameters[place]
         is_trainable = parameter.trainable is not False
         may_lack = self._may_lack(parameter.shape, state, seen) if is_trainable else True
@@ -319,8 +355,12 @@ class _Count:
             yield _SKIPPED, state
 
     def _may_lack(self, shape: Shape, state: Positions, seen: int) -> bool:
-        """Return whether enough parameters of a shape remain when this one is not for a number of that shape."""
-        taken = sum(bisect_left(places, state[group]) for group, places in self._where.get(shape, ()))
+        """Return whether enough parameters of a shape remain when this one is not for a number of
+        that shape.
+        """
+        taken = sum(
+            bisect_left(places, state[group]) for group, places in self._where.get(shape, ())
+        )
         return seen - taken < self._slack[shape]
 
 
@@ -335,11 +375,13 @@ def _refused(
     numbers = count_of(sum(map(len, groups)), "parameter")
     if found.count == 0:
         return (
-            f"{_impossible(groups, parameters)}; help: give the model of this run by --model MODULE:FACTORY, with a "
-            "factory that returns all its models, and their optimizers"
+            f"{_impossible(groups, parameters)}; help: give the model of this run by --model "
+            "MODULE:FACTORY, with a factory that returns all its models, and their optimizers"
         )
     if found.count is None:
-        why = f"too many assignments of its {numbers} to names agree with their shapes to be counted"
+        why = (
+            f"too many assignments of its {numbers} to names agree with their shapes to be counted"
+        )
         if alike := _alike(groups):
             why += f": param groups {alike[0]} and {alike[1]} have the same shapes"
     else:
@@ -360,10 +402,15 @@ def _decides(
     optimizer = "--model MODULE:FACTORY with a factory that returns (model, optimizer)"
     if more <= 0:
         return optimizer
-    lacking = f"the {'parameter' if more == 1 else count_of(more, 'parameter')} that the optimizer lacks"
+    lacking = (
+        f"the {'parameter' if more == 1 else count_of(more, 'parameter')} that the optimizer lacks"
+    )
     if is_told or any(one.trainable is False for one in parameters):
         return f"--frozen REGEX that matches {lacking}, or {optimizer}"
-    return f"--frozen REGEX that matches {lacking}, --model MODULE:FACTORY that freezes them, or {optimizer}"
+    return (
+        f"--frozen REGEX that matches {lacking}, --model MODULE:FACTORY that freezes them, or "
+        f"{optimizer}"
+    )
 
 
 def _impossible(groups: Sequence[Sequence[Shape | None]], parameters: Sequence[Parameter]) -> str:
@@ -376,14 +423,16 @@ def _impossible(groups: Sequence[Sequence[Shape | None]], parameters: Sequence[P
     for shape, count in demand.items():
         if count > supply[shape]:
             return (
-                f"{count_of(count, 'parameter')} of it {'has' if count == 1 else 'have'} moments of shape "
-                f"{list(shape)}, and the model trains {supply[shape]} of that shape"
+                f"{count_of(count, 'parameter')} of it {'has' if count == 1 else 'have'} moments "
+                f"of shape {list(shape)}, and the model trains {supply[shape]} of that shape"
             )
     return "its parameters are not in the order of the model's, by their shapes"
 
 
 def _alike(groups: Sequence[Sequence[Shape | None]]) -> tuple[int, int] | None:
-    """Return two groups whose parameters have the same shapes in the same order, None without any."""
+    """Return two groups whose parameters have the same shapes in the same order, None without
+    any.
+    """
     first: dict[tuple[Shape | None, ...], int] = {}
     for number, group in enumerate(groups):
         other = first.setdefault(tuple(group), number)

@@ -1,7 +1,9 @@
-"""Sources of the names of numbered parameters: the optimizer, the guarded save, the script's model, its config.
+"""Sources of the names of numbered parameters: the optimizer, the guarded save, the script's model,
+its config.
 
-A model is built in a process of its own, as building it takes torch and runs the user's code: this process stays small,
-and nothing that such code prints or breaks matters here. Only a factory that is a function is called in this process.
+A model is built in a process of its own, as building it takes torch and runs the user's code: this
+process stays small, and nothing that such code prints or breaks matters here. Only a factory that
+is a function is called in this process.
 """
 
 import json
@@ -30,8 +32,12 @@ Factory = Callable[[], Any]
 PATIENCE = 1800.0
 """Seconds for building a model: a factory may read weights from a slow disk."""
 
-# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a torch.py.
-_BEGIN = "import sys; sys.path[:] = sys.argv[2:]; from ckptfix.devices.reload.skeletons import main; main(sys.argv[1])"
+# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a
+# torch.py.
+_BEGIN = (
+    "import sys; sys.path[:] = sys.argv[2:]; from ckptfix.devices.reload.skeletons import main; "
+    "main(sys.argv[1])"
+)
 
 _HELP = "help: give the model of this run by --model MODULE:FACTORY"
 
@@ -46,9 +52,10 @@ Groups = Sequence[Sequence[Parameter]]
 class ModelsOfRun:
     """The models of a run.
 
-    ``parameters``: of each model in its order; one that several models share is that of the first. ``optimizers``:
-    those that each optimizer has, by group; empty where no optimizer is known. ``ties``: model, other name and first
-    name of each parameter that has two. ``source``: of all this, in words.
+    ``parameters``: of each model in its order; one that several models share is that of the first.
+    ``optimizers``: those that each optimizer has, by group; empty where no optimizer is known.
+    ``ties``: model, other name and first name of each parameter that has two. ``source``: of all
+    this, in words.
     """
 
     parameters: tuple[Parameter, ...]
@@ -66,16 +73,18 @@ def name_optimizers(
     frozen: str | re.Pattern[str] | None = None,
     run: Callable[[], ModelsOfRun] | None = None,
 ) -> tuple[OptimizerState, ...]:
-    """Return the optimizers of a checkpoint under the names of its weights, those that number their parameters, too.
+    """Return the optimizers of a checkpoint under the names of its weights, those that number their
+    parameters, too.
 
-    The names come from the guarded save's run state, else from the optimizer itself, else from ``model`` ("module:
-    factory", or the function), else from the class that ``config.json`` names. The first two are exact; of a model's
-    parameters the assignments are counted (``name_parameters``). ``weights``: of the checkpoint; its keys decide which
-    wrappers a name has. ``frozen``: matches the names of parameters that no optimizer has. ``run``: ``run_of`` the same
-    arguments, for a caller that needs more of it.
+    The names come from the guarded save's run state, else from the optimizer itself, else from
+    ``model`` ("module: factory", or the function), else from the class that ``config.json`` names.
+    The first two are exact; of a model's parameters the assignments are counted
+    (``name_parameters``). ``weights``: of the checkpoint; its keys decide which wrappers a name
+    has. ``frozen``: matches the names of parameters that no optimizer has. ``run``: ``run_of`` the
+    same arguments, for a caller that needs more of it.
 
-    Raises OperationError where nothing names the parameters, or not in one way; UsageError for wrong
-    arguments; OSError.
+    Raises OperationError where nothing names the parameters, or not in one way; UsageError for
+    wrong arguments; OSError.
     """
     pattern = frozen_pattern(frozen)
     keys = _Keys(weights)
@@ -87,16 +96,22 @@ def name_optimizers(
     )
 
 
-def run_of(root: Path, weights: Sequence[Weights], model: str | Factory | None) -> Callable[[], ModelsOfRun]:
-    """Return a function that builds the models of a run when it is first called, as ``name_optimizers`` does."""
+def run_of(
+    root: Path, weights: Sequence[Weights], model: str | Factory | None
+) -> Callable[[], ModelsOfRun]:
+    """Return a function that builds the models of a run when it is first called, as
+    ``name_optimizers`` does.
+    """
     return cache(lambda: models_of_run(root, model, _Keys(weights)))
 
 
 def recorded_names(root: Path, state: OptimizerState) -> Sequence[Sequence[RecordedName]] | None:
-    """Return model and name of each parameter of an optimizer by group, None where no file records them.
+    """Return model and name of each parameter of an optimizer by group, None where no file records
+    them.
 
-    A guarded save records those of all, torch 2.6 the names that a script made the optimizer with, without the model.
-    They are returned only where they fit the numbers of the param groups. Raises OSError.
+    A guarded save records those of all, torch 2.6 the names that a script made the optimizer with,
+    without the model. They are returned only where they fit the numbers of the param groups. Raises
+    OSError.
     """
     names: Sequence[Sequence[RecordedName]] | None = None
     if len(state.files) == 1:
@@ -110,10 +125,12 @@ def recorded_names(root: Path, state: OptimizerState) -> Sequence[Sequence[Recor
 
 
 def models_of_run(root: Path, model: str | Factory | None, keys: "_Keys") -> ModelsOfRun:
-    """Build the models of a run, without weights where that is possible; return their parameters under ``keys``.
+    """Build the models of a run, without weights where that is possible; return their parameters
+    under ``keys``.
 
-    ``model``: None builds the class that ``config.json`` in ``root`` names, if that is transformers' own. Raises
-    UsageError for a factory that does not work, OperationError where nothing says what the model is.
+    ``model``: None builds the class that ``config.json`` in ``root`` names, if that is
+    transformers' own. Raises UsageError for a factory that does not work, OperationError where
+    nothing says what the model is.
     """
     if model is not None and not isinstance(model, str):
         shown = getattr(model, "__name__", type(model).__name__)
@@ -137,17 +154,23 @@ def models_of_run(root: Path, model: str | Factory | None, keys: "_Keys") -> Mod
 
 
 def described(made: Any, shown: str) -> dict[str, Any]:
-    """Return in plain values what a factory returned. Raises UsageError when no model is in it. ``shown``: its name."""
+    """Return in plain values what a factory returned. Raises UsageError when no model is in it.
+    ``shown``: its name.
+    """
     values = made if isinstance(made, tuple | list) else (made,)
     models = [value for value in values if callable(getattr(value, "named_parameters", None))]
     if not models:
-        raise UsageError(f"the factory {shown} returned {type(made).__name__}, not a torch.nn.Module")
+        raise UsageError(
+            f"the factory {shown} returned {type(made).__name__}, not a torch.nn.Module"
+        )
     places: dict[int, int] = {}
     parameters: list[tuple[Any, ...]] = []
     for number, one in enumerate(models):
         for name, parameter in one.named_parameters():
             if places.setdefault(id(parameter), len(parameters)) == len(parameters):
-                parameters.append((name, list(parameter.shape), bool(parameter.requires_grad), number))
+                parameters.append(
+                    (name, list(parameter.shape), bool(parameter.requires_grad), number)
+                )
     ties = [
         (number, name, first)
         for number, one in enumerate(models)
@@ -159,7 +182,8 @@ def described(made: Any, shown: str) -> dict[str, Any]:
     groups = [[list(map(id, group["params"])) for group in of_one] for of_one in optimizers]
     if any(one not in places for of_one in groups for group in of_one for one in group):
         raise UsageError(
-            f"the factory {shown} returned an optimizer with parameters of no model that it returned"
+            f"the factory {shown} returned an optimizer with parameters of no model that it "
+            "returned"
         )
     return {
         "parameters": parameters,
@@ -181,14 +205,17 @@ def _read(found: Mapping[str, Any], source: str, keys: "_Keys") -> ModelsOfRun:
         parameters=tuple(parameters),
         ties=tuple((model, other, first) for model, (other, first) in named),
         optimizers=tuple(
-            [[parameters[place] for place in group] for group in of_one] for of_one in found["optimizers"]
+            [[parameters[place] for place in group] for group in of_one]
+            for of_one in found["optimizers"]
         ),
         source=source,
     )
 
 
 class _Keys:
-    """The keys of the models' weights. A model of a run has wrappers around it that its weights lack, or too few."""
+    """The keys of the models' weights. A model of a run has wrappers around it that its weights
+    lack, or too few.
+    """
 
     def __init__(self, weights: Iterable[Weights]) -> None:
         self._tensors = {one.index: one.named() for one in weights if not one.home.parts}
@@ -199,7 +226,9 @@ class _Keys:
         }
 
     def of(self, parameters: Sequence[Parameter]) -> list[Parameter]:
-        """Return parameters under the keys of their weights; a name without a key stays as it is."""
+        """Return parameters under the keys of their weights; a name without a key stays as it
+        is.
+        """
         found = list(parameters)
         for model, known in self._known.items():
             own = [(place, one.name) for place, one in enumerate(parameters) if one.model == model]
@@ -217,7 +246,8 @@ class _Keys:
     def model_with(self, names: Iterable[str], index: int) -> int:
         """Return the position of the model that most of these names are of.
 
-        ``index``: the answer where no weights are known. Raises OperationError where several models have as many.
+        ``index``: the answer where no weights are known. Raises OperationError where several models
+        have as many.
         """
         if not self._known:
             return index
@@ -231,7 +261,9 @@ class _Keys:
         }
         best = [model for model, count in counts.items() if count == max(counts.values())]
         if len(best) > 1:
-            raise OperationError(f"models {', '.join(map(str, best))} have parameters of the same names")
+            raise OperationError(
+                f"models {', '.join(map(str, best))} have parameters of the same names"
+            )
         return best[0]
 
     def shape(self, parameter: Parameter) -> Shape | None:
@@ -249,7 +281,9 @@ def _bare(name: str, chain: tuple[str, ...]) -> str:
 
 
 def frozen_pattern(frozen: str | re.Pattern[str] | None) -> re.Pattern[str] | None:
-    """Return the regular expression of names that no optimizer has. Raises UsageError where it is not one."""
+    """Return the regular expression of names that no optimizer has. Raises UsageError where it is
+    not one.
+    """
     try:
         return re.compile(frozen) if isinstance(frozen, str) else frozen
     except re.error as error:
@@ -264,7 +298,9 @@ def _named(
     frozen: re.Pattern[str] | None,
     count: int,
 ) -> OptimizerState:
-    """Return one optimizer under names. ``count``: of the optimizers that are named; of two models each has one."""
+    """Return one optimizer under names. ``count``: of the optimizers that are named; of two models
+    each has one.
+    """
     recorded = recorded_names(root, state)
     if recorded is not None:
         with suppress(OperationError):  # the names are of other weights
@@ -272,7 +308,9 @@ def _named(
     run = built()
     if not run.optimizers:
         models = {parameter.model for parameter in run.parameters}
-        return name_parameters(state, run.parameters, frozen, is_of_one_model=1 < count == len(models))
+        return name_parameters(
+            state, run.parameters, frozen, is_of_one_model=1 < count == len(models)
+        )
     if state.index >= len(run.optimizers):
         returned = count_of(len(run.optimizers), "optimizer")
         raise UsageError(
@@ -284,13 +322,20 @@ def _named(
 def _of_recorded(
     recorded: Sequence[Sequence[RecordedName]], state: OptimizerState, keys: _Keys
 ) -> list[list[Parameter]]:
-    """Return recorded names as parameters with the shapes of their weights, without any those of their moments."""
+    """Return recorded names as parameters with the shapes of their weights, without any those of
+    their moments.
+    """
     names = [name for group in recorded for name in group]
     numbers = [number for group in state.groups for number in group.names]
     unknown = [name for model, name in names if model is None]
     one_model = keys.model_with(unknown, state.index) if unknown else 0
     found = iter(
-        keys.of([Parameter(name, (), None, one_model if model is None else model) for model, name in names])
+        keys.of(
+            [
+                Parameter(name, (), None, one_model if model is None else model)
+                for model, name in names
+            ]
+        )
     )
     of_moments = iter([shape_of(state.states.get(number, {})) or () for number in numbers])
     parameters = []

@@ -1,12 +1,14 @@
-"""Models and optimizers that each rank saved alone: accelerate's FSDP with ``use_dcp=False``, without any metadata.
+"""Models and optimizers that each rank saved alone: accelerate's FSDP with ``use_dcp=False``,
+without any metadata.
 
-Each rank has its part of every tensor in a file of its own (``pytorch_model_fsdp_0_rank1.bin``). The pickle says where
-that part lies: a ``DTensor`` (FSDP2) has its shape, the device mesh with the rank's coordinate, and one placement for
-each dimension of the mesh; a ``ShardedTensor`` (FSDP1) has offsets and lengths. They are read as opcodes, never made.
+Each rank has its part of every tensor in a file of its own (``pytorch_model_fsdp_0_rank1.bin``).
+The pickle says where that part lies: a ``DTensor`` (FSDP2) has its shape, the device mesh with the
+rank's coordinate, and one placement for each dimension of the mesh; a ``ShardedTensor`` (FSDP1) has
+offsets and lengths. They are read as opcodes, never made.
 
-Facts from torch 2.13: ``distributed/tensor/_dtensor_spec.py``, ``placement_types.py`` (a dimension is cut as
-``torch.chunk`` does), ``distributed/device_mesh.py``, ``distributed/_shard``. Up to 2.8 a mesh pickled its ranks as a
-tensor ``mesh`` instead of a layout.
+Facts from torch 2.13: ``distributed/tensor/_dtensor_spec.py``, ``placement_types.py`` (a dimension
+is cut as ``torch.chunk`` does), ``distributed/device_mesh.py``, ``distributed/_shard``. Up to 2.8 a
+mesh pickled its ranks as a tensor ``mesh`` instead of a layout.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +32,13 @@ from ckptfix.formats.torch_tensors import TORCH_DTYPES, is_tensor
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece, open_reader
 from ckptfix.tensors.dcp_tensors import layout_of_chunks
-from ckptfix.tensors.optimizer_files import FLAT, PickledValues, Unread, flat_parameter, optimizer_state
+from ckptfix.tensors.optimizer_files import (
+    FLAT,
+    PickledValues,
+    Unread,
+    flat_parameter,
+    optimizer_state,
+)
 from ckptfix.tensors.optimizers import OptimizerState, Strategy
 from ckptfix.tensors.single_files import module_versions, record_checksums
 from ckptfix.tensors.stored import Contiguous, Format, StoredTensor, Strided, Weights
@@ -63,12 +71,16 @@ def rank_files(folder: Path, names: Collection[str]) -> dict[tuple[Role, int], d
 
 
 class _RankValues(PickledValues):
-    """The values in the file of one rank; a part of a tensor is a ``Shard``. ``ranks``: at least so many saved it."""
+    """The values in the file of one rank; a part of a tensor is a ``Shard``. ``ranks``: at least so
+    many saved it.
+    """
 
     ranks = 1
 
     def tensor(self, name: str, node: Node) -> Any:
-        """Return a tensor, or the shard that this rank has of one. Raises as ``PickledValues.tensor`` does."""
+        """Return a tensor, or the shard that this rank has of one. Raises as
+        ``PickledValues.tensor`` does.
+        """
         head, args = node.head.head[1], node.args
         if head != _WRAPPED or type(args) is not tuple or len(args) != 4:
             return super().tensor(name, node)
@@ -76,7 +88,9 @@ class _RankValues(PickledValues):
         kind = cls.head[1] if type(cls) is Node and cls.kind is Kind.GLOBAL else ""
         if kind == "DTensor":
             return self._placed(name, made, state)
-        return self._cut(name, made, state) if kind == "ShardedTensor" else super().tensor(name, node)
+        return (
+            self._cut(name, made, state) if kind == "ShardedTensor" else super().tensor(name, node)
+        )
 
     def _local(self, name: str, made: Any, node: Any) -> tuple[tuple[int, ...], StoredTensor]:
         """Return the shape of the complete tensor, and the part that this rank has."""
@@ -87,7 +101,11 @@ class _RankValues(PickledValues):
             else ""
         )
         local = super().tensor(name, node) if type(node) is Node and is_tensor(node) else None
-        if shape is None or not isinstance(local, StoredTensor) or local.dtype != TORCH_DTYPES.get(dtype):
+        if (
+            shape is None
+            or not isinstance(local, StoredTensor)
+            or local.dtype != TORCH_DTYPES.get(dtype)
+        ):
             raise FormatError(f"the part that this rank has of {name!r:.200} cannot be read")
         return shape, local
 
@@ -101,11 +119,14 @@ class _RankValues(PickledValues):
         sizes, place = self._mesh(name, mesh)
         if len(placements) != len(sizes):
             raise FormatError(
-                f"{name!r:.200} has {len(placements)} placements on a mesh of {len(sizes)} dimensions"
+                f"{name!r:.200} has {len(placements)} placements on a mesh of {len(sizes)} "
+                "dimensions"
             )
         offsets, lengths = [0] * len(shape), list(shape)
         for placement, size, coordinate in zip(placements, sizes, place, strict=True):
-            head = placement.head if type(placement) is Node and placement.kind is Kind.NEW else None
+            head = (
+                placement.head if type(placement) is Node and placement.kind is Kind.NEW else None
+            )
             kind = head.head[1] if type(head) is Node and head.kind is Kind.GLOBAL else ""
             dimension = attribute(placement, "dim")
             if kind == "Replicate" or (size == 1 and kind in ("Shard", "_StridedShard")):
@@ -119,7 +140,8 @@ class _RankValues(PickledValues):
             lengths[dimension] = min(share, lengths[dimension] - begin)
         if tuple(lengths) != local.shape:
             raise FormatError(
-                f"the part of {name!r:.200} is {list(local.shape)}, its placements say {lengths} of {list(shape)}"
+                f"the part of {name!r:.200} is {list(local.shape)}, its placements say {lengths} "
+                f"of {list(shape)}"
             )
         return Shard(shape, tuple(offsets), local)
 
@@ -128,7 +150,8 @@ class _RankValues(PickledValues):
         axes = attribute(attribute(mesh, "_layout"), "axes")
         if type(axes) is tuple:
             sizes = [_product(attribute(axis, "shape")) for axis in axes]
-        elif (shape := attribute(attribute(mesh, "_layout"), "shape")) is not None:  # torch 2.9 and 2.10
+        # Torch 2.9 and 2.10.
+        elif (shape := attribute(attribute(mesh, "_layout"), "shape")) is not None:
             sizes = [_product(one) for one in (shape if type(shape) is tuple else (shape,))]
         else:
             sizes = list(self._sizes_of(attribute(mesh, "mesh")))
@@ -137,8 +160,12 @@ class _RankValues(PickledValues):
             type(one) is int and 0 <= one < size for one, size in zip(place, sizes, strict=True)
         )
         if not sizes or not is_inside or prod(sizes) > _MANY:
-            raise FormatError(f"the device mesh of {name!r:.200} cannot be read, or this rank is not in it")
-        self.ranks = max(self.ranks, prod(sizes), prod(self._sizes_of(attribute(mesh, "_rank_map")) or (1,)))
+            raise FormatError(
+                f"the device mesh of {name!r:.200} cannot be read, or this rank is not in it"
+            )
+        self.ranks = max(
+            self.ranks, prod(sizes), prod(self._sizes_of(attribute(mesh, "_rank_map")) or (1,))
+        )
         return sizes, place
 
     def _sizes_of(self, node: Any) -> tuple[int, ...]:
@@ -158,9 +185,13 @@ class _RankValues(PickledValues):
             shape = _sizes(made[2]) if type(made) is tuple and len(made) > 2 else None
             if shape is not None:
                 return Shard(
-                    shape, (0,) * len(shape), StoredTensor(name, "", (0, *shape[1:]), Contiguous(()))
+                    shape,
+                    (0,) * len(shape),
+                    StoredTensor(name, "", (0, *shape[1:]), Contiguous(())),
                 )
-        shape, local = self._local(name, made, attribute(shards[0], "tensor") if len(shards) == 1 else None)
+        shape, local = self._local(
+            name, made, attribute(shards[0], "tensor") if len(shards) == 1 else None
+        )
         metadata = attribute(shards[0], "metadata")
         offsets = _sizes(items_of(attribute(metadata, "shard_offsets")))
         lengths = _sizes(items_of(attribute(metadata, "shard_sizes")))
@@ -173,7 +204,12 @@ class _RankValues(PickledValues):
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
     """Return a tuple of lengths, also out of a ``torch.Size``; None for anything else."""
-    if type(value) is Node and value.kind is Kind.CALL and type(value.args) is tuple and len(value.args) == 1:
+    if (
+        type(value) is Node
+        and value.kind is Kind.CALL
+        and type(value.args) is tuple
+        and len(value.args) == 1
+    ):
         value = value.args[0]
     if type(value) is not tuple or len(value) > _MOST_DIMENSIONS:
         return None
@@ -183,12 +219,16 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
 def _product(shape: Any) -> int:
     """Return the number of elements of a length, or of lengths in tuples, of a mesh's layout."""
     values = shape if type(shape) is tuple else (shape,)
-    return prod(_product(one) if type(one) is tuple else one if type(one) is int else 0 for one in values[:8])
+    return prod(
+        _product(one) if type(one) is tuple else one if type(one) is int else 0
+        for one in values[:8]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """The files of all ranks. ``values``: of each rank, in their order. ``ranks``: how many saved it.
+    """The files of all ranks. ``values``: of each rank, in their order. ``ranks``: how many saved
+    it.
 
     ``versions``: as ``Weights`` has them, of the first file.
     """
@@ -224,18 +264,22 @@ def _read(root: Path, files: Files) -> _Read:
         assert parsed is not None, "listed by its name"
         name = str(replace(parsed, rank=missing))
         raise MissingRankError(
-            f"{root}: {name} is missing, the file of rank {missing}: {ranks} ranks saved it, and each of them has its "
-            f"own part of every tensor; {AGAIN}",
+            f"{root}: {name} is missing, the file of rank {missing}: {ranks} ranks saved it, and "
+            f"each of them has its own part of every tensor; {AGAIN}",
             path=root / name,
             rank=missing,
             files=ranks - len(files),
         )
     paths = tuple(PurePosixPath(name) for _, name in sorted(files.items()))
-    return _Read(paths=paths, values=tuple(values), ranks=ranks, versions=versions, checksums=checksums)
+    return _Read(
+        paths=paths, values=tuple(values), ranks=ranks, versions=versions, checksums=checksums
+    )
 
 
 def _together(values: Sequence[Any], name: str = "") -> Any:
-    """Return the value that the ranks hold together: shards become one tensor, anything else is rank 0's."""
+    """Return the value that the ranks hold together: shards become one tensor, anything else is
+    rank 0's.
+    """
     first = values[0]
     if isinstance(first, Shard):
         if not all(isinstance(one, Shard) and one.shape == first.shape for one in values):
@@ -243,7 +287,9 @@ def _together(values: Sequence[Any], name: str = "") -> Any:
         return _joined(name, values)
     if isinstance(first, dict):
         if not all(isinstance(one, dict) and one.keys() == first.keys() for one in values):
-            raise FormatError(f"the ranks do not hold the same keys{f' below {name!r:.200}' if name else ''}")
+            raise FormatError(
+                f"the ranks do not hold the same keys{f' below {name!r:.200}' if name else ''}"
+            )
         return {
             key: _together([one[key] for one in values], f"{name}.{key}" if name else str(key))
             for key in first
@@ -252,7 +298,8 @@ def _together(values: Sequence[Any], name: str = "") -> Any:
         if not all(isinstance(one, list) and len(one) == len(first) for one in values):
             raise FormatError(f"{name!r:.200} is not of the same length on every rank")
         return [
-            _together(list(one), f"{name}.{place}") for place, one in enumerate(zip(*values, strict=True))
+            _together(list(one), f"{name}.{place}")
+            for place, one in enumerate(zip(*values, strict=True))
         ]
     return first
 
@@ -281,7 +328,8 @@ def _joined(name: str, shards: Sequence[Shard]) -> StoredTensor:
 def rank_optimizer(root: Path, index: int, files: Files) -> OptimizerState:
     """Return the optimizer in the files of all ranks.
 
-    Raises MissingRankError with the first rank that has none, OperationError when a file cannot be read, OSError.
+    Raises MissingRankError with the first rank that has none, OperationError when a file cannot be
+    read, OSError.
     """
     read = _read(root, files)
     try:
@@ -295,12 +343,16 @@ def rank_optimizer(root: Path, index: int, files: Files) -> OptimizerState:
             checksums=read.checksums,
         )
     except FormatError as error:
-        raise OperationError(f"{root / read.paths[0]}: {error}; next: {command('check', root)}") from error
+        raise OperationError(
+            f"{root / read.paths[0]}: {error}; next: {command('check', root)}"
+        ) from error
 
 
 @paused_gc()
 def rank_weights(root: Path, index: int, files: Files) -> Weights:
-    """Return the weights in the files of all ranks. Raises as ``rank_optimizer`` does, and for flat parameters."""
+    """Return the weights in the files of all ranks. Raises as ``rank_optimizer`` does, and for flat
+    parameters.
+    """
     read = _read(root, files)
     try:
         state = _together(read.values)
@@ -309,7 +361,9 @@ def rank_weights(root: Path, index: int, files: Files) -> Weights:
         if flat := next((name for name in state if name.rpartition(".")[2].startswith(FLAT)), None):
             raise FormatError(flat_parameter(flat))
     except FormatError as error:
-        raise OperationError(f"{root / read.paths[0]}: {error}; next: {command('check', root)}") from error
+        raise OperationError(
+            f"{root / read.paths[0]}: {error}; next: {command('check', root)}"
+        ) from error
     tensors: dict[tuple[object, ...], StoredTensor] = {}
     ties: dict[str, str] = {}
     for name, value in state.items():

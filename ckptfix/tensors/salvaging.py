@@ -1,5 +1,5 @@
-"""The intact part of a damaged file: the tensors all of whose bytes are there, and the lost ones, with the
-reasons.
+"""The intact part of a damaged file: the tensors all of whose bytes are there, and the lost ones,
+with the reasons.
 """
 
 import zlib
@@ -39,7 +39,8 @@ BEHIND = "bytes are left out: they follow the last tensor, which no reader of sa
 class Lost(NamedTuple):
     """A loss: a tensor or value by its name (None: the file), and why.
 
-    ``need`` and ``have``: bytes of the tensor or the file, from its first one on; None where there is nothing to count.
+    ``need`` and ``have``: bytes of the tensor or the file, from its first one on; None where there
+    is nothing to count.
     """
 
     file: str
@@ -53,16 +54,18 @@ class Lost(NamedTuple):
         where = (
             [self.file] if self.file != "." or self.name is None else []
         )  # a DCP folder that is itself the source
-        return ": ".join([*where, *([] if self.name is None else [repr(self.name)]), f"{self.reason}{sizes}"])
+        return ": ".join(
+            [*where, *([] if self.name is None else [repr(self.name)]), f"{self.reason}{sizes}"]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedDict:
     """A state dict of a damaged file: the keys that lead to it, and its intact tensors.
 
-    ``ties``: other name -> name in ``tensors``. ``damaged``: tensors kept on request although they are
-    damaged. ``unchecked``: the names of the tensors that have no checksum. ``metadata``: the words in the
-    header of a safetensors file, without the ties.
+    ``ties``: other name -> name in ``tensors``. ``damaged``: tensors kept on request although they
+    are damaged. ``unchecked``: the names of the tensors that have no checksum. ``metadata``: the
+    words in the header of a safetensors file, without the ties.
     """
 
     path: tuple[str, ...] = ()
@@ -91,7 +94,9 @@ def salvage_safetensors(path: Path) -> SavedDict:
         begin, end = one.data_offsets
         if end > max(begin, file.size):
             have = max(0, file.size - begin)
-            lost.append(Lost(path.name, one.fqn, f"the file ends at byte {file.size}", end - begin, have))
+            lost.append(
+                Lost(path.name, one.fqn, f"the file ends at byte {file.size}", end - begin, have)
+            )
         else:
             tensors.append(StoredTensor(one.fqn, one.dtype, one.shape, run(path, one.data_offsets)))
     names = {tensor.fqn for tensor in tensors}
@@ -109,7 +114,11 @@ def salvage_safetensors(path: Path) -> SavedDict:
         ties=ties,
         lost=(*lost, *gone),
         unchecked=frozenset(names),
-        metadata={key: text for key, text in file.metadata.items() if key not in recorded and key != LISTED},
+        metadata={
+            key: text
+            for key, text in file.metadata.items()
+            if key not in recorded and key != LISTED
+        },
     )
 
 
@@ -117,12 +126,13 @@ def salvage_safetensors(path: Path) -> SavedDict:
 def salvage_torch(
     path: Path, *, keep_damaged: bool = False, progress: Progress | None = None
 ) -> tuple[SavedDict, ...]:
-    """Return the intact part of each state dict of a module in a file of torch.save, of others if there is none.
+    """Return the intact part of each state dict of a module in a file of torch.save, of others if
+    there is none.
 
-    Reads every storage that has a checksum. ``keep_damaged``: keep tensors whose checksum disagrees, or whose
-    storage does not end as it should, when their bytes are all there. ``progress`` gets bytes read. Other
-    contents of the file are lost with the first. Raises FormatError when nothing can be read, or it holds no
-    state dict.
+    Reads every storage that has a checksum. ``keep_damaged``: keep tensors whose checksum
+    disagrees, or whose storage does not end as it should, when their bytes are all there.
+    ``progress`` gets bytes read. Other contents of the file are lost with the first. Raises
+    FormatError when nothing can be read, or it holds no state dict.
     """
     with open_reader(path) as reader:
         file = read_partial(reader)
@@ -136,7 +146,11 @@ def salvage_torch(
         }
     broken: dict[tuple[tuple[str, ...], str], str] = {}
     every = state_dicts(file.tree, file.storages, broken)
-    models = {names.path for names in name_lists(file.tree) if names.kind == "state dict" and names.is_model}
+    models = {
+        names.path
+        for names in name_lists(file.tree)
+        if names.kind == "state dict" and names.is_model
+    }
     wanted = [one for one in every if one.path in models] or list(every)
     if not wanted:
         raise FormatError("it holds no state dict")
@@ -150,7 +164,9 @@ def salvage_torch(
 def _checksum_problem(
     reader: FileReader, place: StorageLocation, nbytes: int, progress: Progress | None
 ) -> str:
-    """Return in words that a complete storage does not have its CRC-32; "" when it has, or none was written."""
+    """Return in words that a complete storage does not have its CRC-32; "" when it has, or none was
+    written.
+    """
     if not place.crc or place.have < nbytes:
         return ""
     crc = 0
@@ -181,11 +197,14 @@ class _TorchSalvage:
         self._broken = broken
         self._keep_damaged = keep_damaged
         ranges = {key: (place.offset, place.have) for key, place in file.places.items()}
-        # With lengths that end where the file does: a tensor in what is there of a storage is intact.
+        # With lengths that end where the file does: a tensor in what is there of a storage is
+        # intact.
         self._as_file = TorchFile(None, file.tree, (), ranges, 0)
 
     def of(self, state_dict: PickledStateDict, saved: Collection[tuple[str, ...]]) -> SavedDict:
-        """Return the intact part of one state dict; ``saved``: the paths of all that are saved, which may lie in it."""
+        """Return the intact part of one state dict; ``saved``: the paths of all that are saved,
+        which may lie in it.
+        """
         first: dict[object, str] = {}
         tensors: list[StoredTensor] = []
         ties: dict[str, str] = {}
@@ -209,7 +228,9 @@ class _TorchSalvage:
                 tensors.append(StoredTensor(one.fqn, one.dtype, one.shape, layout))
         for name in state_dict.opaque_keys:
             if not leads_to((*state_dict.path, name), saved):
-                reason = self._broken.get((state_dict.path, name), "it is not a tensor of a state dict")
+                reason = self._broken.get(
+                    (state_dict.path, name), "it is not a tensor of a state dict"
+                )
                 lost.append(Lost(self._path.name, name, reason))
         return SavedDict(
             path=state_dict.path,
@@ -226,7 +247,9 @@ class _TorchSalvage:
         return place is not None and not place.crc
 
     def _layout(self, one: PickledTensor) -> Layout | Lost:
-        """Return the location of a tensor whose bytes are there, or the reason not to write it out."""
+        """Return the location of a tensor whose bytes are there, or the reason not to write it
+        out.
+        """
         if 0 in one.shape:
             return Contiguous(())
         try:
@@ -236,7 +259,9 @@ class _TorchSalvage:
             return Lost(self._path.name, one.fqn, f"it {reason}")
 
     def _problem(self, one: PickledTensor) -> Lost | None:
-        """Return why a tensor is not intact, with all its bytes needed and those there; None when it is."""
+        """Return why a tensor is not intact, with all its bytes needed and those there; None when
+        it is.
+        """
         width = DTYPE_BITS[one.dtype] // 8
         need = _last(one) * width
         if need == 0:
@@ -246,12 +271,18 @@ class _TorchSalvage:
         place = self._file.places.get(one.storage_key)
         if place is None:
             return Lost(
-                self._path.name, one.fqn, self._file.reason or "its storage is missing", need - begin, 0
+                self._path.name,
+                one.fqn,
+                self._file.reason or "its storage is missing",
+                need - begin,
+                0,
             )
         have = max(0, min(place.have, need) - begin)
         problem = self._file.names_problem or self._problems.get(one.storage_key, "")
         if have < need - begin:
-            problem = place.problem or f"its storage ends at byte {place.offset + place.have} of the file"
+            problem = (
+                place.problem or f"its storage ends at byte {place.offset + place.have} of the file"
+            )
         return Lost(self._path.name, one.fqn, problem, need - begin, have) if problem else None
 
 

@@ -1,8 +1,9 @@
 """Values of tensors, looked at while they are hashed: NaN, Inf, all zero, and pages of zeros.
 
-A block of floats needs two reductions only: read as integers, every finite number is smaller than Inf, and every finite
-negative one smaller than -Inf when the sign is read as a digit. Bad values are counted where those two say that there
-are any. Values are looked at in their order, pages of zeros in the order of the files.
+A block of floats needs two reductions only: read as integers, every finite number is smaller than
+Inf, and every finite negative one smaller than -Inf when the sign is read as a digit. Bad values
+are counted where those two say that there are any. Values are looked at in their order, pages of
+zeros in the order of the files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,9 @@ MOST_RUNS = 1000
 
 
 class ZeroRun(NamedTuple):
-    """Pages of zeros that follow each other in a piece of a file, from ``begin`` to ``end`` in bytes of the piece."""
+    """Pages of zeros that follow each other in a piece of a file, from ``begin`` to ``end`` in
+    bytes of the piece.
+    """
 
     piece: Piece
     begin: int
@@ -31,9 +34,9 @@ class ZeroRun(NamedTuple):
 
 
 class PageSearch:
-    """Counter of zero pages in the bytes of pieces, one after the other, in blocks of any length. ``pages``:
-    number of pages of their files that lie inside a piece and are zero; ``runs``: the first 1000 runs of
-    them.
+    """Counter of zero pages in the bytes of pieces, one after the other, in blocks of any length.
+    ``pages``: number of pages of their files that lie inside a piece and are zero; ``runs``: the
+    first 1000 runs of them.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -54,7 +57,9 @@ class PageSearch:
                 self._number, self._done, self._is_open = self._number + 1, 0, False
 
     def _look(self, data: Any) -> None:
-        """Find the pages of zeros that end in this part of a piece; one that is under way goes on in the next."""
+        """Find the pages of zeros that end in this part of a piece; one that is under way goes on
+        in the next.
+        """
         begin = self._done
         self._done += len(data)
         phase = (self._pieces[self._number].offset + begin) % PAGE
@@ -85,9 +90,11 @@ class PageSearch:
 
 
 class _Bits(NamedTuple):
-    """The bits of a dtype: bytes of a number, Inf (one more than the largest finite), and the numbers of a value.
+    """The bits of a dtype: bytes of a number, Inf (one more than the largest finite), and the
+    numbers of a value.
 
-    ``has_inf`` off: the pattern ``inf`` is NaN. ``large``: the first number above 1e20, 0 in a dtype without such.
+    ``has_inf`` off: the pattern ``inf`` is NaN. ``large``: the first number above 1e20, 0 in a
+    dtype without such.
     """
 
     width: int
@@ -116,12 +123,13 @@ FLOATS = frozenset((*_IEEE, *_ONE_NAN))
 
 @dataclass(slots=True)
 class Scan:
-    """The values of a tensor in brief. Indexes count elements in row-major order, None when there is no such value.
+    """The values of a tensor in brief. Indexes count elements in row-major order, None when there
+    is no such value.
 
-    ``large``: the number of finite ones from 1e20 on, ``largest`` and ``least_large``: the extremes of their patterns.
-    ``is_zero``: every value is 0 or -0. ``zero_pages``: number of 4 KiB pages of its files that lie inside
-    one of its pieces and are all zeros; ``zero_runs``: the first 1000 runs of them. Both are None where they
-    cannot be counted.
+    ``large``: the number of finite ones from 1e20 on, ``largest`` and ``least_large``: the extremes
+    of their patterns. ``is_zero``: every value is 0 or -0. ``zero_pages``: number of 4 KiB pages of
+    its files that lie inside one of its pieces and are all zeros; ``zero_runs``: the first 1000
+    runs of them. Both are None where they cannot be counted.
     """
 
     nan: int = 0
@@ -180,7 +188,9 @@ class Scanner:
         if high < inf and top < inf | sign:
             return
         wrong = magnitude == inf
-        self._count(magnitude > inf if has_inf else wrong, wrong if has_inf else None, width * parts, parts)
+        self._count(
+            magnitude > inf if has_inf else wrong, wrong if has_inf else None, width * parts, parts
+        )
 
     def _count_large(self, patterns: Any) -> None:
         scan = self._scan
@@ -200,26 +210,34 @@ class Scanner:
             self._scan.is_zero = False
 
     def _count(self, nan: Any, inf: Any, width: int, parts: int) -> None:
-        """Add the marked numbers of a block; of a complex value either part may be the wrong one."""
+        """Add the marked numbers of a block; of a complex value either part may be the wrong
+        one.
+        """
         scan, before = self._scan, self._done // width
         if parts > 1:
             nan = nan.reshape(-1, parts).any(axis=1)
             inf = inf.reshape(-1, parts).any(axis=1) & ~nan
         if count := int(nan.sum()):
             scan.nan += count
-            scan.first_nan = before + int(nan.argmax()) if scan.first_nan is None else scan.first_nan
+            scan.first_nan = (
+                before + int(nan.argmax()) if scan.first_nan is None else scan.first_nan
+            )
         if inf is not None and (count := int(inf.sum())):
             scan.inf += count
-            scan.first_inf = before + int(inf.argmax()) if scan.first_inf is None else scan.first_inf
+            scan.first_inf = (
+                before + int(inf.argmax()) if scan.first_inf is None else scan.first_inf
+            )
 
 
 _MOST_SPREAD = 2
-"""Most times the bytes of a tensor that its stretch of a storage may have to be read for pages of zeros."""
+"""Most times the bytes of a tensor that its stretch of a storage may have to be read for pages of
+zeros.
+"""
 
 
 class Look:
-    """Scan of the blocks of a tensor; pieces that do not lie in the order of its elements are read again
-    after that.
+    """Scan of the blocks of a tensor; pieces that do not lie in the order of its elements are read
+    again after that.
     """
 
     def __init__(self, tensor: StoredTensor) -> None:
@@ -251,7 +269,9 @@ class Look:
 
 
 def pieces_of(layout: Layout, nbytes: int) -> tuple[Piece, ...] | None:
-    """Return the stretches of files that hold a tensor of so many bytes; None when they hold far more than that."""
+    """Return the stretches of files that hold a tensor of so many bytes; None when they hold far
+    more than that.
+    """
     if isinstance(layout, Contiguous):
         return _joined(layout.pieces)
     if isinstance(layout, Strided):
@@ -262,7 +282,9 @@ def pieces_of(layout: Layout, nbytes: int) -> tuple[Piece, ...] | None:
         length = (last + 1 - layout.first) * layout.width
         if length > _MOST_SPREAD * nbytes:
             return None
-        return (Piece(layout.storage.path, layout.storage.offset + layout.first * layout.width, length),)
+        return (
+            Piece(layout.storage.path, layout.storage.offset + layout.first * layout.width, length),
+        )
     if isinstance(layout, Tiled):
         width = layout.width
         parts = [pieces_of(tile.layout, prod(tile.lengths) * width) for tile in layout.tiles]
@@ -277,7 +299,10 @@ def _joined(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None
-        if last is not None and (last.path, last.offset + last.length) == (piece.path, piece.offset):
+        if last is not None and (last.path, last.offset + last.length) == (
+            piece.path,
+            piece.offset,
+        ):
             found[-1] = last._replace(length=last.length + piece.length)
         elif piece.length:
             found.append(piece)

@@ -1,10 +1,10 @@
-"""The weights in safetensors files and files of torch.save, alone or as shards; their ties, and their other
-contents.
+"""The weights in safetensors files and files of torch.save, alone or as shards; their ties, and
+their other contents.
 
-Ties in the metadata of a safetensors file are name left out -> name kept, as ``save_model`` records them.
-Metadata is also where users keep words of their own, and a word can be the name of a tensor: ``{"best":
-"w"}``. Only words that end as the name of a tensor does are read as ties; other ties that ckptfix writes are
-listed under a key of its own.
+Ties in the metadata of a safetensors file are name left out -> name kept, as ``save_model`` records
+them. Metadata is also where users keep words of their own, and a word can be the name of a tensor:
+``{"best": "w"}``. Only words that end as the name of a tensor does are read as ties; other ties
+that ckptfix writes are listed under a key of its own.
 """
 
 import json
@@ -50,17 +50,19 @@ KeyPath = tuple[str, ...]
 def held_beside(tree: PickleTree, taken: Collection[KeyPath]) -> tuple[str, ...]:
     """Return everything that is not a part of the state dicts at the paths in ``taken``, each once.
 
-    A value is named by the keys that lead to it, with dots between. The values of a state dict under string keys are
-    its own affair (``PickledStateDict.opaque_keys``), those under other keys are none of its tensors.
+    A value is named by the keys that lead to it, with dots between. The values of a state dict
+    under string keys are its own affair (``PickledStateDict.opaque_keys``), those under other keys
+    are none of its tensors.
     """
     return tuple(_beside((), tree.root, frozenset(taken), _steps(taken)))
 
 
 def holds_tensors(value: Any, visits: Visits) -> bool:
-    """Return whether a tensor lies in a value, a dict or list, at any depth: a state dict, an optimizer's state.
+    """Return whether a tensor lies in a value, a dict or list, at any depth: a state dict, an
+    optimizer's state.
 
-    Nodes that ``visits`` has met are not searched again. Raises FormatError for a pickle that a pickler never
-    writes.
+    Nodes that ``visits`` has met are not searched again. Raises FormatError for a pickle that a
+    pickler never writes.
     """
     waiting = [value]
     while waiting:
@@ -85,8 +87,12 @@ def _steps(taken: Collection[KeyPath]) -> frozenset[KeyPath]:
     return frozenset(path[:length] for path in taken for length in range(len(path) + 1))
 
 
-def _beside(path: KeyPath, node: Any, taken: frozenset[KeyPath], steps: frozenset[KeyPath]) -> Iterator[str]:
-    """Yield the other contents of a value on the way; each step on the way is its own node, and so met once."""
+def _beside(
+    path: KeyPath, node: Any, taken: frozenset[KeyPath], steps: frozenset[KeyPath]
+) -> Iterator[str]:
+    """Yield the other contents of a value on the way; each step on the way is its own node, and so
+    met once.
+    """
     is_state_dict = path in taken
     for is_name, word, value in _members(node):
         inner = (*path, word)
@@ -128,7 +134,9 @@ def ties_in(metadata: Mapping[str, str], names: Collection[str]) -> dict[str, st
     return {
         other: kept
         for other, kept in metadata.items()
-        if kept in names and other not in names and (other in listed or _looks_tied(other, kept, endings))
+        if kept in names
+        and other not in names
+        and (other in listed or _looks_tied(other, kept, endings))
     }
 
 
@@ -139,8 +147,12 @@ def metadata_of(ties: Mapping[str, str], names: Collection[str]) -> dict[str, st
     return {**ties, **({LISTED: json.dumps(odd)} if odd else {})}
 
 
-def unwritable(metadata: Mapping[str, str], ties: Mapping[str, str], names: Collection[str]) -> set[str]:
-    """Return the words that cannot be written here: they would be read as ties, or a tie has their key."""
+def unwritable(
+    metadata: Mapping[str, str], ties: Mapping[str, str], names: Collection[str]
+) -> set[str]:
+    """Return the words that cannot be written here: they would be read as ties, or a tie has their
+    key.
+    """
     return {
         *ties_in(metadata, names),
         *(key for key, text in metadata.items() if ties.get(key, text) != text),
@@ -168,14 +180,17 @@ def _listed(metadata: Mapping[str, str]) -> set[str]:
 
 
 _MOST_REPEATED = 1 << 30
-"""Bytes that a tensor may claim beyond its storage: a mask made by ``expand`` is read, a petabyte of one number not."""
+"""Bytes that a tensor may claim beyond its storage: a mask made by ``expand`` is read, a petabyte
+of one number not.
+"""
 
 
 def file_weights(root: Path, entry: Entry, others: Collection[tuple[str, ...]] = ()) -> Weights:
-    """Return the weights of a readable entry. ``others``: the paths of the other entries that are in its file.
+    """Return the weights of a readable entry. ``others``: the paths of the other entries that are
+    in its file.
 
-    Raises OperationError for a tensor whose bytes cannot be found, or that claims far more than there are, and for a
-    name that two shards hold.
+    Raises OperationError for a tensor whose bytes cannot be found, or that claims far more than
+    there are, and for a name that two shards hold.
     """
     if entry.members and entry.members[0].name.is_of_parts:
         return _weights_in_parts(root, entry)
@@ -242,7 +257,9 @@ def file_weights(root: Path, entry: Entry, others: Collection[tuple[str, ...]] =
 
 
 def _weights_in_parts(root: Path, entry: Entry) -> Weights:
-    """Return the weights whose parts are in the files of several ranks, which cover every tensor once."""
+    """Return the weights whose parts are in the files of several ranks, which cover every tensor
+    once.
+    """
     tensors = []
     for tensor in joined_parts(entry.members):
         parts = sorted(
@@ -253,8 +270,9 @@ def _weights_in_parts(root: Path, entry: Entry) -> Weights:
         width = DTYPE_BITS[tensor.dtype] // 8
         if len(parts) > 1 and not width:
             raise OperationError(
-                f"{root / entry.label}: the parts of {tensor.fqn!r} are of {tensor.dtype}, whose elements are smaller "
-                "than a byte; next: join them with torch's consolidate_safetensors_files"
+                f"{root / entry.label}: the parts of {tensor.fqn!r} are of {tensor.dtype}, whose "
+                "elements are smaller than a byte; next: join them with torch's "
+                "consolidate_safetensors_files"
             )
         layout = layout_of_chunks(tensor.shape, parts, width) if parts else Contiguous(())
         tensors.append(StoredTensor(tensor.fqn, tensor.dtype, tensor.shape, layout))
@@ -272,7 +290,9 @@ _PLACES = ("DCP_VERSION", DCP_SHARDING_INFO)
 
 
 def _names_in_safetensors(members: Iterable[Component]) -> set[str]:
-    """Return the names in the safetensors files of a model: the tensor of a tie may lie in another shard."""
+    """Return the names in the safetensors files of a model: the tensor of a tie may lie in another
+    shard.
+    """
     return {
         tensor.fqn
         for member in members
@@ -282,15 +302,17 @@ def _names_in_safetensors(members: Iterable[Component]) -> set[str]:
 
 
 def _ensure_once(root: Path, entry: Entry) -> None:
-    """Raise OperationError when two files of one model hold a name, as either may be the right one."""
+    """Raise OperationError when two files of one model hold a name, as either may be the right
+    one.
+    """
     holders: dict[str, Path] = {}
     for member in entry.members if len(entry.members) > 1 else ():
         path = root / member.path
         for name in _names(member):
             if holders.setdefault(name, path) is not path:
                 raise OperationError(
-                    f"{root / entry.label}: {name!r} is in both {holders[name].name} and {path.name}; next: "
-                    f"{command('check', root)}"
+                    f"{root / entry.label}: {name!r} is in both {holders[name].name} and "
+                    f"{path.name}; next: {command('check', root)}"
                 )
 
 
@@ -301,21 +323,27 @@ def _names(member: Component) -> Iterable[str]:
 
 
 def run(path: Path, offsets: tuple[int, int] | None) -> Contiguous:
-    """Return the layout of a tensor that is one run of bytes, from the first offset in its file to the second."""
+    """Return the layout of a tensor that is one run of bytes, from the first offset in its file to
+    the second.
+    """
     assert offsets is not None, "a tensor of safetensors is one run"
     begin, end = offsets
     return Contiguous((Piece(path, begin, end - begin),) if end > begin else ())
 
 
 def recorded_ties(file: SafetensorsFile) -> dict[str, str]:
-    """Return the ties that ``safetensors.torch.save_model`` records: the name left out -> the name kept."""
+    """Return the ties that ``safetensors.torch.save_model`` records: the name left out -> the name
+    kept.
+    """
     return ties_in(file.metadata, {tensor.fqn for tensor in file.tensors}) if file.metadata else {}
 
 
 def _of_torch(
     path: Path, file: TorchFile, at: tuple[str, ...], ties: dict[str, str]
 ) -> Iterator[StoredTensor]:
-    """Yield the tensors of one state dict, and note in ``ties`` the names of those that came before."""
+    """Yield the tensors of one state dict, and note in ``ties`` the names of those that came
+    before.
+    """
     first: dict[object, str] = {}
     for state_dict in file.state_dicts:
         for one in state_dict.tensors if state_dict.path == at else ():
@@ -341,8 +369,8 @@ def tensor_of(
 ) -> StoredTensor | None:
     """Return a plain tensor of a pickle under the name ``fqn``, None for any other value.
 
-    ``known``: what ``storages`` returns. Raises FormatError for a tensor that is not inside its storage,
-    OperationError as ``bounded_layout`` does.
+    ``known``: what ``storages`` returns. Raises FormatError for a tensor that is not inside its
+    storage, OperationError as ``bounded_layout`` does.
     """
     if type(node) is not Node or not is_tensor(node):
         return None
@@ -361,7 +389,10 @@ def bounded_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout
     if isinstance(layout, Strided):
         have = layout.storage.length
         if layout.nbytes - have > _MOST_REPEATED:
-            claim = f"{tensor.fqn!r} claims {layout.nbytes} bytes of a storage of {have}, as expand makes it"
+            claim = (
+                f"{tensor.fqn!r} claims {layout.nbytes} bytes of a storage of {have}, as expand "
+                "makes it"
+            )
             raise OperationError(
                 f"{path}: {claim}; next: load it with torch, and save it without that tensor"
             )
@@ -369,12 +400,14 @@ def bounded_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout
 
 
 def torch_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
-    """Return the location of a tensor of a torch file. Raises OperationError for one in a compressed record."""
+    """Return the location of a tensor of a torch file. Raises OperationError for one in a
+    compressed record.
+    """
     storage = file.storage_ranges.get(tensor.storage_key)
     if storage is None:
         raise OperationError(
-            f"{path}: the record of {tensor.fqn!r} is compressed, which torch.save never does; next: load it with "
-            "torch and save it again"
+            f"{path}: the record of {tensor.fqn!r} is compressed, which torch.save never does; "
+            "next: load it with torch and save it again"
         )
     offset, length = storage
     if tensor.begin is not None and tensor.end is not None:
@@ -392,7 +425,8 @@ def torch_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
 def record_checksums(
     path: Path, file: TorchFile, at: tuple[str, ...] | None = None
 ) -> Iterator[tuple[Piece, int]]:
-    """Yield the records that the tensors of one state dict lie in, of all storages for None, with their CRC-32.
+    """Yield the records that the tensors of one state dict lie in, of all storages for None, with
+    their CRC-32.
 
     One of 0 was never written (torch can leave them out).
     """
@@ -401,7 +435,9 @@ def record_checksums(
     records = storage_records(file.container)
     used = set(records)
     if at is not None:
-        used &= {one.storage_key for held in file.state_dicts if held.path == at for one in held.tensors}
+        used &= {
+            one.storage_key for held in file.state_dicts if held.path == at for one in held.tensors
+        }
     for key in used:
         record = records[key]
         if record.crc and record.is_stored and record.size:
@@ -429,7 +465,9 @@ def _left(members: Sequence[Component], taken: Collection[tuple[str, ...]]) -> t
 
 
 def _nested(entry: Entry, opaque: Iterable[str]) -> Iterator[str]:
-    """Yield the opaque names under which tensors lie. The content of an extra state belongs to its module."""
+    """Yield the opaque names under which tensors lie. The content of an extra state belongs to its
+    module.
+    """
     wanted = {name for name in opaque if not name.endswith("_extra_state")}
     visits = Visits()
     for member in entry.members:
@@ -440,7 +478,9 @@ def _nested(entry: Entry, opaque: Iterable[str]) -> Iterator[str]:
 
 
 def _unread(entry: Entry, opaque: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the opaque names that are tensors, with their kinds; an extra state belongs to its module."""
+    """Yield the opaque names that are tensors, with their kinds; an extra state belongs to its
+    module.
+    """
     wanted = {name for name in opaque if not name.endswith("_extra_state")}
     for member in entry.members:
         if isinstance(member.content, TorchFile):

@@ -1,13 +1,15 @@
 """Stored tensors: the layouts of their bytes, the models they make up, and their digests.
 
-A layout is one run, strides, or tiles in several files. Each layout yields the bytes in the order of safetensors:
-row-major, little-endian, without a gap. Elements that lie apart are gathered one window of the file at a time.
-Nothing is mapped: resident memory stays at what is requested here, and a file that is truncated meanwhile, or a
-failing disk, raises an error instead of killing the process.
+A layout is one run, strides, or tiles in several files. Each layout yields the bytes in the order
+of safetensors: row-major, little-endian, without a gap. Elements that lie apart are gathered one
+window of the file at a time. Nothing is mapped: resident memory stays at what is requested here,
+and a file that is truncated meanwhile, or a failing disk, raises an error instead of killing the
+process.
 
 The digest of a tensor stays the same through a rename, other shards, a tie, or another format.
-``formats.tensor.TensorInfo`` is the same tensor as one file describes it: a header is parsed without the path of its
-file, and a scan makes 100,000 of them in a second, so it has offsets where a ``StoredTensor`` has a layout.
+``formats.tensor.TensorInfo`` is the same tensor as one file describes it: a header is parsed
+without the path of its file, and a scan makes 100,000 of them in a second, so it has offsets where
+a ``StoredTensor`` has a layout.
 """
 
 import hashlib
@@ -29,10 +31,11 @@ class Layout(Protocol):
     """The positions of a tensor's bytes."""
 
     def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
-        """Yield the bytes in order, in views that hold until the next one; each but the last has whole elements.
+        """Yield the bytes in order, in views that hold until the next one; each but the last has
+        whole elements.
 
-        ``buffer``: memory to use, at least 64 KiB and a multiple of 16 bytes. Raises ChangedError when a file has
-        become shorter, OSError.
+        ``buffer``: memory to use, at least 64 KiB and a multiple of 16 bytes. Raises ChangedError
+        when a file has become shorter, OSError.
         """
 
 
@@ -49,7 +52,8 @@ class Contiguous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strided:
-    """Elements of one storage that lie apart: a transposed matrix, every second row, an expanded row.
+    """Elements of one storage that lie apart: a transposed matrix, every second row, an expanded
+    row.
 
     ``storage``: all of the storage. ``first`` and ``stride`` count elements of ``width`` bytes.
     """
@@ -62,7 +66,9 @@ class Strided:
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor; more than its storage has where elements repeat, as ``expand`` makes them."""
+        """The size of the tensor; more than its storage has where elements repeat, as ``expand``
+        makes them.
+        """
         return prod(self.shape) * self.width
 
     def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
@@ -72,7 +78,9 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A rectangular part of a tensor: its first index and its length in every dimension, and its own bytes."""
+    """A rectangular part of a tensor: its first index and its length in every dimension, and its
+    own bytes.
+    """
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -81,7 +89,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiled:
-    """Tiles that cover a tensor once, cut in other dimensions than the first. ``width``: bytes of an element."""
+    """Tiles that cover a tensor once, cut in other dimensions than the first. ``width``: bytes of
+    an element.
+    """
 
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
@@ -103,8 +113,8 @@ _PASSES = 8
 
 
 def box_bytes(layout: Strided) -> int:
-    """Return the number of bytes of a tensor to gather at a time: every box may have to go through the
-    complete file.
+    """Return the number of bytes of a tensor to gather at a time: every box may have to go through
+    the complete file.
 
     64 MiB only where the tensor itself has eight times as many.
     """
@@ -117,7 +127,8 @@ def element_dtype(width: int) -> str:
 
 
 def read_box(layout: Strided, begin: tuple[int, ...], out: Any, files: OpenFiles) -> None:
-    """Fill ``out``, an array of ``element_dtype`` in any order of memory, with the elements from an index on.
+    """Fill ``out``, an array of ``element_dtype`` in any order of memory, with the elements from an
+    index on.
 
     Raises ChangedError when the file has become shorter, OSError.
     """
@@ -152,7 +163,9 @@ class _Source:
         self._view = memoryview(window)
 
     def fill(self, out: Any, steps: tuple[int, ...], place: int) -> None:
-        """Fill an array whose steps, in bytes, get smaller from axis to axis. ``place``: of its first element."""
+        """Fill an array whose steps, in bytes, get smaller from axis to axis. ``place``: of its
+        first element.
+        """
         import numpy
 
         axis, span = len(steps), self._width
@@ -165,7 +178,8 @@ class _Source:
             self._read(0, span, place)
             out[...] = self._array(out.shape, steps)
             return
-        # What lies behind ``axis`` is one stretch of the file; several of them go into the window at a time.
+        # What lies behind ``axis`` is one stretch of the file; several of them go into the window
+        # at a time.
         axis -= 1
         step, inner = steps[axis], steps[axis + 1 :]
         is_dense = step <= span + _GAP
@@ -200,14 +214,22 @@ class _Source:
             place += step
 
     def _read(self, begin: int, length: int, place: int) -> None:
-        """Read into the window. The cache keeps what is read: another box may need the same pages."""
-        got = os.preadv(self._fd, [self._view[begin : begin + length]], place) if self._fd is not None else 0
+        """Read into the window. The cache keeps what is read: another box may need the same
+        pages.
+        """
+        got = (
+            os.preadv(self._fd, [self._view[begin : begin + length]], place)
+            if self._fd is not None
+            else 0
+        )
         if got < length:  # at the end of the file, where this raises, or interrupted
             self._files.fill(self._view[begin + got : begin + length], self._path, place + got)
 
 
 def gathered(layout: Strided, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the elements of a strided tensor in row-major order, as many at a time as ``buffer`` has."""
+    """Yield the elements of a strided tensor in row-major order, as many at a time as ``buffer``
+    has.
+    """
     import numpy
 
     if 0 in layout.shape:
@@ -224,7 +246,9 @@ def gathered(layout: Strided, files: OpenFiles, buffer: memoryview) -> Iterator[
 
 
 def assembled(layout: Tiled, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield a tensor that is cut into tiles in row-major order, as much at a time as ``buffer`` has."""
+    """Yield a tensor that is cut into tiles in row-major order, as much at a time as ``buffer``
+    has.
+    """
     import numpy
 
     if 0 in layout.shape:
@@ -241,7 +265,9 @@ def assembled(layout: Tiled, files: OpenFiles, buffer: memoryview) -> Iterator[m
 
 
 def _boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a tensor into boxes of at most ``most`` elements that follow each other in memory: first indexes, lengths."""
+    """Cut a tensor into boxes of at most ``most`` elements that follow each other in memory: first
+    indexes, lengths.
+    """
     import numpy
 
     axis, inner = len(shape), 1
@@ -266,7 +292,9 @@ def _place(box: Any, begin: tuple[int, ...], tile: Tile, width: int, files: Open
     low = [max(pair) for pair in zip(begin, tile.offsets, strict=True)]
     ends = (
         (first + length, start + many)
-        for first, length, start, many in zip(begin, box.shape, tile.offsets, tile.lengths, strict=True)
+        for first, length, start, many in zip(
+            begin, box.shape, tile.offsets, tile.lengths, strict=True
+        )
     )
     lengths = [min(pair) - start for pair, start in zip(ends, low, strict=True)]
     place, inside = (
@@ -280,7 +308,9 @@ def _place(box: Any, begin: tuple[int, ...], tile: Tile, width: int, files: Open
         read_box(tile.layout, tuple(part.start for part in inside), box[place], files)
         return
     skip = (
-        0  # the box is cut along one dimension and has all of those behind it: its part of a tile is one run
+        # The box is cut along one dimension and has all of those behind it: its part of a tile is
+        # one run.
+        0
     )
     for part, length in zip(inside, tile.lengths, strict=True):
         skip = skip * length + part.start
@@ -300,7 +330,9 @@ def _read(run: Contiguous, skip: int, view: memoryview, files: OpenFiles) -> Non
 
 
 class Format(Enum):
-    """The format in which the weights of a model are stored. The value is the word of ``--to``, and for reports."""
+    """The format in which the weights of a model are stored. The value is the word of ``--to``, and
+    for reports.
+    """
 
     SAFETENSORS = "safetensors"
     TORCH = "bin"
@@ -309,7 +341,9 @@ class Format(Enum):
 
 
 class StoredTensor(NamedTuple):
-    """One tensor: its name, its dtype in safetensors' nouns, its shape, and the layout of its bytes."""
+    """One tensor: its name, its dtype in safetensors' nouns, its shape, and the layout of its
+    bytes.
+    """
 
     fqn: str
     dtype: str
@@ -330,19 +364,21 @@ class StoredTensor(NamedTuple):
 class Weights:
     """The weights of one model.
 
-    ``label``: its name in messages: a file, an index, a folder, or ``ckpt.pt['model']``. ``index``: its
-    position among the models of a ``save_state`` folder. ``home``: the sub-folder that it lies in, such as
-    ``unet`` of a script's hook. ``files``: its files, relative to the checkpoint, an index included.
-    ``tensors``: in the order of their files; a tie is in it once. ``ties``: other name -> name in
-    ``tensors``. ``opaque``: names whose values cannot be read as tensors without executing, such as an extra
-    state. ``unread``: those of them that are tensors of a kind that only torch itself can store -> the kind
-    in words: "a quantized tensor (torch.qint8)". ``nested``: those of them that contain tensors, such as an
-    optimizer next to tensors. ``left``: other contents of its file that belong to no model of the checkpoint,
-    such as an optimizer in a training dict. ``path``: the keys that lead to it in its file. ``versions``:
-    module -> version, of the ``_metadata`` of a torch file. ``checksums``: stretch of a file -> the CRC-32
-    that the file has for it. ``metadata``: the words in the header of safetensors files, without the ties.
-    ``disputed``: those that shards do not agree on, which ``metadata`` leaves out. ``index_words``: the other
-    content of an index. ``views``: tensors that share a storage of a torch file with tensors unlike them.
+    ``label``: its name in messages: a file, an index, a folder, or ``ckpt.pt['model']``. ``index``:
+    its position among the models of a ``save_state`` folder. ``home``: the sub-folder that it lies
+    in, such as ``unet`` of a script's hook. ``files``: its files, relative to the checkpoint, an
+    index included. ``tensors``: in the order of their files; a tie is in it once. ``ties``: other
+    name -> name in ``tensors``. ``opaque``: names whose values cannot be read as tensors without
+    executing, such as an extra state. ``unread``: those of them that are tensors of a kind that
+    only torch itself can store -> the kind in words: "a quantized tensor (torch.qint8)".
+    ``nested``: those of them that contain tensors, such as an optimizer next to tensors. ``left``:
+    other contents of its file that belong to no model of the checkpoint, such as an optimizer in a
+    training dict. ``path``: the keys that lead to it in its file. ``versions``: module -> version,
+    of the ``_metadata`` of a torch file. ``checksums``: stretch of a file -> the CRC-32 that the
+    file has for it. ``metadata``: the words in the header of safetensors files, without the ties.
+    ``disputed``: those that shards do not agree on, which ``metadata`` leaves out. ``index_words``:
+    the other content of an index. ``views``: tensors that share a storage of a torch file with
+    tensors unlike them.
     """
 
     label: str
@@ -366,11 +402,15 @@ class Weights:
 
     @property
     def position(self) -> tuple[PurePosixPath, int]:
-        """The position at which a loader finds it: its folder, and its index among the models there."""
+        """The position at which a loader finds it: its folder, and its index among the models
+        there.
+        """
         return self.home, self.index
 
     def below(self, where: PurePosixPath) -> "Weights":
-        """Return the same weights as a checkpoint has them in whose sub-folder ``where`` they lie."""
+        """Return the same weights as a checkpoint has them in whose sub-folder ``where`` they
+        lie.
+        """
         is_folder = self.format in (Format.DCP, Format.DEEPSPEED) and any(
             len(file.parts) == 1 for file in self.files
         )
@@ -396,9 +436,9 @@ class Weights:
 class StoredCheckpoint:
     """The content of a path: the weights of its models in the order of their positions.
 
-    ``root``: the folder; for a lone file the folder it lies in. ``only``: the name of the lone file. ``rivals``: files,
-    relative to the root, that hold weights and none of these: of one of the models in a second format, or of an earlier
-    save with other shards.
+    ``root``: the folder; for a lone file the folder it lies in. ``only``: the name of the lone
+    file. ``rivals``: files, relative to the root, that hold weights and none of these: of one of
+    the models in a second format, or of an earlier save with other shards.
     """
 
     root: Path

@@ -1,9 +1,11 @@
-"""The files of a universal checkpoint of DeepSpeed, in which each trained parameter has a folder with its states.
+"""The files of a universal checkpoint of DeepSpeed, in which each trained parameter has a folder
+with its states.
 
-Facts from DeepSpeed 0.18 and 0.19 (``checkpoint/ds_to_universal.py``): ``zero/<fqn>/fp32.pt``, ``exp_avg.pt`` and
-``exp_avg_sq.pt`` hold, of ZeRO-1 and 2, a dict with the tensor in its shape under "param", and ``step.pt`` the step;
-of ZeRO-3 they hold the tensor alone, and flat, and there is no step. ``zero/optimizer_state.pt`` has what all
-parameters share. Next to ``zero/`` lie the model states of the checkpoint that it was made from.
+Facts from DeepSpeed 0.18 and 0.19 (``checkpoint/ds_to_universal.py``): ``zero/<fqn>/fp32.pt``,
+``exp_avg.pt`` and ``exp_avg_sq.pt`` hold, of ZeRO-1 and 2, a dict with the tensor in its shape
+under "param", and ``step.pt`` the step; of ZeRO-3 they hold the tensor alone, and flat, and there
+is no step. ``zero/optimizer_state.pt`` has what all parameters share. Next to ``zero/`` lie the
+model states of the checkpoint that it was made from.
 """
 
 import os
@@ -32,7 +34,9 @@ _PLAIN = frozenset({_PARAM, "cat_dim"})
 
 
 class UniversalFile(NamedTuple):
-    """A state of a parameter: a tensor, or a number that the pickle itself holds. ``checksums``: record -> CRC-32."""
+    """A state of a parameter: a tensor, or a number that the pickle itself holds. ``checksums``:
+    record -> CRC-32.
+    """
 
     path: PurePosixPath
     value: StoredTensor | int | float
@@ -42,18 +46,23 @@ class UniversalFile(NamedTuple):
 def universal_files(
     root: Path, where: PurePosixPath, shapes: Shapes, *, only: str | None = None
 ) -> dict[str, dict[str, UniversalFile]]:
-    """Return fqn -> state -> file of the trained parameters ``shapes``; the weight is the state "fp32".
+    """Return fqn -> state -> file of the trained parameters ``shapes``; the weight is the state
+    "fp32".
 
-    ``only``: the one state to read. Raises OperationError when a parameter has no folder or no weight, or a tensor
-    of another size than its shape; OSError.
+    ``only``: the one state to read. Raises OperationError when a parameter has no folder or no
+    weight, or a tensor of another size than its shape; OSError.
     """
     found: dict[str, dict[str, UniversalFile]] = {}
     for name, shape in shapes.items():
         folder = where / UNIVERSAL / name
         if os.path.isabs(name) or ".." in folder.parts:
-            raise OperationError(f"{root / where}: {name!r:.200} is not the name of a parameter; {AGAIN}")
+            raise OperationError(
+                f"{root / where}: {name!r:.200} is not the name of a parameter; {AGAIN}"
+            )
         states = _states_in(root / folder) if only is None else [only]
-        files = {state: _read(root, folder / f"{state}{_SUFFIX}", name, shape, state) for state in states}
+        files = {
+            state: _read(root, folder / f"{state}{_SUFFIX}", name, shape, state) for state in states
+        }
         if WEIGHT not in files:
             raise OperationError(f"{root / folder}: {WEIGHT}{_SUFFIX} is missing; {AGAIN}")
         found[name] = files
@@ -61,10 +70,11 @@ def universal_files(
 
 
 def ensure_states(root: Path, where: PurePosixPath, weights: Weights) -> None:
-    """Raise OperationError when a parameter of a universal checkpoint lacks a state that the others have.
+    """Raise OperationError when a parameter of a universal checkpoint lacks a state that the others
+    have.
 
-    And when the file of what they share is missing. ``weights``: of the checkpoint; any other is complete. What is
-    frozen has no states at all.
+    And when the file of what they share is missing. ``weights``: of the checkpoint; any other is
+    complete. What is frozen has no states at all.
     """
     top = where / UNIVERSAL
     found: dict[PurePosixPath, set[str]] = {}
@@ -79,7 +89,8 @@ def ensure_states(root: Path, where: PurePosixPath, weights: Weights) -> None:
     for folder, names in sorted(found.items()):
         if len(names) > 1 and (lacking := sorted(every - names)):
             raise OperationError(
-                f"{root / folder / lacking[0]}: missing, although the states of other parameters are there; {AGAIN}"
+                f"{root / folder / lacking[0]}: missing, although the states of other parameters "
+                f"are there; {AGAIN}"
             )
 
 
@@ -95,22 +106,27 @@ def _missing(path: Path) -> OperationError:
     return OperationError(f"{path}: missing, although the model states list its parameter; {AGAIN}")
 
 
-def _read(root: Path, path: PurePosixPath, name: str, shape: tuple[int, ...], state: str) -> UniversalFile:
+def _read(
+    root: Path, path: PurePosixPath, name: str, shape: tuple[int, ...], state: str
+) -> UniversalFile:
     def understand(full: Path, file: TorchFile) -> UniversalFile:
         node = file.tree.root
         if is_dict_like(node) and not is_tensor(node):
             others = text_keys(node) - _PLAIN
             if others:
                 raise OperationError(
-                    f"{full}: {', '.join(sorted(others))}: it is of tensor or expert parallelism, which is not "
-                    "read; next: write its weights with the script that saved it, and give me those"
+                    f"{full}: {', '.join(sorted(others))}: it is of tensor or expert parallelism, "
+                    "which is not read; next: write its weights with the script that saved it, "
+                    "and give me those"
                 )
             node = child(node, _PARAM)
         value: StoredTensor | int | float
         if state == STEP and isinstance(node, int | float):
             value = node
         else:
-            value = _shaped(full, file, node, state_fqn(name, "" if state == WEIGHT else state), shape, state)
+            value = _shaped(
+                full, file, node, state_fqn(name, "" if state == WEIGHT else state), shape, state
+            )
         return UniversalFile(path, value, dict(record_checksums(full, file)))
 
     try:
@@ -130,6 +146,7 @@ def _shaped(
         return tensor
     if prod(tensor.shape) != prod(shape) or not isinstance(tensor.layout, Contiguous):
         raise FormatError(
-            f"{fqn!r:.200} has the shape {list(tensor.shape)}, the model states have {list(shape)} for it"
+            f"{fqn!r:.200} has the shape {list(tensor.shape)}, the model states have {list(shape)} "
+            "for it"
         )
     return tensor._replace(shape=shape)

@@ -1,14 +1,17 @@
-"""The files of DeepSpeed's ZeRO: the states of all ranks, and the partitions that it cuts weights and moments into.
+"""The files of DeepSpeed's ZeRO: the states of all ranks, and the partitions that it cuts weights
+and moments into.
 
-Facts from DeepSpeed 0.18 and 0.19 (``utils/zero_to_fp32.py``, key names ``checkpoint/constants.py``). The fp32 weights
-are in the optimizer states, cut into a partition for each rank; buffers and frozen parameters are in the
-model states, under ZeRO-1 and 2 next to a complete copy of the weights in the dtype of training. ZeRO-1 and 2
-lay the parameters of a group end to end, pad that and cut it into one partition a rank; the padding of the
-last rank is not saved, but that of its moments is. ZeRO-3 cuts each parameter by itself, so that rank r has elements
-``r * share`` to ``(r + 1) * share``, with ``share = ceil(n / ranks)``; a rank lays its shares end to end, over one flat
-partition for each sub-group.
+Facts from DeepSpeed 0.18 and 0.19 (``utils/zero_to_fp32.py``, key names
+``checkpoint/constants.py``). The fp32 weights are in the optimizer states, cut into a partition for
+each rank; buffers and frozen parameters are in the model states, under ZeRO-1 and 2 next to a
+complete copy of the weights in the dtype of training. ZeRO-1 and 2 lay the parameters of a group
+end to end, pad that and cut it into one partition a rank; the padding of the last rank is not
+saved, but that of its moments is. ZeRO-3 cuts each parameter by itself, so that rank r has elements
+``r * share`` to ``(r + 1) * share``, with ``share = ceil(n / ranks)``; a rank lays its shares end
+to end, over one flat partition for each sub-group.
 
-Values are read by opcodes and never executed: instances of classes, such as the configuration, stay inert.
+Values are read by opcodes and never executed: instances of classes, such as the configuration, stay
+inert.
 """
 
 from bisect import bisect_right
@@ -43,7 +46,12 @@ from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import storages
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.reading import Piece, open_reader
-from ckptfix.tensors.single_files import bounded_layout, module_versions, record_checksums, tensor_of
+from ckptfix.tensors.single_files import (
+    bounded_layout,
+    module_versions,
+    record_checksums,
+    tensor_of,
+)
 from ckptfix.tensors.stored import Contiguous, StoredTensor
 from ckptfix.wording import list_names
 
@@ -72,7 +80,9 @@ T = TypeVar("T")
 
 
 class Flat(NamedTuple):
-    """A flat tensor, as ranks store their part of something: its dtype, and where its elements are."""
+    """A flat tensor, as ranks store their part of something: its dtype, and where its elements
+    are.
+    """
 
     dtype: str
     piece: Piece
@@ -92,15 +102,17 @@ class Flat(NamedTuple):
 class ModelStates:
     """A file of model states.
 
-    ``module``: the module's own state dict, with empty tensors in place of those that ZeRO-3 partitions.
-    ``ties``: names in it that share a storage -> the first of them. ``groups``: for each parameter group the shapes
-    in the order of the flat partitions, None without ZeRO. ``frozen``: shapes of parameters that are not trained,
-    and ``fragments`` of them. ``leaves_frozen_out``: the save has no place for them. ``shared``: other name -> name
-    of a tied parameter. ``ranks`` and ``parallel``: numbers of processes that data and model were divided among.
-    ``is_dealt``: the shapes of a group are in the order in which ``round_robin_gradients`` dealt them to the ranks.
-    ``has_fp32_masters``: the configuration leaves the weights that the optimizer updates in fp32; False where unknown.
-    ``left``: its other contents. ``saved_rank``: the rank in the name that the file was saved under. ``checksums``:
-    record of a storage -> its CRC-32.
+    ``module``: the module's own state dict, with empty tensors in place of those that ZeRO-3
+    partitions. ``ties``: names in it that share a storage -> the first of them. ``groups``: for
+    each parameter group the shapes in the order of the flat partitions, None without ZeRO.
+    ``frozen``: shapes of parameters that are not trained, and ``fragments`` of them.
+    ``leaves_frozen_out``: the save has no place for them. ``shared``: other name -> name of a tied
+    parameter. ``ranks`` and ``parallel``: numbers of processes that data and model were divided
+    among. ``is_dealt``: the shapes of a group are in the order in which ``round_robin_gradients``
+    dealt them to the ranks. ``has_fp32_masters``: the configuration leaves the weights that the
+    optimizer updates in fp32; False where unknown. ``left``: its other contents. ``saved_rank``:
+    the rank in the name that the file was saved under. ``checksums``: record of a storage -> its
+    CRC-32.
     """
 
     path: Path
@@ -125,12 +137,13 @@ class ModelStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStates:
-    """A file of one rank's optimizer: its flat partitions, of each parameter group or, ``by_parameter``, of sub-groups.
+    """A file of one rank's optimizer: its flat partitions, of each parameter group or,
+    ``by_parameter``, of sub-groups.
 
-    ``ranks``: how many partitions there are, None where that is not said. ``is_aligned``: padding follows parameters
-    (``parameter_alignment`` of DeepSpeed 0.19). ``fragments``: () in files of ZeRO-3 and
-    before DeepSpeed 0.7. ``saved_rank``: the rank in the name that the file was saved under. ``checksums``: record of a
-    storage -> its CRC-32.
+    ``ranks``: how many partitions there are, None where that is not said. ``is_aligned``: padding
+    follows parameters (``parameter_alignment`` of DeepSpeed 0.19). ``fragments``: () in files of
+    ZeRO-3 and before DeepSpeed 0.7. ``saved_rank``: the rank in the name that the file was saved
+    under. ``checksums``: record of a storage -> its CRC-32.
     """
 
     path: Path
@@ -145,32 +158,41 @@ class OptimizerStates:
 
 
 def read_model_states(path: Path) -> ModelStates:
-    """Read a file of model states. Raises OperationError when it is none, or is damaged; OSError."""
+    """Read a file of model states. Raises OperationError when it is none, or is damaged;
+    OSError.
+    """
     return read_states_file(path, _model_states)
 
 
 def read_optimizer_states(path: Path) -> OptimizerStates:
-    """Read a file of optimizer states. Raises OperationError when it is none, or is damaged; OSError."""
+    """Read a file of optimizer states. Raises OperationError when it is none, or is damaged;
+    OSError.
+    """
     return read_states_file(path, optimizer_states)
 
 
 @paused_gc()
 def read_states_file(path: Path, understand: Callable[[Path, TorchFile], T]) -> T:
-    """Return what ``understand`` makes of a file. Raises OperationError when it is damaged or another file; OSError."""
+    """Return what ``understand`` makes of a file. Raises OperationError when it is damaged or
+    another file; OSError.
+    """
     try:
         with open_reader(path) as reader:
             file = read_torch_file(reader)
         return understand(path, file)
     except FormatError as error:
         raise OperationError(
-            f"{path}: {error}; next: copy it again from where the run saved it, or use another checkpoint"
+            f"{path}: {error}; next: copy it again from where the run saved it, or use another "
+            "checkpoint"
         ) from error
 
 
 def _model_states(path: Path, file: TorchFile) -> ModelStates:
     root = file.tree.root
     if child(root, "buffer_names") is None or child(root, "module") is None:
-        raise FormatError("it holds no model states of DeepSpeed: buffer_names or module is missing")
+        raise FormatError(
+            "it holds no model states of DeepSpeed: buffer_names or module is missing"
+        )
     _ensure_loadable(root)
     module: dict[str, StoredTensor] = {}
     ties: dict[str, str] = {}
@@ -189,7 +211,8 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
             if 0 not in one.shape and (kept := first.setdefault(one.view, one.fqn)) != one.fqn:
                 ties[one.fqn] = kept
     groups = child(root, "param_shapes")
-    # zero_to_fp32 takes any sizes for the trained parameters of ZeRO-1 and 2, and asks the others for their numel().
+    # zero_to_fp32 takes any sizes for the trained parameters of ZeRO-1 and 2, and asks the others
+    # for their numel().
     name = parse_deepspeed_name(path.name)
     is_cut = name is not None and name.rank is not None
     kinds = _SIZE if is_cut else _SIZES
@@ -199,7 +222,9 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
         ties=ties,
         opaque=opaque,
         versions=module_versions(file, _MODULE),
-        buffers=frozenset(one.value for one in items_of(child(root, "buffer_names")) if type(one) is Text),
+        buffers=frozenset(
+            one.value for one in items_of(child(root, "buffer_names")) if type(one) is Text
+        ),
         groups=None if groups is None else tuple(_groups(groups, kinds)),
         frozen=_shapes(child(root, "frozen_param_shapes"), _SIZE),
         fragments=fragments,
@@ -224,7 +249,9 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
 
 
 def _ensure_loadable(root: object) -> None:
-    """Raise FormatError for model states that ``zero_to_fp32`` refuses, or of which it loses a part in silence."""
+    """Raise FormatError for model states that ``zero_to_fp32`` refuses, or of which it loses a part
+    in silence.
+    """
     for key in ("module", "shared_params", "frozen_param_shapes", "frozen_param_fragments"):
         value = child(root, key)
         if value is not None and not is_dict_like(value):
@@ -241,7 +268,9 @@ def _ensure_loadable(root: object) -> None:
     )
     # A module may leave some of its buffers out of its state dict, by a hook.
     if buffers and not buffers & module.keys():
-        raise FormatError(f"buffer_names has {list_names(sorted(buffers))}, and module has none of them")
+        raise FormatError(
+            f"buffer_names has {list_names(sorted(buffers))}, and module has none of them"
+        )
     tensors = {name: module[name] for name in sorted(buffers & module.keys())} | fragments
     for name, value in tensors.items():
         if type(value) is not Node or value.kind not in CALLS:
@@ -257,7 +286,9 @@ def _ensure_loadable(root: object) -> None:
     ):
         raise FormatError("shared_params is not a dict of names")
     if lone := sorted(shapes.keys() ^ fragments.keys()):
-        raise FormatError(f"only one of frozen_param_shapes and frozen_param_fragments has {lone[0]!r:.200}")
+        raise FormatError(
+            f"only one of frozen_param_shapes and frozen_param_fragments has {lone[0]!r:.200}"
+        )
 
 
 def _version(value: object) -> tuple[int, ...]:
@@ -267,10 +298,13 @@ def _version(value: object) -> tuple[int, ...]:
 
 
 def optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
-    """Return the partitions in a file of a rank's optimizer. Raises FormatError when it has none."""
+    """Return the partitions in a file of a rank's optimizer. Raises FormatError when it has
+    none.
+    """
     states = child(file.tree.root, "optimizer_state_dict")
     if states is file.tree.root:
-        # zero_to_fp32 takes a second optimizer_state_dict out of the first, and then looks for the first.
+        # zero_to_fp32 takes a second optimizer_state_dict out of the first, and then looks for the
+        # first.
         raise FormatError("its optimizer_state_dict is the dict that it is in")
     by_group, by_parameter = (
         child(states, "single_partition_of_fp32_groups"),
@@ -278,7 +312,8 @@ def optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
     )
     if by_group is None and by_parameter is None:
         raise FormatError(
-            "it holds no optimizer states of ZeRO: neither single_partition_of_fp32_groups nor fp32_flat_groups"
+            "it holds no optimizer states of ZeRO: neither single_partition_of_fp32_groups nor "
+            "fp32_flat_groups"
         )
     known = storages(file.tree)
     flats = []
@@ -337,13 +372,21 @@ def _stage(value: object) -> int | None:
 
 
 def _saved_rank(file: TorchFile, part: DeepSpeedPart) -> int | None:
-    """Return the rank in the name of the file at its save: torch.save names the archive's folder after the file."""
-    name = parse_deepspeed_name(f"{file.container.root}.pt") if isinstance(file.container, TorchZip) else None
+    """Return the rank in the name of the file at its save: torch.save names the archive's folder
+    after the file.
+    """
+    name = (
+        parse_deepspeed_name(f"{file.container.root}.pt")
+        if isinstance(file.container, TorchZip)
+        else None
+    )
     return name.rank if name is not None and name.part is part else None
 
 
 def flat_of(tensor: StoredTensor) -> Flat:
-    """Return a tensor as the run of the file that it is. Raises FormatError when its elements lie apart."""
+    """Return a tensor as the run of the file that it is. Raises FormatError when its elements lie
+    apart.
+    """
     if not isinstance(tensor.layout, Contiguous) or len(tensor.layout.pieces) > 1:
         raise FormatError(f"the elements of {tensor.fqn!r:.200} do not follow one another")
     return Flat(tensor.dtype, *(tensor.layout.pieces or (Piece(Path(), 0, 0),)))
@@ -355,9 +398,13 @@ def _is_dealt(config: object) -> bool:
 
 
 def _has_fp32_masters(config: object) -> bool:
-    """DeepSpeed 0.19 keeps others only by ``fp16_master_weights_and_grads``, or the same of ``bf16``."""
+    """DeepSpeed 0.19 keeps others only by ``fp16_master_weights_and_grads``, or the same of
+    ``bf16``.
+    """
     lower = (
-        child(section, f"{kind}_master_weights_and_grads") for _, section in pairs(config) for kind in _HALF
+        child(section, f"{kind}_master_weights_and_grads")
+        for _, section in pairs(config)
+        for kind in _HALF
     )
     return is_dict_like(config) and not any(value not in (None, False) for value in lower)
 
@@ -367,12 +414,18 @@ def _groups(node: object, kinds: Collection[str]) -> Iterator[Shapes]:
     for group in items_of(node):
         # A million references to one dict of a million names would never end.
         if not (is_dict_like(group) and visits.first(group)):
-            raise FormatError("param_shapes is not a list of dicts, or two of its groups are one dict")
+            raise FormatError(
+                "param_shapes is not a list of dicts, or two of its groups are one dict"
+            )
         yield _shapes(group, kinds)
 
 
 def _shapes(node: object, kinds: Collection[str]) -> dict[str, tuple[int, ...]]:
-    return {name.value: _shape(name.value, size, kinds) for name, size in pairs(node) if type(name) is Text}
+    return {
+        name.value: _shape(name.value, size, kinds)
+        for name, size in pairs(node)
+        if type(name) is Text
+    }
 
 
 def _shape(name: str, value: Any, kinds: Collection[str]) -> tuple[int, ...]:
@@ -392,7 +445,8 @@ def _count(value: object) -> int | None:
 
 
 def read_models(files: DeepSpeedFiles) -> tuple[ModelStates, ...]:
-    """Return the model states of a checkpoint: of the first rank, and of all where each has a share of what is frozen.
+    """Return the model states of a checkpoint: of the first rank, and of all where each has a share
+    of what is frozen.
 
     Raises OperationError as ``read_model_states`` does, OSError.
     """
@@ -419,10 +473,13 @@ def _in_order(model: ModelStates) -> list[list[tuple[str, tuple[int, ...]]]] | N
 def ensure_one_save(
     files: DeepSpeedFiles, models: Sequence[ModelStates], optimizers: Sequence[OptimizerStates]
 ) -> None:
-    """Raise OperationError unless there is a file of every rank, of one kind; MissingRankError, OtherKindError."""
+    """Raise OperationError unless there is a file of every rank, of one kind; MissingRankError,
+    OtherKindError.
+    """
     if (models[0].parallel or 1) > 1:
         raise other_kind(
-            files.folder, f"the model is cut into {models[0].parallel} parts, for tensor parallelism"
+            files.folder,
+            f"the model is cut into {models[0].parallel} parts, for tensor parallelism",
         )
     if files.is_universal and not models[0].frozen:
         return  # the parameters themselves are in no file of a rank
@@ -430,17 +487,23 @@ def ensure_one_save(
     said = [one.ranks for one in optimizers if one.ranks is not None]
     files.ensure_ranks(said[0] if said else models[0].ranks)
     names = [parse_deepspeed_name(one.path.name) for one in optimizers[:1]]
-    # The name has had "_" before "optim_states" since DeepSpeed 0.3.14, and every file its number of ranks since 0.3.0.
+    # The name has had "_" before "optim_states" since DeepSpeed 0.3.14, and every file its number
+    # of ranks since 0.3.0.
     if optimizers and optimizers[0].ranks is None and names[0] is not None and names[0].between:
         raise OperationError(f"{optimizers[0].path}: partition_count is missing; {AGAIN}")
     for one in optimizers:
         if one.by_parameter != files.by_rank:
-            mode, other = ("ZeRO-3", "ZeRO-1 or 2") if one.by_parameter else ("ZeRO-1 or 2", "ZeRO-3")
+            mode, other = (
+                ("ZeRO-3", "ZeRO-1 or 2") if one.by_parameter else ("ZeRO-1 or 2", "ZeRO-3")
+            )
             raise OperationError(
-                f"{one.path}: it is of {mode}, and {models[0].path.name} of {other}: two saves are mixed; {AGAIN}"
+                f"{one.path}: it is of {mode}, and {models[0].path.name} of {other}: two saves are "
+                f"mixed; {AGAIN}"
             )
     if optimizers and optimizers[0].stage not in ((3,) if files.by_rank else (0, 1, 2)):
-        raise OperationError(f"{optimizers[0].path}: its zero_stage is not that of its partitions; {AGAIN}")
+        raise OperationError(
+            f"{optimizers[0].path}: its zero_stage is not that of its partitions; {AGAIN}"
+        )
     if any(states.is_aligned for states in optimizers):
         raise other_kind(files.folder, "padding follows each parameter, for parameter_alignment")
     for rank, model in enumerate(models if files.by_rank else ()):
@@ -452,32 +515,38 @@ def ensure_one_save(
         fragment = models[0].fragments.get(name)
         if fragment is not None and fragment.numel != prod(shape):
             raise OperationError(
-                f"{models[0].path}: the frozen {name!r} has {fragment.numel} elements, its shape {prod(shape)}; {AGAIN}"
+                f"{models[0].path}: the frozen {name!r} has {fragment.numel} elements, its shape "
+                f"{prod(shape)}; {AGAIN}"
             )
     for one in optimizers if models[0].has_fp32_masters else ():
         if dtypes := sorted({flat.dtype for flat in one.flats} - {"F32"}):
             raise OperationError(
-                f"{one.path}: its partitions are {dtypes[0]}, and its run kept the weights that it trains in F32; "
-                f"{AGAIN}"
+                f"{one.path}: its partitions are {dtypes[0]}, and its run kept the weights that it "
+                f"trains in F32; {AGAIN}"
             )
     _ensure_order(models[0], optimizers)
     _ensure_shapes(models[0], optimizers)
 
 
 def _ensure_order(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> None:
-    """Raise OperationError for a file with the partition of another rank, which a load takes without an error.
+    """Raise OperationError for a file with the partition of another rank, which a load takes
+    without an error.
 
-    Fragments prove the rank, unless several ranks have nothing but a part of one large parameter. Else the name that
-    the file was saved under proves it, or tensors whose checksums equal those of another rank.
+    Fragments prove the rank, unless several ranks have nothing but a part of one large parameter.
+    Else the name that the file was saved under proves it, or tensors whose checksums equal those of
+    another rank.
     """
     expected = _expected_fragments(model, optimizers)
     first_with: dict[object, int] = {}
     for rank, states in enumerate(optimizers):
         possible = expected.get(states.fragments, range(len(optimizers)))
         tensors = sorted((piece.length, crc) for piece, crc in states.checksums.items())
-        # Ranks with nothing but padding are equal: of a few elements, or parameters and moments are zeros.
+        # Ranks with nothing but padding are equal: of a few elements, or parameters and moments are
+        # zeros.
         largest = tensors[-1][0] if tensors else 0
-        is_telling = largest >= _TELLING and len({crc for length, crc in tensors if length == largest}) > 1
+        is_telling = (
+            largest >= _TELLING and len({crc for length, crc in tensors if length == largest}) > 1
+        )
         equal = first_with.setdefault(tuple(tensors), rank) if is_telling else rank
         if rank not in possible:
             held = possible[0]
@@ -515,9 +584,11 @@ def _expected_fragments(
 
 
 def _ensure_shapes(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> None:
-    """Raise OperationError for shapes in another order than the fragments of all ranks, or of other sizes.
+    """Raise OperationError for shapes in another order than the fragments of all ranks, or of other
+    sizes.
 
-    ``zero_to_fp32`` cuts the partitions by the shapes alone: other weights get the values, without an error.
+    ``zero_to_fp32`` cuts the partitions by the shapes alone: other weights get the values, without
+    an error.
     """
     groups = model.groups or ()
     if any(len(states.fragments) != len(groups) for states in optimizers):
@@ -535,13 +606,15 @@ def _ensure_shapes(model: ModelStates, optimizers: Sequence[OptimizerStates]) ->
         orders = (names, undealt(names, len(optimizers)) if model.is_dealt else names)
         if held and (held != wanted or list(held) not in orders):
             raise OperationError(
-                f"{model.path}: its param_shapes of group {number} are in another order than the parameters in the "
-                f"optimizer states, or of other sizes; {AGAIN}"
+                f"{model.path}: its param_shapes of group {number} are in another order than the "
+                f"parameters in the optimizer states, or of other sizes; {AGAIN}"
             )
 
 
 def undealt(names: Sequence[str], ranks: int) -> list[str]:
-    """Return the order that names had before every ``ranks``-th of them, from the first on, went to one rank."""
+    """Return the order that names had before every ``ranks``-th of them, from the first on, went to
+    one rank.
+    """
     dealt = [number for first in range(ranks) for number in range(first, len(names), ranks)]
     found = [""] * len(names)
     for name, number in zip(names, dealt, strict=True):
@@ -570,7 +643,9 @@ class _Run:
             stop = min(end, self._starts[number + 1])
             if begin < stop:
                 path, offset, _ = flat.piece
-                yield Piece(path, offset + (begin - start) * flat.width, (stop - begin) * flat.width)
+                yield Piece(
+                    path, offset + (begin - start) * flat.width, (stop - begin) * flat.width
+                )
                 begin = stop
             number += 1
 
@@ -580,12 +655,15 @@ def _dtype(flats: Sequence[Flat]) -> str:
     dtypes = sorted({flat.dtype for flat in flats})
     if len(dtypes) > 1:
         raise OperationError(
-            f"{flats[0].piece.path.parent}: partitions of several dtypes ({', '.join(dtypes)}); {AGAIN}"
+            f"{flats[0].piece.path.parent}: partitions of several dtypes ({', '.join(dtypes)}); "
+            f"{AGAIN}"
         )
     return dtypes[0] if dtypes else "F32"
 
 
-def from_groups(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> dict[str, StoredTensor]:
+def from_groups(
+    model: ModelStates, optimizers: Sequence[OptimizerStates]
+) -> dict[str, StoredTensor]:
     """Return the trained parameters of ZeRO-1 and 2, in fp32.
 
     Raises OperationError when the partitions do not have the elements that the shapes need.
@@ -594,30 +672,34 @@ def from_groups(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> di
     for one in optimizers:
         if len(one.flats) != len(groups):
             raise OperationError(
-                f"{one.path}: partitions of {len(one.flats)} parameter groups, {model.path.name} has {len(groups)}; "
-                f"{AGAIN}"
+                f"{one.path}: partitions of {len(one.flats)} parameter groups, {model.path.name} "
+                f"has {len(groups)}; {AGAIN}"
             )
     found: dict[str, StoredTensor] = {}
     for number, shapes in enumerate(groups):
         flats = [one.flats[number] for one in optimizers]
-        found |= cut_group(shapes, flats, f"{model.path.parent}: the partitions of parameter group {number}")
+        found |= cut_group(
+            shapes, flats, f"{model.path.parent}: the partitions of parameter group {number}"
+        )
     return found
 
 
 def cut_group(
     shapes: Shapes, flats: Sequence[Flat], partitions: str, state: str = ""
 ) -> dict[str, StoredTensor]:
-    """Return what ZeRO-1 or 2 keeps for the parameters of a group: their partitions end to end, rank after rank.
+    """Return what ZeRO-1 or 2 keeps for the parameters of a group: their partitions end to end,
+    rank after rank.
 
-    ``partitions``: these, in messages. ``state``: the state of theirs that it is, "" for the parameters. Raises
-    OperationError when there are fewer or more elements than the shapes need.
+    ``partitions``: these, in messages. ``state``: the state of theirs that it is, "" for the
+    parameters. Raises OperationError when there are fewer or more elements than the shapes need.
     """
     run = _Run(flats)
     wanted = sum(prod(shape) for shape in shapes.values())
     step = 2 * len(flats)  # both are padded to a multiple of this, or not at all
     if wanted > run.numel or -(-wanted // step) != -(-run.numel // step):
         raise OperationError(
-            f"{partitions} have {run.numel} elements, its {len(shapes)} parameters take {wanted}; {AGAIN}"
+            f"{partitions} have {run.numel} elements, its {len(shapes)} parameters take {wanted}; "
+            f"{AGAIN}"
         )
     found: dict[str, StoredTensor] = {}
     offset = 0
@@ -630,7 +712,9 @@ def cut_group(
 
 
 def state_fqn(name: str, state: str) -> str:
-    """Return the name of a state of a parameter in messages: the parameter's own where ``state`` is ""."""
+    """Return the name of a state of a parameter in messages: the parameter's own where ``state`` is
+    "".
+    """
     return f"{name}.{state}" if state else name
 
 
@@ -643,16 +727,22 @@ def from_shares(
     """
     groups = models[0].groups or ()
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    found = cut_shares(shapes, [(one.path, one.flats) for one in optimizers]) | frozen_shares(models)
-    # The sum is right also where the partitions of two sub-groups are exchanged: each then goes to other parameters.
-    wanted = [sum(-(-prod(shape) // len(optimizers)) for shape in group.values()) for group in groups]
+    found = cut_shares(shapes, [(one.path, one.flats) for one in optimizers]) | frozen_shares(
+        models
+    )
+    # The sum is right also where the partitions of two sub-groups are exchanged: each then goes to
+    # other parameters.
+    wanted = [
+        sum(-(-prod(shape) // len(optimizers)) for shape in group.values()) for group in groups
+    ]
     for one in optimizers:
         sizes = [flat.numel for flat in one.flats]
         if len(sizes) == len(wanted) and sizes != wanted:
             number = next(number for number, size in enumerate(sizes) if size != wanted[number])
             raise OperationError(
-                f"{one.path}: the partition of sub-group {number} has {sizes[number]} elements, the shares of its "
-                f"{len(groups[number])} parameters take {wanted[number]}; {AGAIN}"
+                f"{one.path}: the partition of sub-group {number} has {sizes[number]} elements, "
+                f"the shares of its {len(groups[number])} parameters take {wanted[number]}; "
+                f"{AGAIN}"
             )
     return found
 
@@ -671,7 +761,8 @@ def frozen_shares(models: Sequence[ModelStates]) -> dict[str, StoredTensor]:
             have = fragment.numel if fragment is not None else 0
             if have != share:
                 raise OperationError(
-                    f"{states.path}: {have} of the {share} elements that its share of {name!r} has; {AGAIN}"
+                    f"{states.path}: {have} of the {share} elements that its share of {name!r} "
+                    f"has; {AGAIN}"
                 )
         flats = [one for one in fragments if one is not None]
         _dtype(flats)
@@ -682,9 +773,11 @@ def frozen_shares(models: Sequence[ModelStates]) -> dict[str, StoredTensor]:
 def cut_shares(
     shapes: Shapes, ranks: Sequence[tuple[Path, Sequence[Flat]]], state: str = ""
 ) -> dict[str, StoredTensor]:
-    """Return what ZeRO-3 keeps for parameters, of which every rank has a share. ``ranks``: each one's file and flats.
+    """Return what ZeRO-3 keeps for parameters, of which every rank has a share. ``ranks``: each
+    one's file and flats.
 
-    ``state``: as for ``cut_group``. Raises OperationError when a rank has not the elements that the shapes need.
+    ``state``: as for ``cut_group``. Raises OperationError when a rank has not the elements that the
+    shapes need.
     """
     runs = [_Run(flats) for _, flats in ranks]
     _dtype([flat for _, flats in ranks for flat in flats])
@@ -692,8 +785,8 @@ def cut_shares(
     for run, (path, _) in zip(runs, ranks, strict=True):
         if run.numel != wanted:
             raise OperationError(
-                f"{path}: partitions of {run.numel} elements, the shares of {len(shapes)} parameters take "
-                f"{wanted}; {AGAIN}"
+                f"{path}: partitions of {run.numel} elements, the shares of {len(shapes)} "
+                f"parameters take {wanted}; {AGAIN}"
             )
     found: dict[str, StoredTensor] = {}
     offset = 0
@@ -709,6 +802,7 @@ def _gathered(name: str, shape: tuple[int, ...], runs: Sequence[_Run], offset: i
     share = -(-numel // len(runs))
     pieces: list[Piece] = []
     for rank, run in enumerate(runs):
-        take = min(share, numel - rank * share)  # the last shares can be shorter, or of nothing but padding
+        # The last shares can be shorter, or of nothing but padding.
+        take = min(share, numel - rank * share)
         pieces += run.pieces(offset, offset + max(take, 0))
     return StoredTensor(name, runs[0].dtype, shape, Contiguous(tuple(pieces)))

@@ -1,10 +1,12 @@
-"""Optimizer states of DeepSpeed by fqn: those that ZeRO-1, 2 and 3 cut among ranks, and those of universal checkpoints.
+"""Optimizer states of DeepSpeed by fqn: those that ZeRO-1, 2 and 3 cut among ranks, and those of
+universal checkpoints.
 
-Facts from DeepSpeed 0.18 and 0.19 (``runtime/zero/stage_1_and_2.py``, ``stage3.py``): the optimizer sees one flat
-parameter for each param group (ZeRO-1 and 2) or for each sub-group of one (ZeRO-3, ``sub_group_size``), so its states
-are flat tensors, cut as the fp32 weights are; a step belongs to all parameters of a flat one. Frozen parameters are in
-none. Under ``round_robin_gradients`` the parameters of a group are dealt to the ranks like cards before they are laid
-end to end, so their order is not the optimizer's.
+Facts from DeepSpeed 0.18 and 0.19 (``runtime/zero/stage_1_and_2.py``, ``stage3.py``): the optimizer
+sees one flat parameter for each param group (ZeRO-1 and 2) or for each sub-group of one (ZeRO-3,
+``sub_group_size``), so its states are flat tensors, cut as the fp32 weights are; a step belongs to
+all parameters of a flat one. Frozen parameters are in none. Under ``round_robin_gradients`` the
+parameters of a group are dealt to the ranks like cards before they are laid end to end, so their
+order is not the optimizer's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,13 +41,21 @@ from ckptfix.tensors.zero_partitions import (
 )
 
 MODEL_STATES = "model_states"
-"""The entry of ``OptimizerState.extra`` for what DeepSpeed's model states hold next to the model."""
+"""The entry of ``OptimizerState.extra`` for what DeepSpeed's model states hold next to the model.
+"""
 
 BUFFERS, DTYPE = "buffer_names", "dtype"
 
-_COUNTERS = "skipped_steps global_steps global_samples checkpoint_parallel_dimensions csr_tensor_module_names"
-OF_ENGINE = frozenset(f"{BUFFERS} {DTYPE} optimizer lr_scheduler data_sampler random_ltd {_COUNTERS}".split())
-"""The entries of the model states that DeepSpeed itself writes; any other is the script's ``client_state``."""
+_COUNTERS = (
+    "skipped_steps global_steps global_samples checkpoint_parallel_dimensions "
+    "csr_tensor_module_names"
+)
+OF_ENGINE = frozenset(
+    f"{BUFFERS} {DTYPE} optimizer lr_scheduler data_sampler random_ltd {_COUNTERS}".split()
+)
+"""The entries of the model states that DeepSpeed itself writes; any other is the script's
+``client_state``.
+"""
 
 _STAGES = {1: Strategy.ZERO1, 2: Strategy.ZERO2, 3: Strategy.ZERO3}
 _OPTIMIZER = "optimizer"
@@ -54,7 +64,9 @@ Values = Mapping[str, Any]
 
 
 class _Rank(NamedTuple):
-    """One rank's optimizer. ``states``: of each flat parameter; ``groups``: options and flat parameters of each."""
+    """One rank's optimizer. ``states``: of each flat parameter; ``groups``: options and flat
+    parameters of each.
+    """
 
     partitions: OptimizerStates
     states: Mapping[int, Values]
@@ -63,11 +75,12 @@ class _Rank(NamedTuple):
 
 
 def zero_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerState | None:
-    """Return the optimizer of a DeepSpeed checkpoint of any ZeRO stage, or of a universal one, None without any.
+    """Return the optimizer of a DeepSpeed checkpoint of any ZeRO stage, or of a universal one, None
+    without any.
 
-    Raises MissingRankError, OtherKindError for tensor, pipeline and expert parallel checkpoints, OperationError for
-    an optimizer without ZeRO, which lies in the model states, when its states cannot be cut into parameters, or the
-    files contradict one another; OSError.
+    Raises MissingRankError, OtherKindError for tensor, pipeline and expert parallel checkpoints,
+    OperationError for an optimizer without ZeRO, which lies in the model states, when its states
+    cannot be cut into parameters, or the files contradict one another; OSError.
     """
     files = list_files(root / where)
     if files.is_universal:
@@ -76,11 +89,13 @@ def zero_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerSta
     if not files.optimizers and not files.by_rank:
         if _OPTIMIZER in models[0].left:
             raise OperationError(
-                f"{models[0].path}: the optimizer of DeepSpeed without ZeRO is in the model states, which is not read; "
-                "next: save with ZeRO-1, which has the same optimizer"
+                f"{models[0].path}: the optimizer of DeepSpeed without ZeRO is in the model "
+                "states, which is not read; next: save with ZeRO-1, which has the same optimizer"
             )
         return None
-    ranks = [read_states_file(files.folder / name, _rank) for _, name in sorted(files.optimizers.items())]
+    ranks = [
+        read_states_file(files.folder / name, _rank) for _, name in sorted(files.optimizers.items())
+    ]
     ensure_one_save(files, models, [one.partitions for one in ranks])
     masters, states = (_by_share if files.by_rank else _by_group)(files.folder, models[0], ranks)
     names = [*files.models.values(), *files.optimizers.values()]
@@ -149,13 +164,18 @@ def _label(root: Path, where: PurePosixPath) -> str:
 def _rank(path: Path, file: TorchFile) -> _Rank:
     partitions = optimizer_states(path, file)
     states = child(file.tree.root, "optimizer_state_dict")
-    base = child(states, "optimizer_state_dict" if partitions.by_parameter else "base_optimizer_state")
+    base = child(
+        states, "optimizer_state_dict" if partitions.by_parameter else "base_optimizer_state"
+    )
     if not is_dict_like(base):
         raise FormatError(
-            "its base_optimizer_state is not an optimizer's state dict: an elastic checkpoint, which is not read"
+            "its base_optimizer_state is not an optimizer's state dict: an elastic checkpoint, "
+            "which is not read"
         )
     if child(states, "ds_zero_partition_groups") is not None:
-        raise FormatError("experts of a mixture are cut among other ranks than the rest, which is not read")
+        raise FormatError(
+            "experts of a mixture are cut among other ranks than the rest, which is not read"
+        )
     values = PickledValues(path, file)
     found: dict[int, dict[str, Any]] = {
         number: {
@@ -180,7 +200,9 @@ def _rank(path: Path, file: TorchFile) -> _Rank:
     )
 
 
-def _group_options(values: PickledValues, optimizer: object) -> tuple[tuple[Values, tuple[int, ...]], ...]:
+def _group_options(
+    values: PickledValues, optimizer: object
+) -> tuple[tuple[Values, tuple[int, ...]], ...]:
     found = []
     for number, group in enumerate(items_of(child(optimizer, GROUPS))):
         options = values.value(group, f"param group {number}")
@@ -216,7 +238,9 @@ def _by_group(
 ) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StateValue]]]:
     """Return masters and states of ZeRO-1 and 2."""
 
-    def cut(shapes: Shapes, state: str, held: Sequence[Any], label: str) -> Mapping[str, StateValue]:
+    def cut(
+        shapes: Shapes, state: str, held: Sequence[Any], label: str
+    ) -> Mapping[str, StateValue]:
         return cut_group(shapes, [_flat(one, label) for one in held], label, state)
 
     masters = from_groups(model, [one.partitions for one in ranks])
@@ -226,18 +250,23 @@ def _by_group(
 def _by_share(
     folder: Path, model: ModelStates, ranks: Sequence[_Rank]
 ) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StateValue]]]:
-    """Return masters and states of ZeRO-3; sub-groups are cut one by one, as their steps may differ."""
+    """Return masters and states of ZeRO-3; sub-groups are cut one by one, as their steps may
+    differ.
+    """
     many = len(model.groups or ())
     for one in ranks:
         if len(one.partitions.flats) != many:
             raise OperationError(
-                f"{one.partitions.path}: partitions of {len(one.partitions.flats)} sub-groups, {model.path.name} has "
-                f"{many}; {AGAIN}"
+                f"{one.partitions.path}: partitions of {len(one.partitions.flats)} sub-groups, "
+                f"{model.path.name} has {many}; {AGAIN}"
             )
 
-    def cut(shapes: Shapes, state: str, held: Sequence[Any], label: str) -> Mapping[str, StateValue]:
+    def cut(
+        shapes: Shapes, state: str, held: Sequence[Any], label: str
+    ) -> Mapping[str, StateValue]:
         shares = [
-            (one.partitions.path, [_flat(value, label)]) for one, value in zip(ranks, held, strict=True)
+            (one.partitions.path, [_flat(value, label)])
+            for one, value in zip(ranks, held, strict=True)
         ]
         return cut_shares(shapes, shares, state)
 
@@ -250,7 +279,9 @@ def _by_share(
 
 
 _Cut = Callable[[Shapes, str, Sequence[Any], str], Mapping[str, StateValue]]
-"""Cuts the flat tensors of a state, one of each rank, into those of parameters: shapes, state, tensors, label."""
+"""Cuts the flat tensors of a state, one of each rank, into those of parameters: shapes, state,
+tensors, label.
+"""
 
 
 def _states(
@@ -277,13 +308,16 @@ def _held(ranks: Sequence[_Rank], number: int) -> dict[str, list[Any]]:
     for one in ranks:
         if one.states.get(number, {}).keys() != first.keys():
             raise OperationError(
-                f"{one.partitions.path}: its states of flat parameter {number} are not those of rank 0; {AGAIN}"
+                f"{one.partitions.path}: its states of flat parameter {number} are not those of "
+                f"rank 0; {AGAIN}"
             )
     return {state: [one.states[number][state] for one in ranks] for state in first}
 
 
 def _is_shared(value: object) -> bool:
-    """Return whether a state belongs to all parameters of a flat one: a number, or a tensor of no dimension."""
+    """Return whether a state belongs to all parameters of a flat one: a number, or a tensor of no
+    dimension.
+    """
     return not isinstance(value, StoredTensor) or value.shape == ()
 
 
@@ -297,10 +331,14 @@ def _flat(value: object, label: str) -> Flat:
 
 
 def _shared_value(held: Sequence[Any], label: str) -> StateValue:
-    """Return the value that all ranks agree on. Raises OperationError when they do not, or for an object."""
+    """Return the value that all ranks agree on. Raises OperationError when they do not, or for an
+    object.
+    """
     if not isinstance(held[0], StateValue):
         kind = held[0].kind if isinstance(held[0], Unread) else "neither a tensor nor a number"
-        raise OperationError(f"{label}: {kind}, which no param group of another strategy can have; {AGAIN}")
+        raise OperationError(
+            f"{label}: {kind}, which no param group of another strategy can have; {AGAIN}"
+        )
     with OpenFiles() as files:
         read = [_comparable(value, files) for value in held]
     if any(value != read[0] for value in read):
@@ -329,17 +367,20 @@ def _groups(
     for options, members in groups:
         if any(not 0 <= member < len(shapes) for member in members):
             raise OperationError(
-                f"{path}: a param group has flat parameter {max(members)}, {model.path.name} has {len(shapes)} of "
-                f"them; {AGAIN}"
+                f"{path}: a param group has flat parameter {max(members)}, {model.path.name} has "
+                f"{len(shapes)} of them; {AGAIN}"
             )
         names = [name for member in members for name in shapes[member]]
         yield ParamGroup(
-            names=tuple(undealt(names, model.ranks or 1) if model.is_dealt else names), options=options
+            names=tuple(undealt(names, model.ranks or 1) if model.is_dealt else names),
+            options=options,
         )
 
 
 def _model_extra(files: DeepSpeedFiles, model: ModelStates) -> dict[str, Any]:
-    """Return what the model states hold next to the model: names of buffers, counters, a scheduler, a script's own."""
+    """Return what the model states hold next to the model: names of buffers, counters, a scheduler,
+    a script's own.
+    """
 
     def understand(path: Path, file: TorchFile) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -1,6 +1,8 @@
-"""Training scripts: the guarded Accelerator, complete saves, tolerant loads. All that is here imports torch.
+"""Training scripts: the guarded Accelerator, complete saves, tolerant loads. All that is here
+imports torch.
 
-A save of a guarded run records what ``saving.save_manifest`` lists; ``loading`` restores what a folder holds.
+A save of a guarded run records what ``saving.save_manifest`` lists; ``loading`` restores what a
+folder holds.
 """
 
 from typing import TYPE_CHECKING
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "accelerator": "Accelerator patch_accelerate unpatch_accelerate",
     "guard": "OnReprepare",
-    "loading.load_report": "LoadPolicy Requirement LoadReport ComponentReport Part Status LoadError",
+    "loading.load_report": (
+        "LoadPolicy Requirement LoadReport ComponentReport Part Status LoadError"
+    ),
     "loading.load_state": "load_state_tolerant load_checkpoint_tolerant",
     "resuming.guarded_load": "latest_checkpoint",
 }

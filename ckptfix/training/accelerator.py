@@ -71,13 +71,15 @@ def _in_front(
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """A drop-in ``accelerate.Accelerator`` that cannot register an object twice.
 
-    Takes what the stock one takes, and ``on_reprepare`` ("warn", "raise" or "allow"): what to do with an object that it
-    holds already. ``check_backward``: warn when gradients came from ``loss.backward()`` although gradients are
-    accumulated or scaled. ``tensor_digests``: record the sha256 of tensors and files of each save.
-    ``save_together``: every process calls ``save_state``, and all of them save as one, or none does; False for a script
-    that calls it on the main process alone. ``save_timeout``: seconds after which a save that waits for other processes
-    ends with OperationError; by default what CKPTFIX_SAVE_TIMEOUT says, else 540. ``check_saves``: warn once of each
-    kind of fault that makes a save load as something else; by default what CKPTFIX_CHECK_SAVES says (0 or 1), else 1.
+    Takes what the stock one takes, and ``on_reprepare`` ("warn", "raise" or "allow"): what to do
+    with an object that it holds already. ``check_backward``: warn when gradients came from
+    ``loss.backward()`` although gradients are accumulated or scaled. ``tensor_digests``: record the
+    sha256 of tensors and files of each save. ``save_together``: every process calls ``save_state``,
+    and all of them save as one, or none does; False for a script that calls it on the main process
+    alone. ``save_timeout``: seconds after which a save that waits for other processes ends with
+    OperationError; by default what CKPTFIX_SAVE_TIMEOUT says, else 540. ``check_saves``: warn once
+    of each kind of fault that makes a save load as something else; by default what
+    CKPTFIX_CHECK_SAVES says (0 or 1), else 1.
     """
 
     def __init__(
@@ -109,10 +111,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def resume_dataloader(self, dataloader: Any) -> Any:
-        """Return what is left of the epoch in which the loaded checkpoint was saved; iterate it in that epoch.
+        """Return what is left of the epoch in which the loaded checkpoint was saved; iterate it in
+        that epoch.
 
-        Between epochs, and for a loader with ``use_stateful_dataloader``, it is the loader itself. ``dataloader``: what
-        ``prepare`` returned. Its ``iteration`` is the number of that epoch.
+        Between epochs, and for a loader with ``use_stateful_dataloader``, it is the loader itself.
+        ``dataloader``: what ``prepare`` returned. Its ``iteration`` is the number of that epoch.
         """
         return positions.resume_dataloader(self, dataloader)
 
@@ -123,7 +126,11 @@ def _of_the_base(name: str) -> Callable[[accelerate.Accelerator], Callable[..., 
 
 
 for _name in _GUARDED:
-    setattr(Accelerator, _name, _in_front(_name, getattr(accelerate.Accelerator, _name), _of_the_base(_name)))
+    setattr(
+        Accelerator,
+        _name,
+        _in_front(_name, getattr(accelerate.Accelerator, _name), _of_the_base(_name)),
+    )
 
 
 def _of_the_patch(
@@ -143,22 +150,24 @@ def patch_accelerate(
     safe_transfers: Mode | str = Mode.AUTO,
     missing_states: Requirement | str | LoadPolicy | None = None,
 ) -> None:
-    """Guard every ``accelerate.Accelerator`` of this process, those made earlier too. A second call changes settings.
+    """Guard every ``accelerate.Accelerator`` of this process, those made earlier too. A second call
+    changes settings.
 
-    So are every ``transformers.Trainer`` and ``save_pretrained`` of transformers and PEFT, whether these have been
-    imported or are imported later.
+    So are every ``transformers.Trainer`` and ``save_pretrained`` of transformers and PEFT, whether
+    these have been imported or are imported later.
 
-    For code that makes its own Accelerator: transformers' Trainer, third-party loops. The settings are those of
-    ``Accelerator``, but ``save_together`` is off: code that knows nothing of it may save on some processes only.
-    ``unpatch_accelerate`` ends it.
+    For code that makes its own Accelerator: transformers' Trainer, third-party loops. The settings
+    are those of ``Accelerator``, but ``save_together`` is off: code that knows nothing of it may
+    save on some processes only. ``unpatch_accelerate`` ends it.
 
-    ``safe_transfers``: "auto", "always" or "never", as ``ckptfix.devices.dispatch_model`` takes it, for every model
-    that accelerate dispatches from now on, transformers' ``from_pretrained(device_map="auto")`` included. The
-    environment variable CKPTFIX_SAFE_TRANSFERS says what "auto" means.
+    ``safe_transfers``: "auto", "always" or "never", as ``ckptfix.devices.dispatch_model`` takes it,
+    for every model that accelerate dispatches from now on, transformers'
+    ``from_pretrained(device_map="auto")`` included. The environment variable CKPTFIX_SAFE_TRANSFERS
+    says what "auto" means.
 
-    ``missing_states``: "require", "warn" or "ignore", what a Trainer does that resumes from a checkpoint without its
-    optimizer, scheduler or random states; a ``LoadPolicy`` says it for each. By default what CKPTFIX_MISSING_STATES
-    says, else "require".
+    ``missing_states``: "require", "warn" or "ignore", what a Trainer does that resumes from a
+    checkpoint without its optimizer, scheduler or random states; a ``LoadPolicy`` says it for each.
+    By default what CKPTFIX_MISSING_STATES says, else "require".
     """
     mode = mode_named(safe_transfers)
     require_states(missing_states)
@@ -174,7 +183,11 @@ def patch_accelerate(
         if name not in _ORIGINALS:
             original = getattr(accelerate.Accelerator, name)
             _ORIGINALS[name] = original
-            setattr(accelerate.Accelerator, name, _in_front(name, original, _of_the_patch(name, original)))
+            setattr(
+                accelerate.Accelerator,
+                name,
+                _in_front(name, original, _of_the_patch(name, original)),
+            )
     accelerate.Accelerator.resume_dataloader = positions.resume_dataloader
     patch_dispatch(mode)
     patch_trainer()
@@ -183,7 +196,8 @@ def patch_accelerate(
 def unpatch_accelerate() -> None:
     """Undo the patch, and leave in place what others patched since.
 
-    Models that were dispatched meanwhile keep their safe transfers until ``remove_safe_transfers`` or their end.
+    Models that were dispatched meanwhile keep their safe transfers until ``remove_safe_transfers``
+    or their end.
     """
     unpatch_trainer()
     unpatch_dispatch()

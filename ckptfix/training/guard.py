@@ -1,7 +1,9 @@
-"""Guarded methods of an Accelerator: an object that it holds already is not prepared, nor registered, again.
+"""Guarded methods of an Accelerator: an object that it holds already is not prepared, nor
+registered, again.
 
-Each function guards one method of ``accelerate.Accelerator``. It gets the accelerator, the original method, already
-bound, and the call's arguments, so that a subclass and a patch of the class itself share it.
+Each function guards one method of ``accelerate.Accelerator``. It gets the accelerator, the original
+method, already bound, and the call's arguments, so that a subclass and a patch of the class itself
+share it.
 """
 
 import inspect
@@ -43,7 +45,9 @@ REGISTRIES = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 
 
 class OnReprepare(Enum):
-    """WARN: once a call, and return what the first ``prepare`` gave. RAISE: UsageError. ALLOW: as accelerate does."""
+    """WARN: once a call, and return what the first ``prepare`` gave. RAISE: UsageError. ALLOW: as
+    accelerate does.
+    """
 
     WARN = "warn"
     RAISE = "raise"
@@ -54,10 +58,12 @@ class OnReprepare(Enum):
 class Settings:
     """Settings of a guard.
 
-    ``check_backward``: warn of ``loss.backward()`` where it loses scaling or accumulation. ``tensor_digests``: let
-    every save record a sha256 of each tensor in its manifest. ``save_together``: every process calls ``save_state``,
-    and all of them save as one. ``save_timeout``: seconds that such a save waits for the others, None for the default.
-    ``check_saves``: warn of a save that will not load as it should, None for what the environment says.
+    ``check_backward``: warn of ``loss.backward()`` where it loses scaling or accumulation.
+    ``tensor_digests``: let every save record a sha256 of each tensor in its manifest.
+    ``save_together``: every process calls ``save_state``, and all of them save as one.
+    ``save_timeout``: seconds that such a save waits for the others, None for the default.
+    ``check_saves``: warn of a save that will not load as it should, None for what the environment
+    says.
     """
 
     on_reprepare: OnReprepare = OnReprepare.WARN
@@ -82,7 +88,9 @@ class Guard:
 
     @contextmanager
     def entered(self) -> Iterator[bool]:
-        """Yield whether this is the outermost call: what accelerate calls on itself goes through untouched."""
+        """Yield whether this is the outermost call: what accelerate calls on itself goes through
+        untouched.
+        """
         depth = getattr(self._running, "depth", 0)  # of this thread: a save may go on in another
         if depth == 0:
             self.follow_the_registries()
@@ -100,7 +108,9 @@ class Guard:
         return self.held.add(things, prepared, where, evaluation=evaluation)
 
     def follow_the_registries(self) -> None:
-        """Forget what was taken out of the registries by hand, as some scripts do to free memory."""
+        """Forget what was taken out of the registries by hand, as some scripts do to free
+        memory.
+        """
         accelerator = self._accelerator()
         if accelerator is None or not self.held.entries:
             return
@@ -125,7 +135,9 @@ def guard_of(accelerator: Accelerator, settings: Settings | None = None) -> Guar
     return guard
 
 
-def prepare(accelerator: Accelerator, method: Method, *args: Any, device_placement: Any = None) -> Any:
+def prepare(
+    accelerator: Accelerator, method: Method, *args: Any, device_placement: Any = None
+) -> Any:
     """Guard ``Accelerator.prepare``."""
     guard = guard_of(accelerator)
     with guard.entered() as is_outermost, _restored_on_error(accelerator, guard):
@@ -136,11 +148,18 @@ def prepare(accelerator: Accelerator, method: Method, *args: Any, device_placeme
         new = [i for i in range(len(args)) if entries[i] is None and twins[i] == i]
         again = [i for i in range(len(args)) if i not in new]
         if again:
-            _complain(accelerator, guard, "prepare", [args[i] for i in again], [entries[i] for i in again])
+            _complain(
+                accelerator,
+                guard,
+                "prepare",
+                [args[i] for i in again],
+                [entries[i] for i in again],
+            )
         given = [as_new(accelerator, args[i]) if _counts(args[i]) else args[i] for i in new]
         placement = None if device_placement is None else [device_placement[i] for i in new]
         if new and again and _wants_its_model(accelerator) and not any(map(_is_model, given)):
-            # FSDP2 wants model and optimizer in one call; of a model that is sharded already it needs nothing.
+            # FSDP2 wants model and optimizer in one call; of a model that is sharded already it
+            # needs nothing.
             made: Any = [accelerator._prepare_one(thing, first_pass=True) for thing in given]
             made = tuple(accelerator._prepare_one(thing) for thing in made)
         elif new:
@@ -164,10 +183,14 @@ def prepare_model(
     evaluation_mode: bool = False,
 ) -> Any:
     """Guard ``Accelerator.prepare_model``."""
-    return _prepare_one(accelerator, method, model, (device_placement, evaluation_mode), {}, evaluation_mode)
+    return _prepare_one(
+        accelerator, method, model, (device_placement, evaluation_mode), {}, evaluation_mode
+    )
 
 
-def prepare_other(accelerator: Accelerator, method: Method, thing: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare_other(
+    accelerator: Accelerator, method: Method, thing: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Guard ``prepare_optimizer``, ``prepare_scheduler`` and ``prepare_data_loader``."""
     return _prepare_one(accelerator, method, thing, args, kwargs, False)
 
@@ -231,16 +254,20 @@ def backward(accelerator: Accelerator, method: Method, loss: Any, **kwargs: Any)
 def _is_left_to_accelerate(
     accelerator: Accelerator, guard: Guard, args: Sequence[Any], device_placement: Any = None
 ) -> bool:
-    """Return whether a call goes to accelerate as it is: it refuses the call, or the guard must not change it."""
+    """Return whether a call goes to accelerate as it is: it refuses the call, or the guard must not
+    change it.
+    """
     kind = accelerator.distributed_type.value
     one_model = kind == "DEEPSPEED" or getattr(accelerator, "is_fsdp2", False)
     return (
         guard.settings.on_reprepare is OnReprepare.ALLOW
-        or kind == "MEGATRON_LM"  # it builds models from a configuration, not from what prepare is given
+        # It builds models from a configuration, not from what prepare is given.
+        or kind == "MEGATRON_LM"
         or (device_placement is not None and len(device_placement) != len(args))
         or (
             one_model
-            and len({i for i, thing in zip(_twins(args), args, strict=True) if _is_model(thing)}) > 1
+            and len({i for i, thing in zip(_twins(args), args, strict=True) if _is_model(thing)})
+            > 1
         )
     )
 
@@ -251,7 +278,9 @@ def _wants_its_model(accelerator: Accelerator) -> bool:
 
 
 def _twins(args: Sequence[Any]) -> list[int]:
-    """Return for each argument the position of the first that is the same object, wrappers aside."""
+    """Return for each argument the position of the first that is the same object, wrappers
+    aside.
+    """
     inside = [level_ids([thing]) if _counts(thing) else set() for thing in args]
     return [next((j for j in range(i) if inside[i] & inside[j]), i) for i in range(len(args))]
 
@@ -274,7 +303,9 @@ def _held(
     return entry
 
 
-def _prepared_unguarded(accelerator: Accelerator, guard: Guard, thing: Any) -> PreparedObject | None:
+def _prepared_unguarded(
+    accelerator: Accelerator, guard: Guard, thing: Any
+) -> PreparedObject | None:
     """Return an entry for an object that was registered before this accelerator was guarded."""
     mine = level_ids([thing])
     for name in REGISTRIES:
@@ -316,12 +347,17 @@ def _is_model(thing: Any) -> bool:
 
 
 def _counts(thing: Any) -> bool:
-    """Return whether ``prepare`` does anything with an object; it hands numbers and strings through."""
+    """Return whether ``prepare`` does anything with an object; it hands numbers and strings
+    through.
+    """
     from torch.optim.lr_scheduler import LRScheduler
 
     kinds = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader, LRScheduler)
     ours = (AcceleratedOptimizer, AcceleratedScheduler)
-    return isinstance(thing, (*kinds, *ours)) or type(thing).__name__ in ("DummyOptim", "DummyScheduler")
+    return isinstance(thing, (*kinds, *ours)) or type(thing).__name__ in (
+        "DummyOptim",
+        "DummyScheduler",
+    )
 
 
 def _complain(
@@ -337,11 +373,14 @@ def _complain(
     once = verb if verb == "register_for_checkpointing" else "prepare"
     is_raised = guard.settings.on_reprepare is OnReprepare.RAISE
     ending = (
-        f", and the object of the first {once}() is returned" if once == "prepare" and not is_raised else ""
+        f", and the object of the first {once}() is returned"
+        if once == "prepare" and not is_raised
+        else ""
     )
     message = (
-        f"{verb}() at {calling_line()} was given {names}, which this Accelerator holds already{first}. "
-        f"Nothing is added{ending}. Without the guard, {what}. Give each object to {once}() once."
+        f"{verb}() at {calling_line()} was given {names}, which this Accelerator holds "
+        f"already{first}. Nothing is added{ending}. Without the guard, {what}. Give each object "
+        f"to {once}() once."
     )
     if is_raised:
         raise UsageError(message)
@@ -359,11 +398,13 @@ def count_backward() -> None:
 
 
 class BackwardCheck:
-    """Watches the optimizers of one Accelerator for gradients that did not come from ``accelerator.backward``.
+    """Watches the optimizers of one Accelerator for gradients that did not come from
+    ``accelerator.backward``.
 
-    It warns once, where that had to scale or divide them. Nothing of torch is patched: ``accelerator.backward`` is
-    counted, and a hook of the optimizer looks at the count when it steps. The count is one for all accelerators, so
-    that a second one that shares an optimizer raises no false alarm.
+    It warns once, where that had to scale or divide them. Nothing of torch is patched:
+    ``accelerator.backward`` is counted, and a hook of the optimizer looks at the count when it
+    steps. The count is one for all accelerators, so that a second one that shares an optimizer
+    raises no false alarm.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -391,7 +432,9 @@ class BackwardCheck:
             positions.training_goes_on(accelerator)
 
     def stepped(self, optimizer: Any) -> None:
-        """Warn when gradients are there that need ``accelerator.backward`` and none was called since the last step."""
+        """Warn when gradients are there that need ``accelerator.backward`` and none was called
+        since the last step.
+        """
         accelerator = self._accelerator()
         if accelerator is None or self.warned:
             return
@@ -401,9 +444,9 @@ class BackwardCheck:
         self.warned = True
         switch = as_given("check_backward=False", "ckptfix run --no-check-backward SCRIPT")
         warn_caller(
-            f"{type(optimizer).__name__}.step() at {calling_line()} uses gradients that did not come from "
-            f"accelerator.backward(loss): {reason} Call it instead of loss.backward(). If this is "
-            f"meant, {switch} ends the warning."
+            f"{type(optimizer).__name__}.step() at {calling_line()} uses gradients that did not "
+            f"come from accelerator.backward(loss): {reason} Call it instead of loss.backward(). "
+            f"If this is meant, {switch} ends the warning."
         )
 
 
@@ -437,22 +480,26 @@ def _reason(accelerator: Accelerator) -> str | None:
 
 def _has_gradients(optimizer: Any) -> bool:
     return any(
-        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+        parameter.grad is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     )
 
 
 def _consequence(accelerator: Accelerator, verb: str, thing: Any) -> str:
-    """Return in words what the installed accelerate would do with an object that is given to ``verb`` again.
+    """Return in words what the installed accelerate would do with an object that is given to
+    ``verb`` again.
 
-    Versions differ: ``prepare_model`` of 1.15 returns a model that it marked, that of 1.12 registers it again.
-    Optimizers, schedulers and data loaders are recognised by 1.6 to 1.15 when ``prepare`` made them, and not when
-    ``prepare_optimizer`` or the like did. The mark and the code are asked, not a version number.
+    Versions differ: ``prepare_model`` of 1.15 returns a model that it marked, that of 1.12
+    registers it again. Optimizers, schedulers and data loaders are recognised by 1.6 to 1.15 when
+    ``prepare`` made them, and not when ``prepare_optimizer`` or the like did. The mark and the code
+    are asked, not a version number.
     """
     if verb == "register_for_checkpointing":
         number = len(accelerator._custom_objects)
         return (
-            f"save_state would write it again as custom_checkpoint_{number}.pkl, and a script that registers it once "
-            "could not load the checkpoint"
+            f"save_state would write it again as custom_checkpoint_{number}.pkl, and a script that "
+            "registers it once could not load the checkpoint"
         )
     if isinstance(thing, torch.nn.Module):
         return _of_model(accelerator, thing)
@@ -477,8 +524,9 @@ def _of_model(accelerator: Accelerator, model: Any) -> str:
     is_wrapped = accelerator.num_processes > 1 and len(list(levels(model))) > 1
     keys = ", its keys prefixed with 'module.'" if is_wrapped else ""
     return (
-        f"save_state would write it again as model_{len(accelerator._models)}.safetensors{keys}, in twice the time and "
-        "space, and models after it would get other numbers than in a script that prepares it once"
+        f"save_state would write it again as model_{len(accelerator._models)}.safetensors{keys}, "
+        "in twice the time and space, and models after it would get other numbers than in a "
+        "script that prepares it once"
     )
 
 
@@ -491,12 +539,22 @@ def _of_dataloader(accelerator: Accelerator, loader: Any) -> str:
     if _is_returned(loader, registry):
         return _HARMLESS.format(version=accelerate.__version__)
     if isinstance(loader, DataLoaderStateMixin) and accelerator.num_processes > 1:
-        return "its data would be divided among the processes a second time, and most of it never be seen"
-    if is_stateful(loader) or getattr(accelerator.dataloader_config, "use_stateful_dataloader", False):
+        return (
+            "its data would be divided among the processes a second time, and most of it never be "
+            "seen"
+        )
+    if is_stateful(loader) or getattr(
+        accelerator.dataloader_config, "use_stateful_dataloader", False
+    ):
         return f"save_state would write its state again as dl_state_dict_{len(registry)}.bin"
     if has_sampler(loader):
-        return f"save_state would write the state of its sampler again as sampler_{len(registry)}.bin"
-    return "it would be registered a second time, and load_state look for a state of it at the wrong number"
+        return (
+            f"save_state would write the state of its sampler again as sampler_{len(registry)}.bin"
+        )
+    return (
+        "it would be registered a second time, and load_state look for a state of it at the wrong "
+        "number"
+    )
 
 
 def _is_returned(thing: Any, registry: list[Any]) -> bool:
@@ -505,5 +563,7 @@ def _is_returned(thing: Any, registry: list[Any]) -> bool:
 
 
 def _looks_at_marks() -> bool:
-    """Return whether accelerate's ``prepare_model`` reads the mark: then the attribute's name is a constant in it."""
+    """Return whether accelerate's ``prepare_model`` reads the mark: then the attribute's name is a
+    constant in it.
+    """
     return MARK in inspect.unwrap(accelerate.Accelerator.prepare_model).__code__.co_consts

@@ -1,4 +1,6 @@
-"""Prepared objects: the wrappers around them, those that one Accelerator holds, and their way back to new."""
+"""Prepared objects: the wrappers around them, those that one Accelerator holds, and their way back
+to new.
+"""
 
 import gc
 import weakref
@@ -27,22 +29,32 @@ _INNER = {
     "AcceleratedOptimizer": "optimizer",
     "AcceleratedScheduler": "scheduler",
 }
-"""Class names of wrappers -> where they keep what they wrap. Names, because not all can be imported everywhere."""
+"""Class names of wrappers -> where they keep what they wrap. Names, because not all can be imported
+everywhere.
+"""
 
 
 def levels(thing: object) -> Iterator[object]:
     """Iterate over an object and what is inside the wrappers around it, outermost first.
 
-    Only wrappers that training puts around a model count; a module that merely has a child called ``module`` is a
-    model of its own.
+    Only wrappers that training puts around a model count; a module that merely has a child called
+    ``module`` is a model of its own.
     """
     seen: set[int] = set()
     while thing is not None and id(thing) not in seen:
         seen.add(id(thing))
         yield thing
-        inner = next((_INNER[kind.__name__] for kind in type(thing).__mro__ if kind.__name__ in _INNER), None)
-        # accelerate's regional compilation copies the model and keeps the original in the copy's __dict__.
-        thing = getattr(thing, inner, None) if inner else getattr(thing, "__dict__", {}).get("_orig_mod")
+        inner = next(
+            (_INNER[kind.__name__] for kind in type(thing).__mro__ if kind.__name__ in _INNER),
+            None,
+        )
+        # accelerate's regional compilation copies the model and keeps the original in the copy's
+        # __dict__.
+        thing = (
+            getattr(thing, inner, None)
+            if inner
+            else getattr(thing, "__dict__", {}).get("_orig_mod")
+        )
 
 
 def innermost(thing: object) -> Any:
@@ -57,10 +69,11 @@ def level_ids(things: Iterable[object]) -> set[int]:
 
 @dataclass(eq=False, slots=True)
 class PreparedObject:
-    """One prepared object: what ``prepare`` returned, the line that called, and whether it was for evaluation only.
+    """One prepared object: what ``prepare`` returned, the line that called, and whether it was for
+    evaluation only.
 
-    ``prepared`` is a strong reference: collected at another time on another rank, a wrapper would be made anew there
-    alone, and the ranks would wait for each other. All else is weak.
+    ``prepared`` is a strong reference: collected at another time on another rank, a wrapper would
+    be made anew there alone, and the ranks would wait for each other. All else is weak.
     """
 
     prepared: Any
@@ -76,7 +89,9 @@ class PreparedObjects:
         self.entries: list[PreparedObject] = []
 
     def find(self, thing: object) -> PreparedObject | None:
-        """Return the entry that this very object belongs to: as given, as prepared, inside, or wrapped around it."""
+        """Return the entry that this very object belongs to: as given, as prepared, inside, or
+        wrapped around it.
+        """
         for level in levels(thing):
             for entry in self.entries:
                 known = entry.members.get(id(level))
@@ -87,7 +102,9 @@ class PreparedObjects:
     def add(
         self, things: Iterable[object], prepared: object, where: str, *, evaluation: bool = False
     ) -> PreparedObject:
-        """Remember what these objects became; each of them, and what is inside it, leads to the entry."""
+        """Remember what these objects became; each of them, and what is inside it, leads to the
+        entry.
+        """
         entry = PreparedObject(prepared, where, evaluation)
         for thing in (*things, prepared):
             for level in levels(thing):
@@ -104,7 +121,9 @@ class PreparedObjects:
         self.entries = [
             entry
             for entry in self.entries
-            if any(key in registered and known() is not None for key, known in entry.members.items())
+            if any(
+                key in registered and known() is not None for key, known in entry.members.items()
+            )
         ]
 
     def clear(self) -> None:
@@ -121,10 +140,11 @@ def made_here(wrapper: object) -> None:
 
 
 def as_new(accelerator: Accelerator, thing: Any) -> Any:
-    """Return an object as if it had never been prepared: a flag that came from elsewhere proves nothing.
+    """Return an object as if it had never been prepared: a flag that came from elsewhere proves
+    nothing.
 
-    Set by another accelerator, or copied along by deepcopy, accelerate takes the flag for its own, skips the
-    preparation, and leaves a model without autocast or gradient synchronisation.
+    Set by another accelerator, or copied along by deepcopy, accelerate takes the flag for its own,
+    skips the preparation, and leaves a model without autocast or gradient synchronisation.
     """
     if isinstance(thing, torch.nn.Module):
         return _model_as_new(accelerator, thing)
@@ -134,12 +154,15 @@ def as_new(accelerator: Accelerator, thing: Any) -> Any:
 
 
 def wrapper_of(model: torch.nn.Module) -> Any:
-    """Return the DistributedDataParallel that lives around a model; the model itself where none does."""
+    """Return the DistributedDataParallel that lives around a model; the model itself where none
+    does.
+    """
     return next(
         (
             thing
             for thing in gc.get_objects()
-            if type(thing) is DistributedDataParallel and any(level is model for level in levels(thing))
+            if type(thing) is DistributedDataParallel
+            and any(level is model for level in levels(thing))
         ),
         model,
     )
@@ -154,11 +177,15 @@ def _model_as_new(accelerator: Accelerator, model: torch.nn.Module) -> Any:
     if not stale:
         return model
     data_parallel = [
-        i for i, level in enumerate(around) if isinstance(level, DataParallel | DistributedDataParallel)
+        i
+        for i, level in enumerate(around)
+        if isinstance(level, DataParallel | DistributedDataParallel)
     ]
     first = data_parallel[-1] + 1 if data_parallel else 0
     if accelerator.state.dynamo_plugin.backend.value != "NO":
-        first = max(first, next((i for i, level in enumerate(around) if not _is_compiled(level)), 0))
+        first = max(
+            first, next((i for i, level in enumerate(around) if not _is_compiled(level)), 0)
+        )
     return around[first]
 
 
@@ -167,7 +194,9 @@ def _is_compiled(level: object) -> bool:
 
 
 def _strip_autocast(model: Any) -> bool:
-    """Take accelerate's autocast off ``forward`` and return whether it was there; leave what others put in front."""
+    """Take accelerate's autocast off ``forward`` and return whether it was there; leave what others
+    put in front.
+    """
     original = getattr(model, "_original_forward", None)
     forward = vars(model).get("forward")
     if original is None or forward is None:

@@ -19,19 +19,27 @@ from ckptfix.wording import count_of
 # Agreement of the processes of a run, so that all of them succeed or all of them fail.
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Runs with models sharded over ranks: accelerate's own save_state and load_state are collective operations there."""
+"""Runs with models sharded over ranks: accelerate's own save_state and load_state are collective
+operations there.
+"""
 
 
 def cannot_agree(accelerator: Accelerator) -> bool:
-    """Return whether the processes cannot agree on anything here: accelerate gathers no objects under XLA."""
+    """Return whether the processes cannot agree on anything here: accelerate gathers no objects
+    under XLA.
+    """
     return accelerator.distributed_type is DistributedType.XLA and accelerator.num_processes > 1
 
 
 class Ranks:
-    """The processes of a run. Each method is a collective operation: every process must call it, failed or not."""
+    """The processes of a run. Each method is a collective operation: every process must call it,
+    failed or not.
+    """
 
     def __init__(self, accelerator: Accelerator | None, *, together: bool = True) -> None:
-        """Take all processes of the accelerator's run; this one alone without it, or when they do not act together."""
+        """Take all processes of the accelerator's run; this one alone without it, or when they do
+        not act together.
+        """
         self._accelerator = accelerator
         self._several = together and accelerator is not None and accelerator.num_processes > 1
         self.rank: int = 0 if accelerator is None else accelerator.process_index
@@ -43,9 +51,11 @@ class Ranks:
         return found
 
     def on_main(self, work: Callable[[], Any], what: str, store: Any = None) -> Any:
-        """Let the main process decide, and return what it decided on every process; when it fails, all raise.
+        """Let the main process decide, and return what it decided on every process; when it fails,
+        all raise.
 
-        ``store``: of a meeting of this call alone, for a value of JSON: in a sixth of the time of a broadcast.
+        ``store``: of a meeting of this call alone, for a value of JSON: in a sixth of the time of a
+        broadcast.
         """
         value, error = None, None
         if self._is_main:
@@ -64,10 +74,13 @@ class Ranks:
         return value
 
     def agree(self, error: BaseException | None, what: str) -> None:
-        """Raise on every process when any of them failed: its own error where there is one, else OperationError."""
+        """Raise on every process when any of them failed: its own error where there is one, else
+        OperationError.
+        """
         failure = self._described(error)
         if self._several and self._accelerator is not None:
-            # One number first: a gather of objects is two operations and five times as slow, and a save agrees often.
+            # One number first: a gather of objects is two operations and five times as slow, and a
+            # save agrees often.
             device = self._accelerator.device
             if reduce(torch.tensor([float(error is not None)], device=device), "sum").item():
                 failure = next(one for one in self.gather(failure) if one is not None)
@@ -105,7 +118,9 @@ PATIENCE = 30.0
 """Seconds after which a process that waits says for whom."""
 
 TIMEOUT = 540.0
-"""Seconds after which it ends with an error. torch ends NCCL's operations after 600: this error comes before that."""
+"""Seconds after which it ends with an error. torch ends NCCL's operations after 600: this error
+comes before that.
+"""
 
 VARIABLE = "CKPTFIX_SAVE_TIMEOUT"
 
@@ -125,20 +140,29 @@ def timeout_of(given: float | None) -> float:
     except (TypeError, ValueError):
         seconds = 0.0
     if not seconds > 0:
-        raise UsageError(f"{what}={text}: expected a number of seconds above 0 (inf waits for ever)")
+        raise UsageError(
+            f"{what}={text}: expected a number of seconds above 0 (inf waits for ever)"
+        )
     return seconds
 
 
 def meet(
-    rank: int, processes: int, word: str, timeout: float, *, can_save_alone: bool, what: str = "save_state"
+    rank: int,
+    processes: int,
+    word: str,
+    timeout: float,
+    *,
+    can_save_alone: bool,
+    what: str = "save_state",
 ) -> tuple[list[str], Any]:
-    """Return what every process says, by rank, once all are here, and the store of this meeting alone.
+    """Return what every process says, by rank, once all are here, and the store of this meeting
+    alone.
 
     ``what``: the name of the call, for messages.
 
-    Raises OperationError after ``timeout`` seconds, naming who did not come. Either all are said to be here or the
-    meeting is given up, whichever is written first; who comes late passes over what was given up.
-    ``can_save_alone``: whether a save that waits for nobody is an alternative here.
+    Raises OperationError after ``timeout`` seconds, naming who did not come. Either all are said to
+    be here or the meeting is given up, whichever is written first; who comes late passes over what
+    was given up. ``can_save_alone``: whether a save that waits for nobody is an alternative here.
     """
     global _number
     begin = time.monotonic()
@@ -146,7 +170,8 @@ def meet(
     while verdict != _ALL:
         store = torch.distributed.PrefixStore(f"ckptfix/save/{_number}", _store())
         if store.check([_VERDICT]):
-            verdict = store.get(_VERDICT)  # given up before this process came: on to the next meeting
+            # Given up before this process came: on to the next meeting.
+            verdict = store.get(_VERDICT)
         else:
             store.set(str(rank), word)
             verdict = b""
@@ -168,7 +193,8 @@ def meet(
         _number += 1
         if verdict != _ALL and time.monotonic() - begin >= timeout:
             raise OperationError(
-                f"{_why(what, timeout, _missing(store, processes), can_save_alone)}; nothing was written"
+                f"{_why(what, timeout, _missing(store, processes), can_save_alone)}; nothing was "
+                "written"
             )
     words = [store.get(str(other)).decode() for other in range(processes)]
     before = torch.distributed.PrefixStore(f"ckptfix/save/{_number - 2}", _store())
@@ -188,7 +214,13 @@ def _missing(store: Any, processes: int) -> list[int]:
 
 def _why(what: str, seconds: float, missing: list[int], can_save_alone: bool) -> str:
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    who = f"{count_of(len(missing), 'process')} (rank {shown})" if missing else "the other processes"
+    who = (
+        f"{count_of(len(missing), 'process')} (rank {shown})" if missing else "the other processes"
+    )
     alone = as_given("pass save_together=False", "leave out --save-together")
-    remedy = f"; if only the main process saves, {alone}: then it waits for none" if can_save_alone else ""
+    remedy = (
+        f"; if only the main process saves, {alone}: then it waits for none"
+        if can_save_alone
+        else ""
+    )
     return f"{what} has waited {seconds:g} s for {who}: every process must call it{remedy}"

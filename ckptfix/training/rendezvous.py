@@ -1,6 +1,7 @@
 """The processes that torchrun, accelerate launch or Slurm started, joined by torch's store.
 
-Only the store is used, no process group: nothing is sent but keys and values, which are JSON and never unpickled.
+Only the store is used, no process group: nothing is sent but keys and values, which are JSON and
+never unpickled.
 """
 
 import os
@@ -16,7 +17,9 @@ from ckptfix.storage.joined_team import Store
 
 
 class Launched(NamedTuple):
-    """The place of this process among those that a launcher started. ``here``: how many are on this machine."""
+    """The place of this process among those that a launcher started. ``here``: how many are on this
+    machine.
+    """
 
     rank: int
     total: int
@@ -29,14 +32,19 @@ _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun and accelerate launch set for each process."""
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
-"""Variables that srun sets for each task of a step. A batch script, which is one process, lacks the second one."""
+"""Variables that srun sets for each task of a step. A batch script, which is one process, lacks the
+second one.
+"""
 
 SWITCH = "CKPTFIX_TEAM"
-"""Variable of the environment: 1 where the launcher starts a script that starts ckptfix, 0 for a process alone."""
+"""Variable of the environment: 1 where the launcher starts a script that starts ckptfix, 0 for a
+process alone.
+"""
 
 
 def launched(variables: Mapping[str, str]) -> Launched | None:
-    """Return the place of this process; None where it is alone, or a child of a process that a launcher started.
+    """Return the place of this process; None where it is alone, or a child of a process that a
+    launcher started.
 
     A training script that calls ckptfix hands its own variables on: the others would never come.
     """
@@ -50,14 +58,20 @@ def launched(variables: Mapping[str, str]) -> Launched | None:
 
 
 def left_alone(variables: Mapping[str, str]) -> Launched | None:
-    """Return the place that this process has in its variables, and left to its parent; None for any other process."""
+    """Return the place that this process has in its variables, and left to its parent; None for any
+    other process.
+    """
     found = _of_torch(variables) or _of_slurm(variables)
     is_asked = variables.get(SWITCH, "") != ""
-    return found if found and found.total > 1 and not is_asked and _is_inherited(variables) else None
+    return (
+        found if found and found.total > 1 and not is_asked and _is_inherited(variables) else None
+    )
 
 
 def join(place: Launched, timeout: float) -> Store:
-    """Connect to the store that all of them see. Raises TeamError when that takes longer than ``timeout`` seconds."""
+    """Connect to the store that all of them see. Raises TeamError when that takes longer than
+    ``timeout`` seconds.
+    """
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # a process that has gone is said in our words alone
@@ -69,9 +83,10 @@ def join(place: Launched, timeout: float) -> Store:
         store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout)))
     except Exception as error:
         raise TeamError(
-            f"{place.total} processes were started, and they did not meet at {where} within {timeout:g} s: "
-            f"{str(error).splitlines()[0]}; next: let every node reach that address (MASTER_ADDR, MASTER_PORT), or "
-            f"give each node a share of the work, without a network: --shard I/N; or, for one process: {SWITCH}=0"
+            f"{place.total} processes were started, and they did not meet at {where} within "
+            f"{timeout:g} s: {str(error).splitlines()[0]}; next: let every node reach that "
+            "address (MASTER_ADDR, MASTER_PORT), or give each node a share of the work, without "
+            f"a network: --shard I/N; or, for one process: {SWITCH}=0"
         ) from error
     return store  # type: ignore[no-any-return]  # torch's stores have what Store lists
 
@@ -108,7 +123,9 @@ def first_node(nodes: str) -> str:
 
 
 def _is_inherited(variables: Mapping[str, str]) -> bool:
-    """Return whether the parent process has the same place: then a launcher started that one, and not this one."""
+    """Return whether the parent process has the same place: then a launcher started that one, and
+    not this one.
+    """
     names = (*_TORCH, "TORCHELASTIC_RUN_ID", *_SLURM[:2])
     mine = {f"{name}={variables[name]}".encode() for name in names if name in variables}
     try:

@@ -1,7 +1,8 @@
 """Runs a script as ``python SCRIPT`` does, with every Accelerator of it guarded.
 
-Nothing heavy is imported here: the guard comes on when the script itself imports accelerate, so that what the script
-sets before (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts as it does without ``ckptfix run``.
+Nothing heavy is imported here: the guard comes on when the script itself imports accelerate, so
+that what the script sets before (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts as it does
+without ``ckptfix run``.
 """
 
 import builtins
@@ -23,9 +24,11 @@ _replaced: list[ModuleType] = []  # the __main__ of before: its functions are st
 
 
 def run_script(script: str, arguments: Sequence[str], guard: Callable[[], None]) -> None:
-    """Run a script as ``__main__``, and call ``guard`` as soon as the script has imported accelerate.
+    """Run a script as ``__main__``, and call ``guard`` as soon as the script has imported
+    accelerate.
 
-    What it raises, and the status it exits with, go through untouched; a traceback begins with the script's own frame.
+    What it raises, and the status it exits with, go through untouched; a traceback begins with the
+    script's own frame.
     """
 
     when_imported("accelerate", guard)
@@ -36,8 +39,8 @@ def run_script(script: str, arguments: Sequence[str], guard: Callable[[], None])
     spec = importlib.util.spec_from_file_location("__main__", loader.path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    # As for a script: processes that multiprocessing spawns look for the file when there is no __spec__.
-    # Python gives a script the module of the builtins, and any other code their dict.
+    # As for a script: processes that multiprocessing spawns look for the file when there is no
+    # __spec__. Python gives a script the module of the builtins, and any other code their dict.
     vars(module).update(__spec__=None, __cached__=None, __package__=None, __builtins__=builtins)
     _replaced.append(sys.modules["__main__"])
     sys.modules["__main__"] = module
@@ -48,7 +51,9 @@ def run_script(script: str, arguments: Sequence[str], guard: Callable[[], None])
     except BaseException as error:
         hook = sys.excepthook  # perhaps the script's own
 
-        def show(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        def show(
+            kind: type[BaseException], raised: BaseException, trace: TracebackType | None
+        ) -> None:
             sys.excepthook = hook
             raised.__traceback__ = _from_script(trace, module)
             hook(kind, raised, raised.__traceback__)
@@ -60,16 +65,20 @@ def run_script(script: str, arguments: Sequence[str], guard: Callable[[], None])
 
 
 def _from_script(trace: TracebackType | None, module: ModuleType) -> TracebackType | None:
-    """Return a traceback from the script's own first frame on, as under python; None for a script without syntax."""
+    """Return a traceback from the script's own first frame on, as under python; None for a script
+    without syntax.
+    """
     while trace is not None and trace.tb_frame.f_globals is not vars(module):
         trace = trace.tb_next
     return trace
 
 
 def _tell_torchrun(error: Exception, trace: TracebackType | None) -> None:
-    """Leave the traceback where torchrun's summary looks for it, unless the script's own ``@record`` has done so.
+    """Leave the traceback where torchrun's summary looks for it, unless the script's own
+    ``@record`` has done so.
 
-    torchrun takes the title of its summary from its own command line, "ckptfix FAILED"; only this names the script.
+    torchrun takes the title of its summary from its own command line, "ckptfix FAILED"; only this
+    names the script.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -79,11 +88,16 @@ def _tell_torchrun(error: Exception, trace: TracebackType | None) -> None:
         "timestamp": str(int(time.time())),
     }
     with suppress(OSError), open(path, "x") as file:
-        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
+        json.dump(
+            {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}},
+            file,
+        )
 
 
 def as_given(in_code: str, typed: str) -> str:
-    """Return what the user can change: something in the code, or what was typed where ``ckptfix run`` runs it."""
+    """Return what the user can change: something in the code, or what was typed where ``ckptfix
+    run`` runs it.
+    """
     return typed if _replaced else in_code
 
 
@@ -99,7 +113,8 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _SpecUnderWay(ModuleSpec):
-    """Takes the place of a spec's class until its module, which is half imported, is there as a whole.
+    """Takes the place of a spec's class until its module, which is half imported, is there as a
+    whole.
 
     ``from transformers import Trainer`` imports accelerate from within ``transformers.trainer``.
     """
@@ -137,7 +152,9 @@ class _Watcher(MetaPathFinder):
         self._action = action
         self._asking = False
 
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != self._name or self._asking:
             return None
         self._asking = True

@@ -1,1 +1,3 @@
-"""``seal``, ``verify`` and ``diff``: digests of every file and tensor, and two checkpoints compared."""
+"""``seal``, ``verify`` and ``diff``: digests of every file and tensor, and two checkpoints
+compared.
+"""

@@ -14,7 +14,13 @@ from ckptfix.storage.paths import MANIFEST, refusal, shell_path
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, first_place, hash_all
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
 from ckptfix.verification.matching import Matched, crossed, crossing, moved, pair_models
-from ckptfix.verification.optimizer_pairs import OptimizerPair, Side, left_of, pair_optimizers, side_of
+from ckptfix.verification.optimizer_pairs import (
+    OptimizerPair,
+    Side,
+    left_of,
+    pair_optimizers,
+    side_of,
+)
 from ckptfix.verification.verify_report import Change, Item, Kind, Outcome, file_item
 from ckptfix.wording import count_of, list_names
 
@@ -23,7 +29,8 @@ _BY_TENSOR = "differs; only its tensors are compared, one by one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """An item for every file and tensor of either side, the results of the first side, and what was left out.
+    """An item for every file and tensor of either side, the results of the first side, and what was
+    left out.
 
     ``crossed``: models in each other's place, in words, "" when none do.
     """
@@ -43,16 +50,21 @@ class _Pair:
 
 
 def compare_with(
-    contents: Contents, path: Path, *, data: bool, model: str | None = None, progress: Progress | None
+    contents: Contents,
+    path: Path,
+    *,
+    data: bool,
+    model: str | None = None,
+    progress: Progress | None,
 ) -> Comparison:
     """Compare what was read of a checkpoint with the one at ``path``.
 
-    Models are paired as ``pair_models`` does, tensors by name, optimizers as ``pair_optimizers`` does; a file of a
-    model or an optimizer counts by its tensors and values. ``model``: makes the models of the run, for optimizers whose
-    parameters are numbered.
+    Models are paired as ``pair_models`` does, tensors by name, optimizers as ``pair_optimizers``
+    does; a file of a model or an optimizer counts by its tensors and values. ``model``: makes the
+    models of the run, for optimizers whose parameters are numbered.
 
-    Raises UsageError when nothing is at ``path``, or no weights are on one side alone, OperationError when its weights
-    cannot be read, or a file of either side changed meanwhile.
+    Raises UsageError when nothing is at ``path``, or no weights are on one side alone,
+    OperationError when its weights cannot be read, or a file of either side changed meanwhile.
     """
     other = read_contents(find_target(path))
     for side in (contents, other):
@@ -85,13 +97,17 @@ def compare_with(
     results = dict(zip(jobs, hash_all(list(jobs.values()), progress=progress), strict=True))
     for side in (contents, other):
         side.check_unchanged()
-    if bad := next((key for (is_ours, key), one in results.items() if one.problem and not is_ours), None):
+    if bad := next(
+        (key for (is_ours, key), one in results.items() if one.problem and not is_ours), None
+    ):
         raise OperationError(f"{other.root}: {bad} {refusal(results[False, bad].problem)}")
     files = list(_files(contents, other, alike, results, optimizers))
     tensors = [item for pair in pairs for item in _tensors(contents, other, pair, results)]
     told = list(_told(contents, other, pairs, files, tensors, optimizers))
     told += [*unpaired, *(words for optimizer in optimizers for words in _notes(optimizer, files))]
-    states = [item for optimizer in optimizers for item in _states(contents, other, optimizer, results)]
+    states = [
+        item for optimizer in optimizers for item in _states(contents, other, optimizer, results)
+    ]
     swapped = list(crossed((pair.ours, pair.theirs) for pair in pairs))
     ours = {key: one for (is_ours, key), one in results.items() if is_ours}
     return Comparison(
@@ -110,7 +126,9 @@ def _told(
     tensors: list[Item],
     optimizers: Sequence[OptimizerPair],
 ) -> Iterator[str]:
-    """Yield in words what was not compared, and what was compared although it may not belong together."""
+    """Yield in words what was not compared, and what was compared although it may not belong
+    together.
+    """
     if (contents.root / MANIFEST).exists():
         yield "the manifest; leave out --against"
     both = [(pair.ours, pair.theirs) for pair in pairs]
@@ -144,7 +162,9 @@ def _same_names(contents: Contents, other: Contents) -> list[str]:
 
 
 def _comparable(own: Weights | None, foreign: Weights | None) -> set[str]:
-    """Return the names in ``own.tensors`` that some tensor of the same dtype and shape is to be compared with."""
+    """Return the names in ``own.tensors`` that some tensor of the same dtype and shape is to be
+    compared with.
+    """
     if own is None or foreign is None:
         return set()
     there = foreign.named()
@@ -166,7 +186,8 @@ def _files(
     of_models, of_others = _compared_by_tensor(contents), _compared_by_tensor(other)
     for optimizer in optimizers:
         for own, files in ((of_models, optimizer.a.files), (of_others, optimizer.b.files)):
-            # A file that holds more than what was compared, and has a namesake, counts by all of its bytes.
+            # A file that holds more than what was compared, and has a namesake, counts by all of
+            # its bytes.
             own.update(str(file) for file in files if not (optimizer.notes and str(file) in alike))
     for name in alike:
         item = _same_name(name, contents, other, results)
@@ -206,9 +227,13 @@ def _same_name(
 def _beside_tensors(
     contents: Contents, other: Contents, files: Iterable[Item], optimizers: Iterable[OptimizerPair]
 ) -> Iterator[str]:
-    """Yield in words what lies next to the tensors in files of the models that are not the same in every byte."""
+    """Yield in words what lies next to the tensors in files of the models that are not the same in
+    every byte.
+    """
     same = {item.name for item in files if item.outcome is Outcome.MATCH}
-    of_optimizers = {file for pair in optimizers for state in (pair.a, pair.b) for file in state.files}
+    of_optimizers = {
+        file for pair in optimizers for state in (pair.a, pair.b) for file in state.files
+    }
     for side in (contents, other):
         for weights in side.weights:
             where = weights.label if side is contents else side.root / weights.label
@@ -221,7 +246,9 @@ def _beside_tensors(
 
 
 def _compared_by_tensor(contents: Contents) -> set[str]:
-    """Return the files of the models, with their indexes: in another format or other shards there are others."""
+    """Return the files of the models, with their indexes: in another format or other shards there
+    are others.
+    """
     found = {str(path) for weights in contents.weights for path in weights.files}
     is_deepspeed = any(weights.format is Format.DEEPSPEED for weights in contents.weights)
     return found | set(map(str, BESIDE)) if is_deepspeed else found
@@ -246,7 +273,9 @@ def _tensors(
             assert pair.ours is not None
             assert pair.theirs is not None
             here = results[True, TensorLocation(pair.ours.label, pair.ours.ties.get(name, name))]
-            there = results[False, TensorLocation(pair.theirs.label, pair.theirs.ties.get(name, name))]
+            there = results[
+                False, TensorLocation(pair.theirs.label, pair.theirs.ties.get(name, name))
+            ]
             yield _compared(Kind.TENSOR, name, where, here, there)
     for name, tensor in theirs.items():
         if name not in ours:
@@ -256,7 +285,9 @@ def _tensors(
 
 
 def _side(contents: Contents) -> Side:
-    return side_of(StoredCheckpoint(root=contents.root, only=contents.only, weights=contents.weights))
+    return side_of(
+        StoredCheckpoint(root=contents.root, only=contents.only, weights=contents.weights)
+    )
 
 
 def _location(optimizer: OptimizerPair, one: Matched) -> TensorLocation:
@@ -265,12 +296,16 @@ def _location(optimizer: OptimizerPair, one: Matched) -> TensorLocation:
 
 def _are_comparable(ours: StoredTensor | None, theirs: StoredTensor | None) -> bool:
     return (
-        ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        ours is not None
+        and theirs is not None
+        and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
     )
 
 
 def _notes(optimizer: OptimizerPair, files: Iterable[Item]) -> Iterator[str]:
-    """Yield in words what was not compared of two optimizers, unless their files are the same in every byte."""
+    """Yield in words what was not compared of two optimizers, unless their files are the same in
+    every byte.
+    """
     same = {item.name for item in files if item.outcome is Outcome.MATCH}
     if not same.issuperset(map(str, (*optimizer.a.files, *optimizer.b.files))):
         yield from (f"{optimizer.a.label}: {words}" for words in (optimizer.words,) if words)
@@ -292,7 +327,9 @@ def _states(
             assert tensor is not None, "of one side at least"
             text = f"is only in {other.root}" if ours is None else "is only here"
             change = Change.MISSING if ours is None else Change.EXTRA
-            yield Item(Kind.TENSOR, one.name, _home(tensor, side.root), Outcome.DIFFER, change, text)
+            yield Item(
+                Kind.TENSOR, one.name, _home(tensor, side.root), Outcome.DIFFER, change, text
+            )
         elif not _are_comparable(ours, theirs):
             text = f"is {_kind(ours)} here, {_kind(theirs)} there"
             where = _home(ours, contents.root)

@@ -1,9 +1,11 @@
-"""Digests that come from statements, or from lists of ``sha256sum``, instead of the manifest of a checkpoint.
+"""Digests that come from statements, or from lists of ``sha256sum``, instead of the manifest of a
+checkpoint.
 
-A signature of tensors is over what they hold: dtype, shape and bytes. A signed tensor is there if the model that it
-belongs to has a tensor of the same name with this digest. Names are compared without the wrappers around a model, where
-that matches more of them; files, shards, formats and the labels of models do not count. Tied names share one tensor,
-so one of them suffices. A model that was signed twice, as a second ``prepare()`` saves it, may be there once.
+A signature of tensors is over what they hold: dtype, shape and bytes. A signed tensor is there if
+the model that it belongs to has a tensor of the same name with this digest. Names are compared
+without the wrappers around a model, where that matches more of them; files, shards, formats and the
+labels of models do not count. Tied names share one tensor, so one of them suffices. A model that
+was signed twice, as a second ``prepare()`` saves it, may be there once.
 """
 
 import os
@@ -42,9 +44,9 @@ _SUMS = "sha256sums"
 class Evidence:
     """All that a checkpoint is to be compared with instead of its manifest.
 
-    ``files``, ``tensors``: the statements. ``sums``: path -> sha256 of lists. ``attestations``: one for each file that
-    was read. ``not_checked``: what of the lists is not about the checkpoint, in words. ``options``: of ``verify``, for
-    the command that compares again.
+    ``files``, ``tensors``: the statements. ``sums``: path -> sha256 of lists. ``attestations``: one
+    for each file that was read. ``not_checked``: what of the lists is not about the checkpoint, in
+    words. ``options``: of ``verify``, for the command that compares again.
     """
 
     files: FileStatement | None = None
@@ -77,31 +79,42 @@ def gather(
     sha256sums: Sequence[str | os.PathLike[str]] = (),
     trust: Trust | None = None,
 ) -> Evidence:
-    """Read statements and lists. ``signatures``: must be signed by ``trust``; ``statements``: need not be signed.
+    """Read statements and lists. ``signatures``: must be signed by ``trust``; ``statements``: need
+    not be signed.
 
-    Raises UsageError for files that do not go together, OperationError for one that is refused, OSError.
+    Raises UsageError for files that do not go together, OperationError for one that is refused,
+    OSError.
     """
     if trust is not None and not signatures:
         raise UsageError(
-            f"a signer is named, but no signature; next: ckptfix verify --signature FILE {target.path}"
+            "a signer is named, but no signature; next: ckptfix verify --signature FILE "
+            f"{target.path}"
         )
     if signatures and trust is None:
         first = Path(signatures[0])
         raise UsageError(
-            f"{first}: name who must have signed it: --key PUBLIC_KEY, --certificate-chain CA.pem, or --identity NAME "
-            f"--identity-provider URL; to compare without verifying the signature: {_unsigned(target, first)}"
+            f"{first}: name who must have signed it: --key PUBLIC_KEY, --certificate-chain CA.pem, "
+            "or --identity NAME --identity-provider URL; to compare without verifying the "
+            f"signature: {_unsigned(target, first)}"
         )
     if trust is not None:
         trust.material()  # before anything is read: it raises for one that names nobody, or two
     found: dict[type, FileStatement | TensorStatement] = {}
     attestations = []
-    for given, whom in (*((one, trust) for one in signatures), *((one, None) for one in statements)):
+    for given, whom in (
+        *((one, trust) for one in signatures),
+        *((one, None) for one in statements),
+    ):
         opened = open_statement(_at(given, target), whom)
         attestations.append(opened.attestation)
-        if isinstance(opened.statement, TensorStatement) and opened.attestation.path.name in OF_FILES:
+        if (
+            isinstance(opened.statement, TensorStatement)
+            and opened.attestation.path.name in OF_FILES
+        ):
             raise OperationError(
-                f"{given}: refused, and nothing was compared: it is about tensors, under the name of a statement of "
-                f"files, so that every other file could change; next: get the file again from whoever made it"
+                f"{given}: refused, and nothing was compared: it is about tensors, under the name "
+                "of a statement of files, so that every other file could change; next: get the "
+                "file again from whoever made it"
             )
         if opened.statement is not None and found.setdefault(
             type(opened.statement), opened.statement
@@ -121,15 +134,20 @@ def gather(
         listed = read_sums(path, target.root)
         for name, digest in listed.digests.items():
             if sums.setdefault(name, digest) != digest:
-                raise OperationError(f"{path}: refused: another list has another checksum of {name!r}")
+                raise OperationError(
+                    f"{path}: refused: another list has another checksum of {name!r}"
+                )
         told += listed.not_checked(str(path))
         attestations.append(Attestation(path=path, kind=_SUMS))
         if not listed.digests:
             is_inside = path.absolute().is_relative_to(target.root.absolute())
-            move = f"; next, if it was made in {target.root}: mv {shell_path(path)} {shell_path(target.root)}"
+            move = (
+                f"; next, if it was made in {target.root}: mv {shell_path(path)} "
+                f"{shell_path(target.root)}"
+            )
             raise UsageError(
-                f"{path} has no sha256 of a file in {target.root}: its paths count from the folder of the list"
-                f"{'' if is_inside else move}"
+                f"{path} has no sha256 of a file in {target.root}: its paths count from the folder "
+                f"of the list{'' if is_inside else move}"
             )
     return Evidence(
         files=_alone(files, target, attestations) if files is not None else None,
@@ -144,8 +162,8 @@ def gather(
 class Attested(Recorded):
     """Records of statements and lists about a checkpoint, in the place of those of its manifest.
 
-    ``crossed``: models in each other's place, in words. ``notes``: what the comparison passes over, in words.
-    ``added``: values that are not plain tensors, and came since.
+    ``crossed``: models in each other's place, in words. ``notes``: what the comparison passes over,
+    in words. ``added``: values that are not plain tensors, and came since.
     """
 
     def __init__(self, evidence: Evidence, contents: Contents, target: Target) -> None:
@@ -167,7 +185,9 @@ class Attested(Recorded):
         }
 
     def place(self, hashed: Mapping[str | TensorLocation, Hashed]) -> None:
-        """Put the digests of the statement under the labels and names that its tensors have here."""
+        """Put the digests of the statement under the labels and names that its tensors have
+        here.
+        """
         if self._evidence.tensors is None:
             return
         placing = _Placing(self._evidence.tensors, self._contents, hashed)
@@ -201,17 +221,26 @@ class Attested(Recorded):
         if files is None:
             if not self._evidence.sums and name in self._of_weights:
                 of_masters = self._of_weights[name] is Format.DEEPSPEED
-                what = "fp32 weights alone, not in a copy of another dtype" if of_masters else "tensors alone"
+                what = (
+                    "fp32 weights alone, not in a copy of another dtype"
+                    if of_masters
+                    else "tensors alone"
+                )
                 return False, f"is covered by {self.tensor_source} in its {what}"
             return False, f"is not covered by {self.source}"
         if files.leaves_out(name):
             return False, f"is not covered by {self.source}, which leaves it out"
         if files.scheme.shard_size is not None and self._contents.files[name].size == 0:
-            return False, f"is empty, and not covered by {self.source}, as no shard of it has a byte"
+            return (
+                False,
+                f"is empty, and not covered by {self.source}, as no shard of it has a byte",
+            )
         return True, f"is not covered by {self.source}"
 
     def special(self, name: str, why: str) -> tuple[bool, str]:
-        """Return whether what is not a file, and not listed, is a difference: a link may lead somewhere tomorrow."""
+        """Return whether what is not a file, and not listed, is a difference: a link may lead
+        somewhere tomorrow.
+        """
         files = self._evidence.files
         if files is None or files.leaves_out(name):
             return False, why
@@ -219,7 +248,9 @@ class Attested(Recorded):
 
 
 def _place(path: Path) -> str:
-    """Return where a file lies. Another link to the same file is another place: a loader reads it by that name."""
+    """Return where a file lies. Another link to the same file is another place: a loader reads it
+    by that name.
+    """
     return os.path.join(os.path.realpath(path.parent), path.name)
 
 
@@ -246,12 +277,15 @@ def own_folders(contents: Contents, evidence: Evidence, *, listed: bool) -> list
     return [
         own
         for own in ((JOURNAL, *contents.journals) if contents.only is None else ())
-        if any(name.startswith(f"{own}/") for name in names) is listed and (contents.root / own).is_dir()
+        if any(name.startswith(f"{own}/") for name in names) is listed
+        and (contents.root / own).is_dir()
     ]
 
 
 def _at(given: str | os.PathLike[str], target: Target) -> Path:
-    """Return the path of a file that was named. Raises UsageError, which says where in the checkpoint it is."""
+    """Return the path of a file that was named. Raises UsageError, which says where in the
+    checkpoint it is.
+    """
     path = Path(given)
     inside = target.root / path
     if not os.path.lexists(path) and not path.is_absolute() and os.path.isfile(inside):
@@ -261,8 +295,12 @@ def _at(given: str | os.PathLike[str], target: Target) -> Path:
     return path
 
 
-def _alone(files: FileStatement, target: Target, attestations: Iterable[Attestation]) -> FileStatement:
-    """Return the statement of a file that was signed without a folder as one about the file that was named."""
+def _alone(
+    files: FileStatement, target: Target, attestations: Iterable[Attestation]
+) -> FileStatement:
+    """Return the statement of a file that was signed without a folder as one about the file that
+    was named.
+    """
     if ALONE not in files.files:
         return files
     where = next(str(one.path) for one in attestations if one.kind == "files")
@@ -276,9 +314,16 @@ def _unsigned(target: Target, path: Path) -> str:
 
 
 def _options(
-    signatures: Sequence[object], statements: Sequence[object], sums: Sequence[object], trust: Trust | None
+    signatures: Sequence[object],
+    statements: Sequence[object],
+    sums: Sequence[object],
+    trust: Trust | None,
 ) -> Iterable[str]:
-    for option, paths in (("--signature", signatures), ("--oms", statements), ("--sha256sums", sums)):
+    for option, paths in (
+        ("--signature", signatures),
+        ("--oms", statements),
+        ("--sha256sums", sums),
+    ):
         for path in paths:
             yield from (option, str(path))
     if trust is None:
@@ -295,10 +340,12 @@ def _options(
 
 
 class _Placing:
-    """The models of a statement paired with those that are there, by what they hold where that is the same.
+    """The models of a statement paired with those that are there, by what they hold where that is
+    the same.
 
-    ``digests``: label of a model here -> name -> digest. ``crossed``: pairs that are in another order than
-    the statement has. ``notes``: what is passed over, in words. ``added``: file and name of values that came since.
+    ``digests``: label of a model here -> name -> digest. ``crossed``: pairs that are in another
+    order than the statement has. ``notes``: what is passed over, in words. ``added``: file and name
+    of values that came since.
     """
 
     def __init__(
@@ -310,13 +357,17 @@ class _Placing:
         self.crossed: list[tuple[Weights, Weights]] = []
         self.notes: list[str] = []
         self.added: list[tuple[str, str]] = []
-        self.digests: dict[str, dict[str, str]] = {weights.label: {} for weights in contents.weights}
+        self.digests: dict[str, dict[str, str]] = {
+            weights.label: {} for weights in contents.weights
+        }
         self._statement = statement
         self._is_lone = contents.only is not None
         self._signed = {one.label: _bare(statement.by_name(one)) for one in statement.models}
         here = named_results(contents, hashed)
         self._here = {
-            one.label: _bare({name: here[TensorLocation(one.label, name)].digest for name in one.named()})
+            one.label: _bare(
+                {name: here[TensorLocation(one.label, name)].digest for name in one.named()}
+            )
             for one in contents.weights
         }
         pairs = self._alike(contents.weights)
@@ -336,15 +387,19 @@ class _Placing:
             self._put(one, other)
         for copy in copies:
             twin = next(
-                one for one in statement.models if self._signed[one.label] == self._signed[copy.label]
+                one
+                for one in statement.models
+                if self._signed[one.label] == self._signed[copy.label]
             )
             count = count_of(len(copy.tensors), "tensor")
             self.notes.append(
-                f"{copy.label} was stated, too: its {count} are those of {twin.label}, compared once"
+                f"{copy.label} was stated, too: its {count} are those of {twin.label}, compared "
+                "once"
             )
 
     def _alike(self, models: Sequence[Weights]) -> list[tuple[Weights, Weights]]:
-        """Return the models that hold the same, in the order of the statement as far as that is possible.
+        """Return the models that hold the same, in the order of the statement as far as that is
+        possible.
 
         A copy that a repair dropped leaves a gap, which changes no order.
         """
@@ -358,7 +413,9 @@ class _Placing:
             same = [one for one in same if one.label == there.label] or same
             if not same or not there.tensors:
                 continue
-            after = [one for one in same if one.position > last.get(one.home, (PurePosixPath(), -1))]
+            after = [
+                one for one in same if one.position > last.get(one.home, (PurePosixPath(), -1))
+            ]
             signed = next(iter(after), same[0])
             free.remove(signed)
             found.append((signed, there))
@@ -389,9 +446,13 @@ class _Placing:
                 words = "other names of tensors that were stated, which were not"
                 self.notes.append(f"{there.label}: {words}: {list_names(others)}")
             if is_unwrapped:
-                self.notes.append(f"{there.label}: keys are compared without the wrappers around the model")
+                self.notes.append(
+                    f"{there.label}: keys are compared without the wrappers around the model"
+                )
         elif not self._is_lone:
-            label = signed.label if signed.label not in self.digests else f"{signed.label} as stated"
+            label = (
+                signed.label if signed.label not in self.digests else f"{signed.label} as stated"
+            )
             self.digests[label] = own
 
 
@@ -406,7 +467,9 @@ def _bare_names(weights: Weights) -> set[str]:
 
 
 def _is_part(signed: Weights, there: Weights) -> bool:
-    """Return whether a lone file holds a part of its model, by its name or as one of several that were signed."""
+    """Return whether a lone file holds a part of its model, by its name or as one of several that
+    were signed.
+    """
     (file,) = there.files if len(there.files) == 1 else (None,)
     if file is None:
         return False  # an index, with all files that it names
@@ -427,14 +490,17 @@ def _bare(own: Mapping[str, str]) -> dict[str, str]:
 def _renamed(
     digests: Mapping[str, str], signed: Weights, there: Weights, *, is_part: bool
 ) -> tuple[dict[str, str], bool, list[str]]:
-    """Return the digests of a signed model by the names of the model that is there, and whether wrappers were removed.
+    """Return the digests of a signed model by the names of the model that is there, and whether
+    wrappers were removed.
 
-    The list: names that nobody signed, of tensors that were signed by another name. ``is_part``: it is one file of
-    several, in which other tensors are not missing.
+    The list: names that nobody signed, of tensors that were signed by another name. ``is_part``: it
+    is one file of several, in which other tensors are not missing.
     """
     matched, removed = match_names(signed.named(), there.named())
     found = {one.b: digests[one.a] for one in matched if one.a is not None and one.b is not None}
-    known = {signed.ties.get(one.a, one.a) for one in matched if one.a is not None and one.b is not None}
+    known = {
+        signed.ties.get(one.a, one.a) for one in matched if one.a is not None and one.b is not None
+    }
     others = []
     kept_here = {there.ties.get(name, name): digest for name, digest in found.items()}
     for one in matched:
@@ -445,6 +511,7 @@ def _renamed(
                 others.append(one.b)
         elif one.a is None or one.b is not None or is_part:
             continue
-        elif signed.ties.get(one.a, one.a) not in known:  # else a tied name is there, which suffices
+        # Else a tied name is there, which suffices.
+        elif signed.ties.get(one.a, one.a) not in known:
             found[one.a if one.a not in found else f"{one.a} as stated"] = digests[one.a]
     return found, bool(removed), others

@@ -1,8 +1,8 @@
 """``diff``: two checkpoints of any formats compared tensor by tensor.
 
-``matching`` pairs models and tensors, ``optimizer_pairs`` the states of optimizers. Several threads read both sides,
-each a part of a tensor at a time: bytes first, numbers only where those differ. ``diff_report`` is the answer,
-``diff_page`` lays it out as HTML.
+``matching`` pairs models and tensors, ``optimizer_pairs`` the states of optimizers. Several threads
+read both sides, each a part of a tensor at a time: bytes first, numbers only where those differ.
+``diff_report`` is the answer, ``diff_page`` lays it out as HTML.
 """
 
 import math
@@ -35,8 +35,21 @@ from ckptfix.verification.diff_report import (
     TensorDiff,
     ValueDiff,
 )
-from ckptfix.verification.matching import Matched, crossed, crossing, match_names, moved, pair_models
-from ckptfix.verification.optimizer_pairs import OptimizerPair, Side, left_of, open_side, pair_optimizers
+from ckptfix.verification.matching import (
+    Matched,
+    crossed,
+    crossing,
+    match_names,
+    moved,
+    pair_models,
+)
+from ckptfix.verification.optimizer_pairs import (
+    OptimizerPair,
+    Side,
+    left_of,
+    open_side,
+    pair_optimizers,
+)
 from ckptfix.wording import count_of, list_names
 
 BUFFER = 1 << 20
@@ -55,7 +68,9 @@ class Sides:
     def blocks(
         self, one: Layout, other: Layout, widths: tuple[int, int], elements: int
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Yield as many elements of both, at most ``elements`` where both are contiguous; for bytes, widths of 1."""
+        """Yield as many elements of both, at most ``elements`` where both are contiguous; for
+        bytes, widths of 1.
+        """
         left = one.blocks(self._files, self._buffers[0][: elements * widths[0]])
         right = other.blocks(self._files, self._buffers[1][: elements * widths[1]])
         a = b = memoryview(b"")
@@ -68,7 +83,8 @@ class Sides:
             if not many:
                 if len(a) or len(b):
                     raise ChangedError(
-                        "one side of a tensor ended before the other: a file changed while it was read"
+                        "one side of a tensor ended before the other: a file changed while it was "
+                        "read"
                     )
                 return
             yield a[: many * widths[0]], b[: many * widths[1]]
@@ -126,7 +142,9 @@ _ELEMENTS = BUFFER // 16
 class Comparison:
     """Pairs of tensors of equal shape, one comparison each, however many names a pair has."""
 
-    def __init__(self, pairs: Sequence[Pair], tolerance: Tolerance | None, progress: Progress | None) -> None:
+    def __init__(
+        self, pairs: Sequence[Pair], tolerance: Tolerance | None, progress: Progress | None
+    ) -> None:
         """Take pairs to compare. ``progress`` gets bytes read, of both sides together."""
         self._pairs = pairs
         self._tolerance = tolerance
@@ -136,13 +154,17 @@ class Comparison:
         self._parts: dict[int, dict[int, Tally]] = {}
 
     def unequal(self) -> set[int]:
-        """Return the numbers of the pairs whose dtypes or bytes differ. Raises ChangedError, OSError."""
+        """Return the numbers of the pairs whose dtypes or bytes differ. Raises ChangedError,
+        OSError.
+        """
         found: set[int] = set()
         self._read("bytes", self._byte_tasks(found), lambda number: False)
         return found
 
     def tallies(self, numbers: set[int]) -> dict[int, Tally]:
-        """Return how far apart the pairs of these numbers are; not for dtypes below a byte. Raises as ``unequal``."""
+        """Return how far apart the pairs of these numbers are; not for dtypes below a byte. Raises
+        as ``unequal``.
+        """
         self._read("numbers", self._number_tasks(numbers), None)
         result = {}
         for number, parts in self._parts.items():
@@ -171,8 +193,12 @@ class Comparison:
 
             read_all(map(each, numbers), self._threads, progress)
 
-        every = [units.of((task.one, task.other, task.how), task.nbytes, task.begin) for task in tasks]
-        for task, packed in zip(tasks, team.share(what, every, share, assume, self._progress), strict=True):
+        every = [
+            units.of((task.one, task.other, task.how), task.nbytes, task.begin) for task in tasks
+        ]
+        for task, packed in zip(
+            tasks, team.share(what, every, share, assume, self._progress), strict=True
+        ):
             if packed is not None:
                 task.take(packed)
 
@@ -203,7 +229,13 @@ class _ByteTask:
     def __init__(
         self, number: int, begin: int, one: Layout, other: Layout, nbytes: int, found: set[int]
     ) -> None:
-        self.number, self.begin, self.one, self.other, self.found = number, begin, one, other, found
+        self.number, self.begin, self.one, self.other, self.found = (
+            number,
+            begin,
+            one,
+            other,
+            found,
+        )
         self.nbytes = 2 * min(nbytes, _SEGMENT)
 
     def __call__(self, sides: Sides) -> None:
@@ -249,7 +281,10 @@ class _NumberTask:
         for a, b in sides.blocks(self.one, self.other, widths, _ELEMENTS):
             for begin in range(0, len(a) // widths[0], ELEMENTS):
                 end = begin + ELEMENTS
-                parts = (a[begin * widths[0] : end * widths[0]], b[begin * widths[1] : end * widths[1]])
+                parts = (
+                    a[begin * widths[0] : end * widths[0]],
+                    b[begin * widths[1] : end * widths[1]],
+                )
                 total.add(tally(*parts, self.dtypes, self.tolerance))
         self.parts[self.begin] = total
 
@@ -257,7 +292,8 @@ class _NumberTask:
         """Return the tally as JSON values."""
         found = self.parts[self.begin]
         values = (getattr(found, one.name) for one in fields(found))
-        return [value.item() if hasattr(value, "item") else value for value in values]  # numpy's numbers
+        # Numpy's numbers.
+        return [value.item() if hasattr(value, "item") else value for value in values]
 
     def take(self, tally: Sequence[Any]) -> None:
         """Take the result of another process."""
@@ -267,7 +303,9 @@ class _NumberTask:
 
 
 def _segments(one: StoredTensor, other: StoredTensor) -> Iterator[tuple[int, Layout, Layout]]:
-    """Yield the first element and the layouts of parts that are the same elements; the whole where it cannot be cut."""
+    """Yield the first element and the layouts of parts that are the same elements; the whole where
+    it cannot be cut.
+    """
     a, b = one.layout, other.layout
     bits = DTYPE_BITS[one.dtype], DTYPE_BITS[other.dtype]
     elements = one.nbytes * 8 // bits[0]
@@ -293,14 +331,17 @@ def diff(
     model: str | Callable[[], object] | None = None,
     progress: Progress | None = None,
 ) -> DiffReport:
-    """Compare the weights of two checkpoints, tensor by tensor, and their optimizers, parameter by parameter.
+    """Compare the weights of two checkpoints, tensor by tensor, and their optimizers, parameter by
+    parameter.
 
-    ``rtol``, ``atol``: an element of A and one of B count as equal where ``|a - b| <= atol + rtol * |a|``; when either
-    is given, two dtypes count as equal, too. ``model``: "module:factory", or the function, that makes the models of the
-    run, for optimizers that number their parameters where the other side names them. ``progress`` gets the bytes read,
-    of both sides together, from any thread.
+    ``rtol``, ``atol``: an element of A and one of B count as equal where ``|a - b| <= atol + rtol *
+    |a|``; when either is given, two dtypes count as equal, too. ``model``: "module:factory", or the
+    function, that makes the models of the run, for optimizers that number their parameters where
+    the other side names them. ``progress`` gets the bytes read, of both sides together, from any
+    thread.
 
-    Raises UsageError when nothing can be compared, OperationError when a checkpoint cannot be read, OSError.
+    Raises UsageError when nothing can be compared, OperationError when a checkpoint cannot be read,
+    OSError.
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not 0 <= value < math.inf:
@@ -309,7 +350,9 @@ def diff(
     with paused_gc():
         sides = open_side(a, lone_shard=True), open_side(b, lone_shard=True)
         left, right = sides[0].checkpoint, sides[1].checkpoint
-        optimizers, not_paired, is_complete = pair_optimizers(*sides, model=model, tolerance=tolerance)
+        optimizers, not_paired, is_complete = pair_optimizers(
+            *sides, model=model, tolerance=tolerance
+        )
         if not optimizers:
             _ensure_tensors(left, right)
         drafts = [_Draft(*models) for models in pair_models(left.weights, right.weights)]
@@ -337,8 +380,11 @@ def diff(
         tolerance=tolerance,
         one_sided=tuple(_one_sided(*sides)),
         crossed=crossing(list(crossed((draft.a, draft.b) for draft in drafts))),
-        are_pretrained=left.root != right.root and is_pretrained(left.root) and is_pretrained(right.root),
-        is_partial=not is_complete or any(weights.opaque for one in (left, right) for weights in one.weights),
+        are_pretrained=left.root != right.root
+        and is_pretrained(left.root)
+        and is_pretrained(right.root),
+        is_partial=not is_complete
+        or any(weights.opaque for one in (left, right) for weights in one.weights),
         not_compared=(
             *not_paired,
             *_other_weights(left, right, others),
@@ -385,7 +431,9 @@ class _Draft:
 
 
 class _Pairs:
-    """The pairs of tensors that are to be read, each once: a tie has several names and one place."""
+    """The pairs of tensors that are to be read, each once: a tie has several names and one
+    place.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int, str, str], int] = {}
@@ -396,7 +444,12 @@ class _Pairs:
     def collect(self, found: Iterable[tuple[StoredTensor | None, StoredTensor | None]]) -> None:
         """Take note of the pairs of a model or an optimizer."""
         for a, b in found:
-            if a is not None and b is not None and a.shape == b.shape and _key(a, b) not in self._numbers:
+            if (
+                a is not None
+                and b is not None
+                and a.shape == b.shape
+                and _key(a, b) not in self._numbers
+            ):
                 self._numbers[_key(a, b)] = len(self._pairs)
                 self._pairs.append((a, b))
 
@@ -407,7 +460,9 @@ class _Pairs:
         self._tallies = comparison.tallies(self._unequal)
 
     def found(self, a: StoredTensor, b: StoredTensor) -> tuple[bool, Tally | None]:
-        """Return whether two tensors have equal dtypes and bytes, and how far apart their numbers are."""
+        """Return whether two tensors have equal dtypes and bytes, and how far apart their numbers
+        are.
+        """
         number = self._numbers[_key(a, b)]
         return number not in self._unequal, self._tallies.get(number)
 
@@ -424,7 +479,8 @@ def _optimizer(pair: OptimizerPair, pairs: _Pairs, tolerance: Tolerance | None) 
         tensors=tuple(_finished(one, *pair.of(one), pairs, tolerance) for one in pair.matched),
         values=sum(pair.values.values()),
         differences=tuple(
-            ValueDiff(name=one.name, a=one.a, b=one.b, parameters=one.names) for one in pair.differences
+            ValueDiff(name=one.name, a=one.a, b=one.b, parameters=one.names)
+            for one in pair.differences
         ),
     )
 
@@ -434,7 +490,11 @@ def _key(a: StoredTensor, b: StoredTensor) -> tuple[int, int, str, str]:
 
 
 def _finished(
-    one: Matched, a: StoredTensor | None, b: StoredTensor | None, pairs: _Pairs, tolerance: Tolerance | None
+    one: Matched,
+    a: StoredTensor | None,
+    b: StoredTensor | None,
+    pairs: _Pairs,
+    tolerance: Tolerance | None,
 ) -> TensorDiff:
     if b is None:
         assert a is not None, "a name comes from one side at least"
@@ -460,32 +520,44 @@ def _ensure_tensors(*checkpoints: StoredCheckpoint) -> None:
     if any(weights.tensors for one in checkpoints for weights in one.weights):
         return
     opaque = [name for one in checkpoints for weights in one.weights for name in weights.opaque]
-    held = f", only values that no plain tensor are: {list_names(dict.fromkeys(opaque))}" if opaque else ""
+    held = (
+        f", only values that no plain tensor are: {list_names(dict.fromkeys(opaque))}"
+        if opaque
+        else ""
+    )
     where = " and ".join(str(one.root / (one.only or "")) for one in checkpoints)
     raise UsageError(f"{where} hold no tensor that can be compared{held}")
 
 
 def _one_sided(left: Side, right: Side) -> Iterator[str]:
-    """Yield in words the states of a run that only one of two folders of ``save_state`` has: the other misses them.
+    """Yield in words the states of a run that only one of two folders of ``save_state`` has: the
+    other misses them.
 
-    Random states differ in number after a change of the processes. DeepSpeed keeps all states in its own folder, and
-    ``migrate`` leaves out its optimizer. Raises OSError.
+    Random states differ in number after a change of the processes. DeepSpeed keeps all states in
+    its own folder, and ``migrate`` leaves out its optimizer. Raises OSError.
     """
     sides = (left.checkpoint, right.checkpoint)
     if any(side.only is not None for side in sides):
         return
     names = [names_in(side.root) for side in sides]
-    parsed = [[file for name in side if (file := parse_file_name(name)) is not None] for side in names]
+    parsed = [
+        [file for name in side if (file := parse_file_name(name)) is not None] for side in names
+    ]
     if not all(any(file.is_of_save_state for file in side) for side in parsed):
         return
     if any(parse_deepspeed_folder_name(name) is not None for side in names for name in side):
         return
     states = [{str(file) for file in side if file.role in _OF_A_RUN} for side in parsed]
-    labels = [{optimizer.index: optimizer.label for optimizer in side.optimizers} for side in (left, right)]
+    labels = [
+        {optimizer.index: optimizer.label for optimizer in side.optimizers}
+        for side in (left, right)
+    ]
     if left.unread or right.unread:
         labels = [{}, {}]
     for letter, own, absent in (("A", 0, 1), ("B", 1, 0)):
-        optimizers = [labels[own][index] for index in sorted(labels[own].keys() - labels[absent].keys())]
+        optimizers = [
+            labels[own][index] for index in sorted(labels[own].keys() - labels[absent].keys())
+        ]
         # A single optimizer is compared with a single one, whatever their numbers.
         if len(labels[own]) == len(labels[absent]) == 1:
             optimizers = []
@@ -499,7 +571,9 @@ _OF_A_RUN = (Role.SCHEDULER, Role.GRAD_SCALER, Role.SAMPLER, Role.DATALOADER, Ro
 def _other_weights(
     a: StoredCheckpoint, b: StoredCheckpoint, others: Sequence[Sequence[PurePosixPath]]
 ) -> Iterator[str]:
-    """Yield what holds other weights next to a model, such as an adapter or a variant, and how to compare them."""
+    """Yield what holds other weights next to a model, such as an adapter or a variant, and how to
+    compare them.
+    """
     homes = {one.home for checkpoint in (a, b) for one in checkpoint.weights}
     for path in sorted({*others[0]}.intersection(others[1])):
         name = parse_file_name(path.name)
@@ -514,7 +588,9 @@ def _not_compared(
     others: Sequence[PurePosixPath],
     of_optimizers: Collection[PurePosixPath],
 ) -> Iterator[str]:
-    """Yield in words what of one side was left out as a whole. ``of_optimizers``: files of those that were compared."""
+    """Yield in words what of one side was left out as a whole. ``of_optimizers``: files of those
+    that were compared.
+    """
     if others:
         yield f"{count_of(len(others), 'other file')} in {side}: {list_names(map(str, others))}"
     for weights in {one.files: one for one in checkpoint.weights}.values():
@@ -524,7 +600,9 @@ def _not_compared(
 
 
 def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:
-    """Yield in words which models at other positions were compared; which is not a difference in itself."""
+    """Yield in words which models at other positions were compared; which is not a difference in
+    itself.
+    """
     known = {id(a) for a, _ in crossed((draft.a, draft.b) for draft in drafts)}
     for a, b in moved((draft.a, draft.b) for draft in drafts):
         if id(a) in known:
@@ -534,11 +612,16 @@ def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:
 
 
 def _opaque(drafts: Sequence[_Draft]) -> Iterator[str]:
-    """Yield in words which values of the models cannot be compared, as only executing the pickle would show them."""
+    """Yield in words which values of the models cannot be compared, as only executing the pickle
+    would show them.
+    """
     for draft in drafts:
         for side, weights in (("A", draft.a), ("B", draft.b)):
             if weights is not None and weights.opaque:
-                yield f"what is not a plain tensor in {weights.label} in {side}: {list_names(weights.opaque)}"
+                yield (
+                    f"what is not a plain tensor in {weights.label} in {side}: "
+                    f"{list_names(weights.opaque)}"
+                )
 
 
 def _too_small(models: Sequence[ModelDiff]) -> Iterator[str]:
@@ -547,7 +630,9 @@ def _too_small(models: Sequence[ModelDiff]) -> Iterator[str]:
         names = [
             one.name
             for one in model.tensors
-            if one.dtype_a and one.dtype_b and not (has_numbers(one.dtype_a) and has_numbers(one.dtype_b))
+            if one.dtype_a
+            and one.dtype_b
+            and not (has_numbers(one.dtype_a) and has_numbers(one.dtype_b))
         ]
         if names:
             yield f"numbers of less than a byte, by bytes alone: {list_names(names)}"

@@ -1,10 +1,19 @@
-"""A comparison as one HTML page with a heat map: layers down, parameters across, the colour the relative norm."""
+"""A comparison as one HTML page with a heat map: layers down, parameters across, the colour the
+relative norm.
+"""
 
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckptfix.verification.diff_report import DiffReport, OptimizerDiff, Outcome, Row, TensorDiff, rows
+from ckptfix.verification.diff_report import (
+    DiffReport,
+    OptimizerDiff,
+    Outcome,
+    Row,
+    TensorDiff,
+    rows,
+)
 from ckptfix.wording import collapse_layers, count_of, html_document, html_text, layer_of
 
 _MOST_ROWS, _MOST_COLUMNS = 2000, 200
@@ -54,18 +63,25 @@ def html_page(report: DiffReport) -> str:
     """Return the report as an HTML document."""
     verdict = report.verdict
     if report.tolerance is not None:
-        verdict += f" (relative tolerance {report.tolerance[0]:g}, absolute {report.tolerance[1]:g})"
+        verdict += (
+            f" (relative tolerance {report.tolerance[0]:g}, absolute {report.tolerance[1]:g})"
+        )
     parts = [
         "<h1>ckptfix diff</h1>",
         f"<p>A: {html_text(report.a)}<br>B: {html_text(report.b)}</p>",
-        f'<p><strong class="{"bad" if report.status else "good"}">{html_text(verdict)}</strong>: '
-        f"{html_text(report.summary)}</p>",
+        (
+            "<p><strong "
+            f'class="{"bad" if report.status else "good"}">{html_text(verdict)}</strong>: '
+            f"{html_text(report.summary)}</p>"
+        ),
         *([f"<p>{html_text(report.positions)}</p>"] if report.positions else []),
         _legend(),
     ]
     for model in report.models:
         names = f"; keys matched {model.names}" if model.names else ""
-        parts += _section(f"{model.a or '(none)'} against {model.b or '(none)'}{names}", model.tensors)
+        parts += _section(
+            f"{model.a or '(none)'} against {model.b or '(none)'}{names}", model.tensors
+        )
     for optimizer in report.optimizers:
         parts += _section(optimizer.title, optimizer.tensors)
         parts += _values(optimizer)
@@ -89,7 +105,10 @@ def _legend() -> str:
         ("no", "≠ other shape, or numbers of less than a byte"),
     ]
     items = "".join(f'<li class="{css}">{html_text(text)}</li>' for css, text in cells)
-    words = "A number, and the colour, is the relative norm ||a - b|| / ||a|| of one tensor. What each cell means:"
+    words = (
+        "A number, and the colour, is the relative norm ||a - b|| / ||a|| of one tensor. What each "
+        "cell means:"
+    )
     return f'<p>{html_text(words)}</p><ul class="legend">{items}</ul>'
 
 
@@ -116,10 +135,15 @@ def _values(optimizer: OptimizerDiff) -> Iterator[str]:
     """Yield the steps and hyperparameters that differ, and how many were compared."""
     yield f"<p>{html_text(optimizer.values_in_words)}</p>"
     if optimizer.differences:
-        items = "".join(f"<li>{html_text(str(one))}</li>" for one in optimizer.differences[:_MOST_ROWS])
+        items = "".join(
+            f"<li>{html_text(str(one))}</li>" for one in optimizer.differences[:_MOST_ROWS]
+        )
         yield f"<ul>{items}</ul>"
     if len(optimizer.differences) > _MOST_ROWS:
-        yield f"<p>not shown: {count_of(len(optimizer.differences) - _MOST_ROWS, 'value')}; --json lists all</p>"
+        yield (
+            f"<p>not shown: {count_of(len(optimizer.differences) - _MOST_ROWS, 'value')}; --json "
+            "lists all</p>"
+        )
 
 
 def _layers(before: str, cells: Sequence[tuple[int, str, TensorDiff]]) -> Iterator[str]:
@@ -147,7 +171,8 @@ def _layers(before: str, cells: Sequence[tuple[int, str, TensorDiff]]) -> Iterat
 def _plain(tensors: Sequence[TensorDiff]) -> Iterator[str]:
     yield "<h3>outside of layers</h3>"
     body = [
-        f'<tr><th scope="row">{html_text(one.name)}</th>{_cell([one])}</tr>' for one in tensors[:_MOST_ROWS]
+        f'<tr><th scope="row">{html_text(one.name)}</th>{_cell([one])}</tr>'
+        for one in tensors[:_MOST_ROWS]
     ]
     yield f'<div class="scroll"><table class="map"><tbody>{"".join(body)}</tbody></table></div>'
     if len(tensors) > _MOST_ROWS:
@@ -191,7 +216,9 @@ def _about(one: TensorDiff) -> str:
         words.append(f"relative norm {found.relative:.3g}, max abs {found.largest:.3g}")
         words.append(f"{found.differing} of {count_of(found.elements, 'element')} differ")
         if found.nan_a + found.nan_b + found.inf_a + found.inf_b:
-            words.append(f"NaN {found.nan_a} and {found.nan_b}, Inf {found.inf_a} and {found.inf_b}")
+            words.append(
+                f"NaN {found.nan_a} and {found.nan_b}, Inf {found.inf_a} and {found.inf_b}"
+            )
     return "; ".join(words)
 
 
@@ -199,11 +226,22 @@ def _differences(tensors: Sequence[TensorDiff]) -> Iterator[str]:
     found = rows(one for one in tensors if one.outcome is not Outcome.EQUAL)
     if not found:
         return
-    heads = ("outcome", "tensors", "dtype and shape", "max abs", "relative norm", "differing", "NaN or Inf")
+    heads = (
+        "outcome",
+        "tensors",
+        "dtype and shape",
+        "max abs",
+        "relative norm",
+        "differing",
+        "NaN or Inf",
+    )
     body = "".join(map(_difference, found[:_MOST_ROWS]))
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     yield "<h3>what differs</h3>"
-    yield f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    yield (
+        "<div "
+        f'class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
     if len(found) > _MOST_ROWS:
         names = collapse_layers(row.names for row in found[_MOST_ROWS:])
         yield f"<p>not shown: {count_of(len(names), 'row')}; --json lists all</p>"
@@ -217,7 +255,10 @@ def _difference(row: Row) -> str:
     cells = "".join(f'<td class="figure">{text}</td>' for text in figures)
     texts = (row.outcome.value, row.names, row.kind)
     classes = ("outcome", "names", "kind")
-    words = (f'<td class="{css}">{html_text(text)}</td>' for css, text in zip(classes, texts, strict=True))
+    words = (
+        f'<td class="{css}">{html_text(text)}</td>'
+        for css, text in zip(classes, texts, strict=True)
+    )
     return f"<tr>{''.join(words)}{cells}</tr>"
 
 
@@ -231,7 +272,11 @@ def _figure(relative: float) -> str:
         return "0" if relative == 0 else "∞"
     if 0.1 <= relative < 1000:
         return (
-            f"{relative:.2f}" if relative < 1 else f"{relative:.2g}" if relative < 10 else f"{relative:.0f}"
+            f"{relative:.2f}"
+            if relative < 1
+            else f"{relative:.2g}"
+            if relative < 10
+            else f"{relative:.0f}"
         )
     mantissa, exponent = f"{relative:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"

@@ -1,4 +1,6 @@
-"""Report of a comparison of two checkpoints: values, rows for people (layers of one kind in one), and words."""
+"""Report of a comparison of two checkpoints: values, rows for people (layers of one kind in one),
+and words.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,7 +10,16 @@ from typing import ClassVar
 from ckptfix.dataclass import dataclass
 from ckptfix.reports import Serialized, items
 from ckptfix.tensors.numbers import Tally, Tolerance
-from ckptfix.wording import Line, Printable, collapse_layers, count_of, few, layer_of, line, list_names
+from ckptfix.wording import (
+    Line,
+    Printable,
+    collapse_layers,
+    count_of,
+    few,
+    layer_of,
+    line,
+    list_names,
+)
 
 
 class Outcome(Enum):
@@ -26,7 +37,8 @@ class Outcome(Enum):
 _RANK = {outcome: rank for rank, outcome in enumerate(Outcome)}
 
 _FIGURES = (
-    "elements differing beyond_tolerance=beyond nan_or_inf=apart max_abs=largest relative_norm=relative"
+    "elements differing beyond_tolerance=beyond nan_or_inf=apart max_abs=largest "
+    "relative_norm=relative"
 )
 
 _COUNTED = {
@@ -41,15 +53,18 @@ _COUNT_AS_EQUAL = (Outcome.WITHIN, Outcome.EQUAL)
 _HEADS = ("outcome", "tensors", "dtype and shape", "max abs", "rel. norm", "differing")
 _MOST_ROWS = 100
 _WIDEST = 60
-"""Columns wider than this are not padded for: one long name must not push all figures off the screen."""
+"""Columns wider than this are not padded for: one long name must not push all figures off the
+screen.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff(Serialized):
-    """One tensor: the name that both sides share once unwrapped, and what each side calls and holds.
+    """One tensor: the name that both sides share once unwrapped, and what each side calls and
+    holds.
 
-    ``tally``: how far apart the numbers are, None where they were not compared: equal bytes, other shapes, dtypes
-    smaller than a byte.
+    ``tally``: how far apart the numbers are, None where they were not compared: equal bytes, other
+    shapes, dtypes smaller than a byte.
     """
 
     json_keys: ClassVar = "name outcome a=_side_a b=_side_b"
@@ -85,7 +100,8 @@ class TensorDiff(Serialized):
 class ModelDiff(Serialized):
     """Comparison of one model.
 
-    ``a``, ``b``: its label on each side, None where only the other side has it. ``names``: how keys were matched.
+    ``a``, ``b``: its label on each side, None where only the other side has it. ``names``: how keys
+    were matched.
     """
 
     json_keys: ClassVar = "index a b names tensors"
@@ -122,7 +138,9 @@ def _tensor_lines(tensors: Sequence[TensorDiff], *, show_all: bool) -> Iterator[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDiff(Serialized):
-    """A hyperparameter, or a state of one element such as ``step``, that differs. ``parameters``: of these."""
+    """A hyperparameter, or a state of one element such as ``step``, that differs. ``parameters``:
+    of these.
+    """
 
     json_keys: ClassVar = "name a b parameters"
 
@@ -141,9 +159,10 @@ class ValueDiff(Serialized):
 class OptimizerDiff(Serialized):
     """Comparison of one optimizer.
 
-    ``a``, ``b``: its label on each side, and the strategies that saved it. ``names``: how parameters were matched.
-    ``tensors``: moments and fp32 copies, by parameter and state. ``values``: how many states of one element and
-    hyperparameters were compared, and ``differences`` of those.
+    ``a``, ``b``: its label on each side, and the strategies that saved it. ``names``: how
+    parameters were matched. ``tensors``: moments and fp32 copies, by parameter and state.
+    ``values``: how many states of one element and hyperparameters were compared, and
+    ``differences`` of those.
     """
 
     json_keys: ClassVar = "index a b strategy_a strategy_b names tensors values differences"
@@ -161,7 +180,9 @@ class OptimizerDiff(Serialized):
     @property
     def is_different(self) -> bool:
         """Return whether a tensor or a value differs, or is on one side only."""
-        return bool(self.differences) or any(one.outcome not in _COUNT_AS_EQUAL for one in self.tensors)
+        return bool(self.differences) or any(
+            one.outcome not in _COUNT_AS_EQUAL for one in self.tensors
+        )
 
     @property
     def title(self) -> str:
@@ -189,15 +210,16 @@ class OptimizerDiff(Serialized):
 class DiffReport(Printable, Serialized):
     """Report of ``diff``. ``tolerance``: relative and absolute, None without one.
 
-    ``optimizers``: those that both sides have. ``crossed``: models in each other's place, in words, "" when none do.
-    ``one_sided``: states of a run that one of two folders of ``save_state`` lacks, in words. ``not_compared``: in
-    words. ``are_pretrained``: two folders of ``save_pretrained``. ``is_partial``: whether values of the models are
-    among that, or an optimizer that both sides have.
+    ``optimizers``: those that both sides have. ``crossed``: models in each other's place, in words,
+    "" when none do. ``one_sided``: states of a run that one of two folders of ``save_state`` lacks,
+    in words. ``not_compared``: in words. ``are_pretrained``: two folders of ``save_pretrained``.
+    ``is_partial``: whether values of the models are among that, or an optimizer that both sides
+    have.
     """
 
     json_keys: ClassVar = (
-        "a b tolerance=_tolerance verdict summary=_counts models optimizers crossed one_sided notes "
-        "not_compared"
+        "a b tolerance=_tolerance verdict summary=_counts models optimizers crossed one_sided "
+        "notes not_compared"
     )
 
     a: str
@@ -222,12 +244,16 @@ class DiffReport(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """The exit status: 0 when the models, and the optimizers that both sides have, are equal in all; else 1."""
+        """The exit status: 0 when the models, and the optimizers that both sides have, are equal in
+        all; else 1.
+        """
         return int(self.is_different or self.is_partial)
 
     @property
     def is_different(self) -> bool:
-        """Return whether a tensor, a value or a state differs, or is on one side only, or models are exchanged."""
+        """Return whether a tensor, a value or a state differs, or is on one side only, or models
+        are exchanged.
+        """
         return (
             bool(self.crossed)
             or bool(self.one_sided)
@@ -256,7 +282,9 @@ class DiffReport(Printable, Serialized):
         if not self.optimizers:
             return models
         values = sum(one.values for one in self.optimizers)
-        differing = sum(len(other.parameters) for one in self.optimizers for other in one.differences)
+        differing = sum(
+            len(other.parameters) for one in self.optimizers for other in one.differences
+        )
         said = [_counted(tensor for one in self.optimizers for tensor in one.tensors)]
         said += [f"{values - differing} of {count_of(values, 'value')} equal"] if values else []
         optimizers = f"optimizers: {', '.join(filter(None, said)) or 'nothing'}"
@@ -274,12 +302,17 @@ class DiffReport(Printable, Serialized):
             and all(tensor.outcome is Outcome.EQUAL for tensor in tensors)
         ):
             return (
-                "both models have the same weights: if one is the other merged with an adapter, or trained further, "
-                "the merge or the training changed nothing",
+                (
+                    "both models have the same weights: if one is the other merged with an "
+                    "adapter, or trained further, the merge or the training changed nothing"
+                ),
             )
         if any(one.tally is not None and one.dtype_a != one.dtype_b for one in tensors):
             return (
-                "where dtypes differ, values were compared as float64 or complex128, integers exactly (not U64)",
+                (
+                    "where dtypes differ, values were compared as float64 or complex128, integers "
+                    "exactly (not U64)"
+                ),
             )
         return ()
 
@@ -305,7 +338,11 @@ class DiffReport(Printable, Serialized):
 
     @property
     def _tolerance(self) -> dict[str, float] | None:
-        return {"relative": self.tolerance[0], "absolute": self.tolerance[1]} if self.tolerance else None
+        return (
+            {"relative": self.tolerance[0], "absolute": self.tolerance[1]}
+            if self.tolerance
+            else None
+        )
 
     @property
     def _counts(self) -> dict[str, int]:
@@ -322,7 +359,9 @@ def _counted(tensors: Iterable[TensorDiff]) -> str:
     )
 
 
-def _side(name: str | None, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, object] | None:
+def _side(
+    name: str | None, dtype: str | None, shape: tuple[int, ...] | None
+) -> dict[str, object] | None:
     return {"name": name, "dtype": dtype, "shape": list(shape or ())} if name is not None else None
 
 
@@ -370,7 +409,9 @@ class Row:
 
 
 def rows(tensors: Iterable[TensorDiff]) -> list[Row]:
-    """Return the rows of these tensors: by outcome, the worst first, then by relative norm, then in their order."""
+    """Return the rows of these tensors: by outcome, the worst first, then by relative norm, then in
+    their order.
+    """
     groups: dict[object, list[TensorDiff]] = {}
     for one in tensors:
         before, number, after = layer_of(one.name)
@@ -385,7 +426,9 @@ def rows(tensors: Iterable[TensorDiff]) -> list[Row]:
         )
         for group in groups.values()
     ]
-    return sorted(found, key=lambda row: (_RANK[row.outcome], -row.relative, not row.apart, -row.largest))
+    return sorted(
+        found, key=lambda row: (_RANK[row.outcome], -row.relative, not row.apart, -row.largest)
+    )
 
 
 def _table(table: Sequence[Sequence[str]]) -> Iterator[Line]:
@@ -400,4 +443,11 @@ def _cells(row: Row) -> tuple[str, ...]:
         return row.outcome.value, row.names, row.kind, "", "", ""
     apart = f", {row.apart} of them NaN or Inf" if row.apart else ""
     share = f"{row.differing} of {row.elements}{apart}"
-    return row.outcome.value, row.names, row.kind, f"{row.largest:.3g}", f"{row.relative:.3g}", share
+    return (
+        row.outcome.value,
+        row.names,
+        row.kind,
+        f"{row.largest:.3g}",
+        f"{row.relative:.3g}",
+        share,
+    )

@@ -1,4 +1,6 @@
-"""Every file and tensor of a checkpoint compared with its manifest, and the differences in words."""
+"""Every file and tensor of a checkpoint compared with its manifest, and the differences in
+words.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
@@ -10,7 +12,15 @@ from typing_extensions import assert_never
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation
 from ckptfix.storage.paths import command, refusal
 from ckptfix.tensors.hashing import Hashed, first_place
-from ckptfix.verification.verify_report import Change, Item, Judgement, Kind, Outcome, file_item, judge
+from ckptfix.verification.verify_report import (
+    Change,
+    Item,
+    Judgement,
+    Kind,
+    Outcome,
+    file_item,
+    judge,
+)
 
 _Elsewhere = Literal[Change.SWAPPED, Change.REPLACED, Change.MISSING, Change.EXTRA]
 
@@ -18,7 +28,8 @@ _SHOWN = 3
 """Ranges of a file that a message names."""
 
 _TAIL = 64
-"""Zero bytes at the end of something that changed, from which on they are called a tail of zeros."""
+"""Zero bytes at the end of something that changed, from which on they are called a tail of zeros.
+"""
 
 
 def describe_tensors(
@@ -29,7 +40,8 @@ def describe_tensors(
     files: Mapping[str, Outcome],
     source: str,
 ) -> Iterator[Item]:
-    """Yield an item for each judgement. ``homes``: the file that holds a tensor; ``files``: what is known of it.
+    """Yield an item for each judgement. ``homes``: the file that holds a tensor; ``files``: what is
+    known of it.
 
     ``source``: what has the digests.
     """
@@ -42,11 +54,15 @@ def describe_tensors(
             text = _unread(have)
         elif change is not None:
             text = _tensor(change, one, recorded, have, source)
-            if have is not None and change is not Change.EXTRA and files.get(where) is Outcome.DIFFER:
+            if (
+                have is not None
+                and change is not Change.EXTRA
+                and files.get(where) is Outcome.DIFFER
+            ):
                 text += f"; the digest of {where} differs, too"
         yield Item(
-            kind=Kind.TENSOR, name=one.key.fqn, where=where, outcome=one.outcome, change=change, text=text,
-            other="" if one.other is None else homes.get(one.other, one.other.label),
+            kind=Kind.TENSOR, name=one.key.fqn, where=where, outcome=one.outcome, change=change,
+            text=text, other="" if one.other is None else homes.get(one.other, one.other.label),
         )  # fmt: skip
 
 
@@ -59,7 +75,8 @@ def describe_files(
 ) -> Iterator[Item]:
     """Yield an item for each judgement.
 
-    ``sizes``: path -> size now and size recorded, where known. ``intact``: files of which every tensor matches.
+    ``sizes``: path -> size now and size recorded, where known. ``intact``: files of which every
+    tensor matches.
     """
     for one in judgements:
         have = found.get(one.key)
@@ -70,10 +87,13 @@ def describe_files(
         elif change is not None:
             text = _file_text(change, one, recorded, have, sizes.get(one.key, (0, None)))
             if one.key in intact and change in (Change.CHANGED, Change.ZERO_TAIL):
-                text += "; every tensor in it matches, so the difference is in its header or between tensors"
+                text += (
+                    "; every tensor in it matches, so the difference is in its header or between "
+                    "tensors"
+                )
         yield Item(
-            kind=Kind.FILE, name=one.key, where=one.key, outcome=one.outcome, change=change, text=text,
-            other=one.other or "",
+            kind=Kind.FILE, name=one.key, where=one.key, outcome=one.outcome, change=change,
+            text=text, other=one.other or "",
         )  # fmt: skip
 
 
@@ -81,7 +101,9 @@ def _unread(have: Hashed | None) -> str:
     return refusal(have.problem) if have is not None and have.problem else ""
 
 
-def _with_tail(one: Judgement[TensorLocation] | Judgement[str], have: Hashed | None) -> Change | None:
+def _with_tail(
+    one: Judgement[TensorLocation] | Judgement[str], have: Hashed | None
+) -> Change | None:
     is_tail = one.change is Change.CHANGED and have is not None and have.zeros >= _TAIL
     return Change.ZERO_TAIL if is_tail else one.change
 
@@ -100,7 +122,8 @@ def _tensor(
         case Change.ZERO_TAIL:
             zeros = have.zeros if have is not None else 0
             return (
-                f"has other bytes than were recorded, and its last {zeros} are zero: {_digests(have, want)}"
+                f"has other bytes than were recorded, and its last {zeros} are zero: "
+                f"{_digests(have, want)}"
             )
         case Change.RENAMED:
             return f"renamed: what was recorded of it is now {one.other}"
@@ -135,7 +158,9 @@ def _file_text(
 
 
 def _elsewhere(change: _Elsewhere, other: object, digests: str, source: str) -> str:
-    """Describe what is the same for files and tensors: one in another's place, one missing, or one more."""
+    """Describe what is the same for files and tensors: one in another's place, one missing, or one
+    more.
+    """
     match change:
         case Change.SWAPPED:
             return f"swapped with {other}: each holds what was recorded of the other"
@@ -181,12 +206,18 @@ def compare(
     outcomes = {item.name: item.outcome for item in files}
     yield from (
         item if item.outcome is not Outcome.NOT_CHECKED or item.text else _no_digest(item)
-        for item in describe_tensors(tensors, digests, places, homes, outcomes, recorded.tensor_source)
+        for item in describe_tensors(
+            tensors, digests, places, homes, outcomes, recorded.tensor_source
+        )
     )
     for place, why in recorded.lost(contents):
         text = refusal(why)
         yield Item(
-            kind=Kind.TENSOR, name=place.fqn, where=place.label, outcome=Outcome.NOT_CHECKED, text=text
+            kind=Kind.TENSOR,
+            name=place.fqn,
+            where=place.label,
+            outcome=Outcome.NOT_CHECKED,
+            text=text,
         )
 
 
@@ -205,7 +236,11 @@ def named_results(
 
 def _no_digest(item: Item) -> Item:
     return Item(
-        kind=item.kind, name=item.name, where=item.where, outcome=Outcome.NOT_CHECKED, text=_NO_DIGEST
+        kind=item.kind,
+        name=item.name,
+        where=item.where,
+        outcome=Outcome.NOT_CHECKED,
+        text=_NO_DIGEST,
     )
 
 
@@ -231,9 +266,11 @@ def _tensor_judgements(
 
 
 def _unrecorded(contents: Contents, recorded: Recorded) -> frozenset[str]:
-    """Return the models whose files were there and which were not taken for models when digests were recorded.
+    """Return the models whose files were there and which were not taken for models when digests
+    were recorded.
 
-    As by ckptfix before 0.5.0, which did not look into sub-folders: their tensors have not come since.
+    As by ckptfix before 0.5.0, which did not look into sub-folders: their tensors have not come
+    since.
     """
     if contents.only is not None:
         return frozenset()  # a shard goes by the entry of its model
@@ -289,23 +326,31 @@ def _file_items(
     for name, why in contents.special.items():
         if name not in told and name not in recorded.sizes:
             differs, text = recorded.special(name, why)
-            outcome, change = (Outcome.DIFFER, Change.EXTRA) if differs else (Outcome.NOT_CHECKED, None)
+            outcome, change = (
+                (Outcome.DIFFER, Change.EXTRA) if differs else (Outcome.NOT_CHECKED, None)
+            )
             yield file_item(name, outcome, change, text)
 
 
 def file_without_digest(name: str, contents: Contents, recorded: Recorded) -> Item:
-    """Return the item of a file whose bytes are not compared: by its size, and by whether it was recorded at all."""
+    """Return the item of a file whose bytes are not compared: by its size, and by whether it was
+    recorded at all.
+    """
     state, size = contents.files.get(name), recorded.sizes.get(name)
     if state is None:
         size_of = f"; {size} bytes were saved" if size is not None else ""
         return file_item(name, Outcome.DIFFER, Change.MISSING, f"is missing{size_of}")
     if size is not None and state.size != size:
-        return file_item(name, Outcome.DIFFER, Change.CHANGED, f"has {state.size} bytes, {size} were saved")
+        return file_item(
+            name, Outcome.DIFFER, Change.CHANGED, f"has {state.size} bytes, {size} were saved"
+        )
     if name in recorded.repaired:
         text = f"{_NO_DIGEST} since a repair changed it; next: {command('seal', contents.root)}"
         return file_item(name, Outcome.NOT_CHECKED, None, text)
     if size is not None:
-        return file_item(name, Outcome.NOT_CHECKED, None, f"{_NO_DIGEST}, only its size, which is the same")
+        return file_item(
+            name, Outcome.NOT_CHECKED, None, f"{_NO_DIGEST}, only its size, which is the same"
+        )
     if recorded.manifest is None:
         return file_item(name, Outcome.NOT_CHECKED, None, _NO_DIGEST)
     differs, text = recorded.unlisted(name)

@@ -1,8 +1,10 @@
-"""Digests that the client of the Hugging Face hub recorded of a download, in the place of a manifest.
+"""Digests that the client of the Hugging Face hub recorded of a download, in the place of a
+manifest.
 
-A record proves which bytes the hub has, but not that nobody edited them since: a changed file of weights is damage,
-and a changed text file, such as ``config.json``, is what users edit. A text with NUL bytes, or a ``.json`` that cannot
-be parsed, was not edited by a user. A model that was saved over its download is not that download any more.
+A record proves which bytes the hub has, but not that nobody edited them since: a changed file of
+weights is damage, and a changed text file, such as ``config.json``, is what users edit. A text with
+NUL bytes, or a ``.json`` that cannot be parsed, was not edited by a user. A model that was saved
+over its download is not that download any more.
 """
 
 import json
@@ -26,7 +28,9 @@ from ckptfix.wording import list_names, series
 _BY_GIT = Scheme(algorithm=GIT)
 
 _EDITABLE = (".json", ".jsonl", ".md", ".py", ".txt")
-"""Suffixes of texts that users edit, even where the hub keeps them in LFS, such as a long ``tokenizer.json``."""
+"""Suffixes of texts that users edit, even where the hub keeps them in LFS, such as a long
+``tokenizer.json``.
+"""
 
 _LONGEST_EDIT = 64 << 20
 """Bytes of the longest file that counts as edited by a user."""
@@ -34,7 +38,9 @@ _LONGEST_EDIT = 64 << 20
 _UNVOUCHED = "has no digest of the hub: nobody vouches for it"
 
 _CLOCK = 1.0
-"""Seconds by which the time of a file may be later than its record; ``huggingface_hub`` allows as many."""
+"""Seconds by which the time of a file may be later than its record; ``huggingface_hub`` allows as
+many.
+"""
 
 
 class RecordedByHub(Recorded):
@@ -48,7 +54,8 @@ class RecordedByHub(Recorded):
     def __init__(
         self, download: Download, contents: Contents, target: Target, weights: frozenset[str]
     ) -> None:
-        # Only existing files: users delete some to save space, and such a file is not searched under other names.
+        # Only existing files: users delete some to save space, and such a file is not searched
+        # under other names.
         there = {name: file for name, file in download.files.items() if name in contents.files}
         sums = {name: file.etag for name, file in there.items()}
         super().__init__(Manifest(versions={}, world_size=0, step=0, sha256=sums), target)
@@ -69,12 +76,16 @@ class RecordedByHub(Recorded):
         return _BY_GIT if name in self._there and self._there[name].is_git else WHOLE
 
     def unlisted(self, name: str) -> tuple[bool, str]:
-        """Return that a file without a digest does not count as a difference, and the words for it."""
+        """Return that a file without a digest does not count as a difference, and the words
+        for it.
+        """
         why = self._download.unusable.get(name)
         return False, f"nobody vouches for it: {why}" if why else _UNVOUCHED
 
     def judged(self, items: Iterable[Item]) -> tuple[tuple[Item, ...], Downloaded, str]:
-        """Return the items of files as a user sees them, the download, and why its records say nothing, or ""."""
+        """Return the items of files as a user sees them, the download, and why its records say
+        nothing, or "".
+        """
         found = [self._judged(item) for item in items if item.kind is Kind.FILE]
         if self.only is None and not (self.contents.weights or self.contents.unreadable):
             found += [
@@ -92,9 +103,11 @@ class RecordedByHub(Recorded):
             repo=self._download.place.repo,
             kind=self._download.place.kind,
             revisions=dict(Counter(file.commit for file in files.values()).most_common()),
-            unvouched=tuple(sorted(self.contents.files.keys() - self._there.keys()))
-            if self.only is None
-            else (),
+            unvouched=(
+                tuple(sorted(self.contents.files.keys() - self._there.keys()))
+                if self.only is None
+                else ()
+            ),
             gone=tuple(self._gone) if self.only is None else (),
             again=tuple(self._again(sorted(differing - saved.keys()))),
             seal=command("seal", self.contents.root, "", "--force"),
@@ -102,27 +115,36 @@ class RecordedByHub(Recorded):
         rest = differing - saved.keys()
         if saved and own.isdisjoint(rest) and all(map(self._is_newer, rest)):
             configs = series(sorted({*saved.values()})[:3])
-            why = f"the weights and {configs} were saved here after the download of {downloaded.name}"
+            why = (
+                f"the weights and {configs} were saved here after the download of {downloaded.name}"
+            )
             return tuple(map(_unchecked, found)), replace(downloaded, lost_weights=why), why
         if lost and len(own) > 1:
-            words = f"no weights here are those of {downloaded.name}: they were saved over, or all of them are damaged"
+            words = (
+                f"no weights here are those of {downloaded.name}: they were saved over, or all of "
+                "them are damaged"
+            )
             downloaded = replace(downloaded, lost_weights=words)
         return tuple(found), downloaded, ""
 
     def _saved_here(
         self, own: Collection[str], differing: Collection[str], edited: Collection[str]
     ) -> dict[str, str]:
-        """Return the weights of models that were saved over their download, each with the config that shows it.
+        """Return the weights of models that were saved over their download, each with the config
+        that shows it.
 
-        A save writes the config anew together with all weights, and neither a disk nor a copy does. The config is next
-        to them, or in a folder above, as for the parts of a model of sentence-transformers.
+        A save writes the config anew together with all weights, and neither a disk nor a copy does.
+        The config is next to them, or in a folder above, as for the parts of a model of
+        sentence-transformers.
         """
         models: dict[tuple[PurePosixPath, str], set[str]] = {}
         for name in own:
             path = PurePosixPath(name)
             parsed = parse_file_name(path.name)
             is_adapter = (
-                parsed is not None and parsed.model is not None and parsed.model.stem == "adapter_model"
+                parsed is not None
+                and parsed.model is not None
+                and parsed.model.stem == "adapter_model"
             )
             models.setdefault((path.parent, ADAPTER if is_adapter else CONFIG), set()).add(name)
         saved: dict[str, str] = {}
@@ -154,19 +176,26 @@ class RecordedByHub(Recorded):
         words = (
             "it is newer than its download: it was saved over or copied"
             if newer
-            else "its time is that of the download: the disk, a copy or the download itself damaged it"
+            else (
+                "its time is that of the download: the disk, a copy or the download itself "
+                "damaged it"
+            )
         )
         return replace(item, text=f"{item.text}; {words}")
 
     def _is_newer(self, name: str) -> bool:
-        """Return whether a file changed after its download, as far as its time tells: copies are new files, too."""
+        """Return whether a file changed after its download, as far as its time tells: copies are
+        new files, too.
+        """
         record, state = self._there.get(name), self.contents.files.get(name)
         if not self._has_times or record is None or record.time is None or state is None:
             return False
         return state.mtime_ns / 1e9 - _CLOCK > record.time
 
     def _is_edit(self, name: str) -> bool:
-        """Return whether a file that differs is a text that a user edited, as far as its bytes tell."""
+        """Return whether a file that differs is a text that a user edited, as far as its bytes
+        tell.
+        """
         path = PurePosixPath(name)
         is_text = name in self._there and (self._there[name].is_git or path.suffix in _EDITABLE)
         if name in self._weights or _is_of_weights(name) or not is_text:
@@ -190,9 +219,12 @@ class RecordedByHub(Recorded):
             record = self._download.files[name]
             by_commit.setdefault(record.commit, []).append(name)
         for commit, files in by_commit.items():
-            # A forced download replaces the blob, but never a file of a snapshot that is not a link.
+            # A forced download replaces the blob, but never a file of a snapshot that is not a
+            # link.
             copied = [
-                shell_path(self.contents.root / name) for name in files if name in self._download.copied
+                shell_path(self.contents.root / name)
+                for name in files
+                if name in self._download.copied
             ]
             first = f"rm {' '.join(copied)} && " if copied else ""
             yield f"{first}{self._download.place.again(files, commit)}"
@@ -207,7 +239,9 @@ def _is_of_weights(name: str) -> bool:
 
 
 def without_client(contents: Contents) -> Contents:
-    """Return the contents without the files that the hub's client keeps for itself in a local folder."""
+    """Return the contents without the files that the hub's client keeps for itself in a local
+    folder.
+    """
     own = f"{OF_THE_CLIENT}/"
     return replace(
         contents,
@@ -216,16 +250,20 @@ def without_client(contents: Contents) -> Contents:
     )
 
 
-def recorded_download(contents: Contents, target: Target, uncovered: Iterable[str]) -> RecordedByHub | None:
+def recorded_download(
+    contents: Contents, target: Target, uncovered: Iterable[str]
+) -> RecordedByHub | None:
     """Return the records about a folder that was downloaded, None without one of a file of weights.
 
-    Records of a config alone would verify a model without a look at any weight. ``uncovered``: files that may hold
-    weights, next to those of the models.
+    Records of a config alone would verify a model without a look at any weight. ``uncovered``:
+    files that may hold weights, next to those of the models.
     """
     download = read_download(target.root, contents.files)
     if download is None:
         return None
-    weights = frozenset({str(path) for one in contents.weights for path in one.files} | {*uncovered})
+    weights = frozenset(
+        {str(path) for one in contents.weights for path in one.files} | {*uncovered}
+    )
     weights = frozenset(name for name in weights if Path(name).suffix != ".json")
     recorded = RecordedByHub(download, without_client(contents), target, weights)
     is_known = not weights.isdisjoint(recorded.sha256)

@@ -24,13 +24,19 @@ BARE = KeyMap(remove=())
 def pair_models(
     left: Sequence[Weights], right: Sequence[Weights]
 ) -> Iterator[tuple[Weights | None, Weights | None]]:
-    """Yield models that belong together, in the order of their positions, and what is left of each side with None.
+    """Yield models that belong together, in the order of their positions, and what is left of each
+    side with None.
 
-    Models belong together if they have the same path in their files; else the same keys and shapes, at one position or
-    where each side has them once; else the same position; else if one model is left on each side.
+    Models belong together if they have the same path in their files; else the same keys and shapes,
+    at one position or where each side has them once; else the same position; else if one model is
+    left on each side.
     """
     one, other = list(left), list(right)
-    kinds = {} if len(one) == len(other) == 1 else {id(weights): _kind(weights) for weights in (*one, *other)}
+    kinds = (
+        {}
+        if len(one) == len(other) == 1
+        else {id(weights): _kind(weights) for weights in (*one, *other)}
+    )
     pairs: list[tuple[Weights | None, Weights | None]] = []
     for by in (_paths, partial(_same, kinds), partial(_moved, kinds), _positions, _only):
         places, others = by(one), by(other)
@@ -42,8 +48,12 @@ def pair_models(
     yield from sorted(pairs, key=lambda pair: next(one.position for one in pair if one is not None))
 
 
-def moved(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[tuple[Weights, Weights]]:
-    """Yield the pairs at different positions: a script that loads one side would mix up the other."""
+def moved(
+    pairs: Iterable[tuple[Weights | None, Weights | None]],
+) -> Iterator[tuple[Weights, Weights]]:
+    """Yield the pairs at different positions: a script that loads one side would mix up the
+    other.
+    """
     for one, other in pairs:
         if one is None or other is None or (one.path and one.path == other.path):
             continue
@@ -51,8 +61,11 @@ def moved(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[tu
             yield one, other
 
 
-def crossed(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[tuple[Weights, Weights]]:
-    """Yield those of ``moved`` where both positions are taken on both sides: loading B for A gives the wrong models.
+def crossed(
+    pairs: Iterable[tuple[Weights | None, Weights | None]],
+) -> Iterator[tuple[Weights, Weights]]:
+    """Yield those of ``moved`` where both positions are taken on both sides: loading B for A gives
+    the wrong models.
 
     Where one side has no such position it is a model less, which shows in its tensors.
     """
@@ -66,14 +79,18 @@ def crossed(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[
 
 
 def crossing(pairs: Sequence[tuple[Weights, Weights]], a: str = "A", b: str = "B") -> str:
-    """Say in one sentence that models are crossed, "" for none. ``a``, ``b``: what the sides are called."""
+    """Say in one sentence that models are crossed, "" for none. ``a``, ``b``: what the sides are
+    called.
+    """
     shown = [f"{one.label} in {a} is {other.label} in {b}" for one, other in pairs[:_SHOWN]]
     more = [f"and {len(pairs) - _SHOWN} more"] if len(pairs) > _SHOWN else []
     return f"{', '.join(shown + more)}: a load would take the wrong model" if pairs else ""
 
 
 def _slot(weights: Weights) -> object:
-    """Return what a loader finds a model by: its position, or the name of its file where that has none."""
+    """Return what a loader finds a model by: its position, or the name of its file where that has
+    none.
+    """
     is_of_ranks = bool(weights.files) and parse_rank_file_name(weights.files[0].name) is not None
     if weights.format in (Format.DCP, Format.DEEPSPEED) or is_of_ranks:
         return weights.position
@@ -105,7 +122,9 @@ def _moved(kinds: Mapping[int, _Kind], side: Sequence[Weights]) -> dict[object, 
 
 
 def _paths(side: Sequence[Weights]) -> dict[object, Weights]:
-    """Return the models in training dicts by the keys that lead to them, where one alone has these."""
+    """Return the models in training dicts by the keys that lead to them, where one alone has
+    these.
+    """
     counts = Counter(weights.path for weights in side)
     return {weights.path: weights for weights in side if weights.path and counts[weights.path] == 1}
 
@@ -119,7 +138,9 @@ def _only(side: Sequence[Weights]) -> dict[object, Weights]:
 
 
 def unwrapping(names: Iterable[str]) -> KeyMap:
-    """Return the map that removes all wrappers, as ``repair --keys bare`` does; none where two keys would be equal."""
+    """Return the map that removes all wrappers, as ``repair --keys bare`` does; none where two keys
+    would be equal.
+    """
     names = list(names)
     outer = KeyMap(remove=common_wrappers(names))
     candidates = [outer]
@@ -142,10 +163,11 @@ class Matched:
 def match_names(
     left: Mapping[str, StoredTensor], right: Mapping[str, StoredTensor]
 ) -> tuple[tuple[Matched, ...], str]:
-    """Return every key of both sides once, in order, and in words how keys were changed ("" when none was).
+    """Return every key of both sides once, in order, and in words how keys were changed ("" when
+    none was).
 
-    Keys match as they are. Where more match without the wrappers that ``prepare`` and others put around a model, these
-    wrappers are removed from the keys of each side that has them.
+    Keys match as they are. Where more match without the wrappers that ``prepare`` and others put
+    around a model, these wrappers are removed from the keys of each side that has them.
     """
     maps = unwrapping(left), unwrapping(right)
     as_they_are = _matched(left, right, (BARE, BARE))
@@ -157,8 +179,13 @@ def match_names(
     return as_they_are, ""
 
 
-def _matched(left: Iterable[str], right: Iterable[str], maps: tuple[KeyMap, KeyMap]) -> tuple[Matched, ...]:
-    a, b = ({key_map(name): name for name in side} for side, key_map in zip((left, right), maps, strict=True))
+def _matched(
+    left: Iterable[str], right: Iterable[str], maps: tuple[KeyMap, KeyMap]
+) -> tuple[Matched, ...]:
+    a, b = (
+        {key_map(name): name for name in side}
+        for side, key_map in zip((left, right), maps, strict=True)
+    )
     names = dict.fromkeys([*a, *b])
     return tuple(Matched(name=name, a=a.get(name), b=b.get(name)) for name in names)
 

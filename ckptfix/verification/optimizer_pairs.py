@@ -1,10 +1,11 @@
 """The optimizers of two checkpoints paired parameter by parameter, whatever strategies saved them.
 
-FSDP and DeepSpeed name parameters. DDP and the Trainer number them: numbers become names where the checkpoint records
-them, or where the other side has names and a model says the order. Two optimizers without names are compared by
-position in their param groups, as torch loads them, or by number where torch refuses groups of other sizes.
-A state of one element, such as ``step``, is a tensor with one strategy and a number with another, so its number is
-compared; so are hyperparameters, for each parameter, as param groups are not the same in every strategy.
+FSDP and DeepSpeed name parameters. DDP and the Trainer number them: numbers become names where the
+checkpoint records them, or where the other side has names and a model says the order. Two
+optimizers without names are compared by position in their param groups, as torch loads them, or by
+number where torch refuses groups of other sizes. A state of one element, such as ``step``, is a
+tensor with one strategy and a number with another, so its number is compared; so are
+hyperparameters, for each parameter, as param groups are not the same in every strategy.
 """
 
 import os
@@ -26,7 +27,13 @@ from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import OptimizerState, StateValue
 from ckptfix.tensors.parameter_names import shape_of
 from ckptfix.tensors.parameter_sources import name_optimizers, recorded_names
-from ckptfix.tensors.stored import Contiguous, StoredCheckpoint, StoredTensor, Weights, tensor_digest
+from ckptfix.tensors.stored import (
+    Contiguous,
+    StoredCheckpoint,
+    StoredTensor,
+    Weights,
+    tensor_digest,
+)
 from ckptfix.verification.matching import Matched, match_names
 from ckptfix.wording import list_names
 
@@ -40,7 +47,9 @@ _NAMES = "param_names"  # an option of param groups that torch 2.6 adds for scri
 
 
 class Side(NamedTuple):
-    """One side of a comparison. ``unread``: why its optimizers cannot be read, "" where they can."""
+    """One side of a comparison. ``unread``: why its optimizers cannot be read, "" where they
+    can.
+    """
 
     checkpoint: StoredCheckpoint
     optimizers: tuple[OptimizerState, ...] = ()
@@ -68,7 +77,9 @@ def open_side(path: str | os.PathLike[str], *, lone_shard: bool = False) -> Side
 
 
 def side_of(checkpoint: StoredCheckpoint) -> Side:
-    """Return an opened checkpoint with the optimizers in its folder, or in its lone file. Raises OSError."""
+    """Return an opened checkpoint with the optimizers in its folder, or in its lone file. Raises
+    OSError.
+    """
     try:
         return Side(checkpoint, open_optimizers(checkpoint.root / (checkpoint.only or "")))
     except OperationError as error:
@@ -76,7 +87,8 @@ def side_of(checkpoint: StoredCheckpoint) -> Side:
 
 
 def left_of(weights: Weights, of_optimizers: Collection[PurePosixPath]) -> tuple[str, ...]:
-    """Return what the files of a model hold next to it. ``of_optimizers``: files of optimizers that were compared.
+    """Return what the files of a model hold next to it. ``of_optimizers``: files of optimizers that
+    were compared.
 
     DeepSpeed's optimizers lie in files of the model, as its fp32 weights are theirs.
     """
@@ -85,7 +97,9 @@ def left_of(weights: Weights, of_optimizers: Collection[PurePosixPath]) -> tuple
 
 
 class Difference(NamedTuple):
-    """A state of one element or a hyperparameter that differs. ``names``: of the parameters with these two values."""
+    """A state of one element or a hyperparameter that differs. ``names``: of the parameters with
+    these two values.
+    """
 
     name: str
     a: Any
@@ -97,9 +111,10 @@ class Difference(NamedTuple):
 class OptimizerPair:
     """An optimizer of each side, under the same names.
 
-    ``matched``: the tensors that both or one of them has, by parameter and state; ``tensors`` finds them. ``words``:
-    how names were matched, "" for as they are. ``values``: state of one element or hyperparameter -> of how many
-    parameters it was compared. ``differences``: those that differ. ``notes``: what was not compared, in words.
+    ``matched``: the tensors that both or one of them has, by parameter and state; ``tensors`` finds
+    them. ``words``: how names were matched, "" for as they are. ``values``: state of one element or
+    hyperparameter -> of how many parameters it was compared. ``differences``: those that differ.
+    ``notes``: what was not compared, in words.
     """
 
     a: OptimizerState
@@ -145,9 +160,9 @@ def pair_optimizers(
 ) -> Pairing:
     """Return the pairs of optimizers that can be compared, and in words those that cannot.
 
-    ``model``: "module:factory", or the function, that makes the models of the run, for parameters that are numbered.
-    ``tolerance``: for values of one element. ``called``: what the sides are called. Raises UsageError for a factory
-    that does not work, OSError.
+    ``model``: "module:factory", or the function, that makes the models of the run, for parameters
+    that are numbered. ``tolerance``: for values of one element. ``called``: what the sides are
+    called. Raises UsageError for a factory that does not work, OSError.
     """
     notes = [
         f"optimizers in {side}: {one.unread}"
@@ -168,9 +183,13 @@ def pair_optimizers(
         try:
             pairs.append(_pair(*_named((left, a), (right, b), model), tolerance, called))
         except OperationError as error:
-            notes.append(f"the optimizer {a.label} in {called[0]} with {b.label} in {called[1]}: {error}")
+            notes.append(
+                f"the optimizer {a.label} in {called[0]} with {b.label} in {called[1]}: {error}"
+            )
             is_complete = False
-    return Pairing(tuple(pairs), tuple(notes), is_complete and all(pair.is_complete for pair in pairs))
+    return Pairing(
+        tuple(pairs), tuple(notes), is_complete and all(pair.is_complete for pair in pairs)
+    )
 
 
 def _by_position(
@@ -189,27 +208,41 @@ def _named(
     right: tuple[Side, OptimizerState],
     model: str | Callable[[], Any] | None,
 ) -> tuple[OptimizerState, OptimizerState, str]:
-    """Return both optimizers under names, or both under numbers, and in words what that rests on."""
+    """Return both optimizers under names, or both under numbers, and in words what that rests
+    on.
+    """
     (one, a), (other, b) = left, right
     if a.is_named and b.is_named:
         return a, b, ""
     try:
         both = a.is_named or b.is_named
-        return _with_names(one, a, model, may_build=both), _with_names(other, b, model, may_build=both), ""
+        return (
+            _with_names(one, a, model, may_build=both),
+            _with_names(other, b, model, may_build=both),
+            "",
+        )
     except OperationError:
         if not (a.is_named or b.is_named):
             if _group_sizes(a) != _group_sizes(b):
                 return a, b, "parameters matched by number, as nothing names them"
-            return a.by_position(), b.by_position(), "parameters matched by position, as nothing names them"
+            return (
+                a.by_position(),
+                b.by_position(),
+                "parameters matched by position, as nothing names them",
+            )
         named, numbered = (a, b) if a.is_named else (b, a)
         if (ordered := _in_order_of(named, numbered)) is None:
             raise
-        words = "parameters matched by their order, as one side numbers them; next, to be sure: --model MODULE:FACTORY"
+        words = (
+            "parameters matched by their order, as one side numbers them; next, to be sure: "
+            "--model MODULE:FACTORY"
+        )
         return (a, ordered, words) if a.is_named else (ordered, b, words)
 
 
 def _in_order_of(named: OptimizerState, numbered: OptimizerState) -> OptimizerState | None:
-    """Return an optimizer under the names of another one, param group by param group in their order.
+    """Return an optimizer under the names of another one, param group by param group in their
+    order.
 
     None where the groups have other numbers of parameters, or moments of other shapes.
     """
@@ -221,7 +254,9 @@ def _in_order_of(named: OptimizerState, numbered: OptimizerState) -> OptimizerSt
         for number, name in zip(own.names, group.names, strict=True)
     }
     for number, name in names.items():
-        shapes = [shape_of(one.states.get(key, {})) for one, key in ((numbered, number), (named, name))]
+        shapes = [
+            shape_of(one.states.get(key, {})) for one, key in ((numbered, number), (named, name))
+        ]
         if None not in shapes and shapes[0] != shapes[1]:
             return None
     return numbered.named(names)
@@ -234,20 +269,25 @@ def _group_sizes(state: OptimizerState) -> list[int]:
 def _with_names(
     side: Side, state: OptimizerState, model: str | Callable[[], Any] | None, *, may_build: bool
 ) -> OptimizerState:
-    """Return an optimizer under names. ``may_build``: build the model that ``config.json`` names, which takes torch."""
+    """Return an optimizer under names. ``may_build``: build the model that ``config.json`` names,
+    which takes torch.
+    """
 
     root = side.checkpoint.root
     is_built = model is not None or (may_build and (root / CONFIG).is_file())
     if not state.is_named and not is_built and recorded_names(root, state) is None:
         raise OperationError(
-            "nothing names its parameters; help: give the models of this run by --model MODULE:FACTORY"
+            "nothing names its parameters; help: give the models of this run by --model "
+            "MODULE:FACTORY"
         )
     (named,) = name_optimizers(root, [state], weights=side.checkpoint.weights, model=model)
     return named
 
 
 class _Values:
-    """States of one element and hyperparameters, and which of them differ. ``counts``: how often each was compared."""
+    """States of one element and hyperparameters, and which of them differ. ``counts``: how often
+    each was compared.
+    """
 
     def __init__(self, tolerance: Tolerance | None) -> None:
         self._tolerance = tolerance
@@ -263,14 +303,22 @@ class _Values:
 
     def differences(self) -> tuple[Difference, ...]:
         """Return the values that differ."""
-        return tuple(Difference(key[0], a, b, tuple(names)) for key, (a, b, names) in self._found.items())
+        return tuple(
+            Difference(key[0], a, b, tuple(names)) for key, (a, b, names) in self._found.items()
+        )
 
 
 def _pair(
-    a: OptimizerState, b: OptimizerState, words: str, tolerance: Tolerance | None, called: tuple[str, str]
+    a: OptimizerState,
+    b: OptimizerState,
+    words: str,
+    tolerance: Tolerance | None,
+    called: tuple[str, str],
 ) -> OptimizerPair:
     states = _states(a, b), _states(b, a)
-    parameters, removed = match_names(*(dict.fromkeys(_parameters(one), _NOTHING) for one in (a, b)))
+    parameters, removed = match_names(
+        *(dict.fromkeys(_parameters(one), _NOTHING) for one in (a, b))
+    )
     options = _options(a), _options(b)
     matched: list[Matched] = []
     alone: dict[tuple[int, str], None] = {}
@@ -362,13 +410,17 @@ def _options(state: OptimizerState) -> dict[str | None, Mapping[str, Any]]:
 
 
 def _are_values(a: StateValue, b: StateValue) -> bool:
-    """Return whether two states are single values, at least one of them not a moment of a parameter of one element."""
+    """Return whether two states are single values, at least one of them not a moment of a parameter
+    of one element.
+    """
     shapes = [value.shape if isinstance(value, StoredTensor) else () for value in (a, b)]
     return all(prod(shape) == 1 for shape in shapes) and () in shapes
 
 
 def _comparable(value: Any, files: OpenFiles) -> Any:
-    """Return a value as it is compared: the number in a tensor of one element, a list as a tuple."""
+    """Return a value as it is compared: the number in a tensor of one element, a list as a
+    tuple.
+    """
     if isinstance(value, StoredTensor):
         buffer = memoryview(bytearray(1 << 16))
         if prod(value.shape) != 1 or not has_numbers(value.dtype):
@@ -378,7 +430,9 @@ def _comparable(value: Any, files: OpenFiles) -> Any:
     if isinstance(value, list) or type(value) is tuple:
         return tuple(_comparable(one, files) for one in value)
     if isinstance(value, dict):
-        return tuple(sorted((str(key), repr(_comparable(one, files))) for key, one in value.items()))
+        return tuple(
+            sorted((str(key), repr(_comparable(one, files))) for key, one in value.items())
+        )
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
@@ -392,10 +446,14 @@ def _are_equal(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
     return abs(a - b) <= tolerance[1] + tolerance[0] * abs(a)
 
 
-def _is_at_begin(ours: Mapping[str, StateValue], theirs: Mapping[str, StateValue], files: OpenFiles) -> bool:
-    """Return whether a parameter has no states on one side, and those that it begins with on the other.
+def _is_at_begin(
+    ours: Mapping[str, StateValue], theirs: Mapping[str, StateValue], files: OpenFiles
+) -> bool:
+    """Return whether a parameter has no states on one side, and those that it begins with on the
+    other.
 
-    FSDP and DeepSpeed save zeros for a parameter that never had a gradient, DDP nothing: a load gives the same.
+    FSDP and DeepSpeed save zeros for a parameter that never had a gradient, DDP nothing: a load
+    gives the same.
     """
     return not ours and bool(theirs) and all(_is_zero(value, files) for value in theirs.values())
 
@@ -415,13 +473,20 @@ def _left_out(
 ) -> Iterator[str]:
     """Yield in words what was not compared of two optimizers.
 
-    ``alone``: number of a side, and a hyperparameter. ``begun``: parameters that have zeros on one side, and nothing on
-    the other. ``unlisted``: parameters without moments that only one side has in its param groups.
+    ``alone``: number of a side, and a hyperparameter. ``begun``: parameters that have zeros on one
+    side, and nothing on the other. ``unlisted``: parameters without moments that only one side has
+    in its param groups.
     """
     if unlisted:
-        yield f"hyperparameters of {list_names(unlisted)}: without moments, and in no param group of one side"
+        yield (
+            f"hyperparameters of {list_names(unlisted)}: without moments, and in no param group of "
+            "one side"
+        )
     if begun:
-        yield f"moments of {list_names(begun)}: one side has none, the other those of a parameter without any gradient"
+        yield (
+            f"moments of {list_names(begun)}: one side has none, the other those of a parameter "
+            "without any gradient"
+        )
     for number, state in enumerate(states):
         where = f"{state.label} in {called[number]}"
         if keys := [key for side, key in alone if side == number]:
@@ -433,7 +498,9 @@ def _left_out(
 
 
 def _unread(state: OptimizerState) -> list[str]:
-    """Return the states of an optimizer that cannot be read, as only executing the pickle would show them."""
+    """Return the states of an optimizer that cannot be read, as only executing the pickle would
+    show them.
+    """
     return [name for name in state.unfit if not _is_read(state, name)]
 
 
@@ -441,6 +508,9 @@ def _is_read(state: OptimizerState, name: str) -> bool:
     """Return whether a value that fits no other strategy is among the states nevertheless."""
     return any(
         name.startswith(f"{parameter}.")
-        and any(f"{parameter}.{key}" == name or f"{parameter}.{key}".startswith(f"{name}.") for key in states)
+        and any(
+            f"{parameter}.{key}" == name or f"{parameter}.{key}".startswith(f"{name}.")
+            for key in states
+        )
         for parameter, states in state.states.items()
     )

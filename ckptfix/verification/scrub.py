@@ -1,6 +1,8 @@
-"""``scrub``: look at one checkpoint of a fleet after another, and read a part of their data, over many nights.
+"""``scrub``: look at one checkpoint of a fleet after another, and read a part of their data, over
+many nights.
 
-The structure is that of ``check``. The data are the files that a manifest has digests of; each is in one subset.
+The structure is that of ``check``. The data are the files that a manifest has digests of; each is
+in one subset.
 """
 
 import hashlib
@@ -31,7 +33,16 @@ from ckptfix.verification.digests import describe_files, file_without_digest
 from ckptfix.verification.scrub_state import Look, Reading, State
 from ckptfix.verification.verify import verify
 from ckptfix.verification.verify_report import Outcome, after_colon, judge
-from ckptfix.wording import Line, Printable, count_of, escape, human_size, line, list_names, unchecked_line
+from ckptfix.wording import (
+    Line,
+    Printable,
+    count_of,
+    escape,
+    human_size,
+    line,
+    list_names,
+    unchecked_line,
+)
 
 _FAILED = "failed"
 _DAMAGED = VERDICTS[0]
@@ -39,10 +50,14 @@ _REMOVED, _NOT_REACHED = "removed", "not reached"
 ORDER = (*VERDICTS, _REMOVED, _NOT_REACHED)
 _UNREAD = "could not be read: "
 _STOPPED = re.compile(r"stopped: (\d+) (ranges|s)")
-"""The text that the state has of a file that was not read to its end: the ranges that were, or how long it was read."""
+"""The text that the state has of a file that was not read to its end: the ranges that were, or how
+long it was read.
+"""
 
 _MORE_TIME = 1.1
-"""Times that a stopped file is read at least as long as before: otherwise it would take the time of every run."""
+"""Times that a stopped file is read at least as long as before: otherwise it would take the time of
+every run.
+"""
 
 _TENSORS = "tensors of all models"
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -70,7 +85,8 @@ def parse_subset(text: str, option: str = "--read-data-subset") -> tuple[Share, 
         or not (0.01 <= float(number) <= 100 or not float(number))
     ):
         raise UsageError(
-            f"{option} {text}: expected a part such as 5%, from 0.01% to 100%, or 0%, or I/N such as 0/7"
+            f"{option} {text}: expected a part such as 5%, from 0.01% to 100%, or 0%, or I/N such "
+            "as 0/7"
         )
     total = ceil(100 / float(number)) if float(number) else 0
     return tuple(Share(one, total) for one in range(total))
@@ -78,13 +94,17 @@ def parse_subset(text: str, option: str = "--read-data-subset") -> tuple[Share, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data(Serialized):
-    """The files of a checkpoint with a digest. ``read``: in this run; ``before``: earlier, as they still are.
+    """The files of a checkpoint with a digest. ``read``: in this run; ``before``: earlier, as they
+    still are.
 
-    The rest was never read as it is. ``oldest``: when the file was read that was read first, 0.0 for none. ``due``: how
-    many files were left out because the time was over; ``stopped``: how many of them were read in part.
+    The rest was never read as it is. ``oldest``: when the file was read that was read first, 0.0
+    for none. ``due``: how many files were left out because the time was over; ``stopped``: how many
+    of them were read in part.
     """
 
-    json_keys: ClassVar = "files bytes=nbytes read read_bytes before never due stopped oldest=oldest_text"
+    json_keys: ClassVar = (
+        "files bytes=nbytes read read_bytes before never due stopped oldest=oldest_text"
+    )
 
     files: int = 0
     nbytes: int = 0
@@ -117,21 +137,24 @@ class Data(Serialized):
         since = f" since {moment(self.oldest)[:10]}" if self.before else ""
         stopped = f" ({self.stopped} stopped halfway)" if self.stopped else ""
         return (
-            f"{self.read} of {count_of(self.files, 'file')} with digests read now ({human_size(self.read_bytes)} of "
-            f"{human_size(self.nbytes)}), {self.before} before{since}, {self.never} never{stopped}"
+            f"{self.read} of {count_of(self.files, 'file')} with digests read now "
+            f"({human_size(self.read_bytes)} of {human_size(self.nbytes)}), {self.before} "
+            f"before{since}, {self.never} never{stopped}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ScrubResult(Printable, Serialized):
-    """Result for one checkpoint. ``structure``: what ``check`` found, as JSON values; ``looked``: when, 0.0 for never.
+    """Result for one checkpoint. ``structure``: what ``check`` found, as JSON values; ``looked``:
+    when, 0.0 for never.
 
-    ``is_kept``: it was found by an earlier run. ``differences``: files -> how they differ from the manifest.
-    ``verdict``: in a word. ``data``: None where this run did not reach it.
+    ``is_kept``: it was found by an earlier run. ``differences``: files -> how they differ from the
+    manifest. ``verdict``: in a word. ``data``: None where this run did not reach it.
     """
 
     json_keys: ClassVar = (
-        "path status verdict looked=looked_text kept=is_kept findings differences unfinished not_checked data"
+        "path status verdict looked=looked_text kept=is_kept findings differences unfinished "
+        "not_checked data"
     )
 
     path: Path
@@ -180,12 +203,16 @@ class ScrubResult(Printable, Serialized):
         data = f"data: {self.data}" if self.data is not None else "not reached this time"
         yield line(f"{self.path}: {self.verdict}{when}; {data}", bold=bool(self.status))
         serious = [one for one in self.findings if one["severity"] != Severity.NOTE.value]
-        yield from (labelled(Severity(one["severity"]), one["code"], one["message"]) for one in serious)
+        yield from (
+            labelled(Severity(one["severity"]), one["code"], one["message"]) for one in serious
+        )
         yield from (
             line(f" differs {name}: {after_colon(words)}", colour="red")
             for name, words in self.differences.items()
         )
-        yield from (line(f"could not finish: {words}", colour="yellow") for words in self.unfinished)
+        yield from (
+            line(f"could not finish: {words}", colour="yellow") for words in self.unfinished
+        )
         if serious or self.differences:
             yield line(f"next: {command('verify' if self.differences else 'check', self.path)}")
         yield from self.unchecked_lines()
@@ -197,10 +224,12 @@ class ScrubResult(Printable, Serialized):
 
 @dataclass(kw_only=True)
 class Scrub:
-    """One run. ``subset``: the files to read, None for none. ``since``: looks and readings from then on count still.
+    """One run. ``subset``: the files to read, None for none. ``since``: looks and readings from
+    then on count still.
 
-    ``until``: by the clock of ``monotonic``; what begins later is not reached. ``total``: the data of all.
-    ``kept``: how many checkpoints an earlier run alone has looked at; ``unknown``: how many no run has reached.
+    ``until``: by the clock of ``monotonic``; what begins later is not reached. ``total``: the data
+    of all. ``kept``: how many checkpoints an earlier run alone has looked at; ``unknown``: how many
+    no run has reached.
     """
 
     state: State
@@ -218,7 +247,9 @@ class Scrub:
     _lock: Any = field(default_factory=Lock)
 
     def look(self, path: str) -> ScrubResult:
-        """Look at a checkpoint, or return what an earlier run found. Raises CkptfixError, OSError."""
+        """Look at a checkpoint, or return what an earlier run found. Raises CkptfixError,
+        OSError.
+        """
         place = escape(os.path.abspath(path))
         last = self.state.last(place)
         if self._is_late():
@@ -229,10 +260,15 @@ class Scrub:
             return ScrubResult(path=Path(path), verdict=_NOT_REACHED)
         try:
             result, look, readings, gone = self._look(path, place, last)
-        except Exception as error:  # of those that nobody has foreseen, too: nothing is known of this one
+        # Of those that nobody has foreseen, too: nothing is known of this one.
+        except Exception as error:
             if isinstance(error, CkptfixError | OSError) and has_gone(Path(path)):
-                return ScrubResult(path=Path(path), verdict=_REMOVED)  # a run keeps its last checkpoints only
-            verdict = {"verdict": _FAILED, "structure": {"status": 3, "unfinished": [escape(str(error))]}}
+                # A run keeps its last checkpoints only.
+                return ScrubResult(path=Path(path), verdict=_REMOVED)
+            verdict = {
+                "verdict": _FAILED,
+                "structure": {"status": 3, "unfinished": [escape(str(error))]},
+            }
             self.state.keep(self.scope, Look(place, time(), 0.0, "", verdict), {})
             raise
         self.state.keep(self.scope, look, readings, gone)
@@ -258,12 +294,17 @@ class Scrub:
             and not any(one.get("bare") for one in last.verdict["structure"].get("findings", ()))
         ):
             units = _units_again(files, before, last)
-            if units is not None and not any(self._is_due(place, key, before[key]) for key in units):
-                # all is known by the listing and the state: nothing is opened, and nothing made of a listing
+            if units is not None and not any(
+                self._is_due(place, key, before[key]) for key in units
+            ):
+                # all is known by the listing and the state: nothing is opened, and nothing made of
+                # a listing
                 data, _, _, differences = self._tally(place, units, before, lambda key, done: "")
                 known = last.verdict["differences"]
                 differences = {key: known[key] for key in known if key not in before} | differences
-                result = _judged(Path(path), last.verdict["structure"], last.looked, differences, data, True)
+                result = _judged(
+                    Path(path), last.verdict["structure"], last.looked, differences, data, True
+                )
                 return result, _look_of(result, place, now, fingerprint), {}, []
         else:
             last = None
@@ -271,7 +312,8 @@ class Scrub:
             found = self._look_into(Path(folder), place, now, files, fingerprint, before, last)
         if not found[0].is_kept and _files(Path(path))[1] != fingerprint:
             raise ChangedError(
-                f"{path} changed while it was looked at, so nothing is known about it; the next run looks again"
+                f"{path} changed while it was looked at, so nothing is known about it; the next "
+                "run looks again"
             )
         return found
 
@@ -279,7 +321,9 @@ class Scrub:
         self, root: Path, place: str, now: float, files: "_Files", fingerprint: str,
         before: Mapping[str, Reading], last: Look | None,
     ) -> tuple[ScrubResult, Look, Mapping[str, Reading], list[str]]:  # fmt: skip
-        """Look at a checkpoint and read what is due. ``last``: the last look, where it counts still."""
+        """Look at a checkpoint and read what is due. ``last``: the last look, where it counts
+        still.
+        """
         structure: Mapping[str, Any]
         if last is not None:
             structure, looked = last.verdict["structure"], last.looked
@@ -287,15 +331,22 @@ class Scrub:
             report = check(root, siblings=self.siblings, progress=self.progress).alone()
             document, looked = report.as_json(), now
             structure = {
-                key: document[key] for key in ("verdict", "status", "findings", "not_checked", "unfinished")
+                key: document[key]
+                for key in ("verdict", "status", "findings", "not_checked", "unfinished")
             }
         recorded = Recorded(readable_manifest(root), Target(root, None))
         own = {name: state for name, state in files.items() if not _is_own(name)}
-        contents = Contents(root=root, files={name: FileState(*state[:2]) for name, state in own.items()})
+        contents = Contents(
+            root=root, files={name: FileState(*state[:2]) for name, state in own.items()}
+        )
         differences = {}
-        known = _Known(contents, recorded, {name: str(state) for name, state in own.items()}, fingerprint)
+        known = _Known(
+            contents, recorded, {name: str(state) for name, state in own.items()}, fingerprint
+        )
         if recorded.manifest is not None:
-            for name in sorted((own.keys() | recorded.sizes.keys() | recorded.sha256.keys()) - known.files):
+            for name in sorted(
+                (own.keys() | recorded.sizes.keys() | recorded.sha256.keys()) - known.files
+            ):
                 item = file_without_digest(name, contents, recorded)
                 if item.outcome is Outcome.DIFFER:
                     differences[escape(name)] = item.text
@@ -313,7 +364,9 @@ class Scrub:
         return result, _look_of(result, place, now, fingerprint), unread | stopped | fresh, gone
 
     def _counts(self, moment: float) -> bool:
-        """Return whether a look or a reading counts still. One of a clock that was wrong would count for years."""
+        """Return whether a look or a reading counts still. One of a clock that was wrong would
+        count for years.
+        """
         return self.since <= moment <= time()
 
     def _is_due(self, place: str, key: str, one: Reading | None) -> bool:
@@ -327,7 +380,8 @@ class Scrub:
     ) -> tuple[Data, dict[str, Reading], dict[str, Reading], dict[str, str]]:  # fmt: skip
         """Read the units that are due.
 
-        Return their numbers, the readings, those that were stopped, and how units differ by all readings.
+        Return their numbers, the readings, those that were stopped, and how units differ by all
+        readings.
         """
         fresh: dict[str, Reading] = {}
         stopped: dict[str, Reading] = {}
@@ -336,7 +390,9 @@ class Scrub:
         for key, (size, mark) in sorted(units.items()):
             one = before.get(key)
             one = one if one is not None and one.fingerprint == mark else None
-            before_stop = _STOPPED.fullmatch(one.problem) if one is not None and not one.read else None
+            before_stop = (
+                _STOPPED.fullmatch(one.problem) if one is not None and not one.read else None
+            )
             one = one if one is not None and one.read else None
             if self._is_due(place, key, one):
                 try:
@@ -360,8 +416,8 @@ class Scrub:
     def _read(self, read: Callable[[int], str], before: "re.Match[str] | None") -> str:
         """Read a unit as far as there is time. ``before``: how far an earlier run came.
 
-        Raises _TimeOverError: a file with digests of ranges goes on there, any other one begins anew, and only where
-        it gets more time than before.
+        Raises _TimeOverError: a file with digests of ranges goes on there, any other one begins
+        anew, and only where it gets more time than before.
         """
         begun = monotonic()
         done = int(before[1]) if before is not None and before[2] == "ranges" else 0
@@ -391,14 +447,15 @@ def _kept(path: Path, last: Look) -> ScrubResult:
     verdict = last.verdict
     is_clean = verdict["verdict"] == CLEAN
     return ScrubResult(
-        path=path, verdict=_NOT_REACHED if is_clean else verdict["verdict"], structure=verdict["structure"],
-        looked=last.looked, is_kept=True, differences=verdict.get("differences", {}),
+        path=path, verdict=_NOT_REACHED if is_clean else verdict["verdict"],
+        structure=verdict["structure"], looked=last.looked, is_kept=True,
+        differences=verdict.get("differences", {}),
     )  # fmt: skip
 
 
 def _judged(
-    path: Path, structure: Mapping[str, Any], looked: float, differences: Mapping[str, str], data: Data,
-    is_kept: bool,
+    path: Path, structure: Mapping[str, Any], looked: float, differences: Mapping[str, str],
+    data: Data, is_kept: bool,
 ) -> ScrubResult:  # fmt: skip
     verdict = structure["verdict"]
     if any(not words.startswith(_UNREAD) for words in differences.values()):
@@ -406,8 +463,8 @@ def _judged(
     elif differences and not structure["status"]:
         verdict = UNFINISHED
     return ScrubResult(
-        path=path, verdict=verdict, structure=structure, looked=looked, differences=differences, is_kept=is_kept,
-        data=data,
+        path=path, verdict=verdict, structure=structure, looked=looked, differences=differences,
+        is_kept=is_kept, data=data,
     )  # fmt: skip
 
 
@@ -437,7 +494,11 @@ def _files(root: Path) -> tuple[_Files, str]:
         return _files_listed(listed)
     found: dict[str, tuple[int, int, str]] = {}
     names: dict[str, str | None] = listed_files(root)
-    own = (os.path.join(folder, name) for folder, _, inside in os.walk(root / JOURNAL) for name in inside)
+    own = (
+        os.path.join(folder, name)
+        for folder, _, inside in os.walk(root / JOURNAL)
+        for name in inside
+    )
     names |= dict.fromkeys(sorted(os.path.relpath(path, root) for path in own))
     for name, why in names.items():
         if why is None:
@@ -454,7 +515,9 @@ def _files_listed(listed: Mapping[str, Any]) -> tuple[_Files, str]:
     """Return the same of a folder of a listing: as it would be on this machine."""
     names = sorted(name for name in listed if JOURNAL not in name.split("/")[:-1])
     names += sorted(name for name in listed if _is_own(name))
-    found = {name: (listed[name].size, listed[name].modified_ns, listed[name].etag) for name in names}
+    found = {
+        name: (listed[name].size, listed[name].modified_ns, listed[name].etag) for name in names
+    }
     return found, _fingerprint(found.items())
 
 
@@ -468,7 +531,9 @@ def _fingerprint(states: Iterable[tuple[str, object]]) -> str:
 def _units_again(
     files: _Files, before: Mapping[str, Reading], last: Look
 ) -> dict[str, tuple[int, str]] | None:
-    """Return the units of an unchanged checkpoint by the state alone, None where it does not know all of them."""
+    """Return the units of an unchanged checkpoint by the state alone, None where it does not know
+    all of them.
+    """
     data = last.verdict.get("data")
     if not data or data["files"] != len(before):
         return None
@@ -486,8 +551,8 @@ class _TimeOverError(Exception):
 
 
 class _Known:
-    """The digests of a checkpoint. ``files``: those that have one and are there; ``units``: key -> size and mark, where
-    a key is an escaped name.
+    """The digests of a checkpoint. ``files``: those that have one and are there; ``units``: key ->
+    size and mark, where a key is an escaped name.
 
     A save that knew the digests of its tensors alone is read as one unit.
     """
@@ -508,7 +573,8 @@ class _Known:
     def read(self, key: str, done: int, progress: Progress) -> str:
         """Read a unit, and return how it differs from the manifest, "" where it does not.
 
-        ``done``: how many ranges of it were read before, and found to be right. Raises _TimeOverError.
+        ``done``: how many ranges of it were read before, and found to be right. Raises
+        _TimeOverError.
         """
         contents, recorded = self._contents, self._recorded
         if key == _TENSORS:

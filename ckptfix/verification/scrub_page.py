@@ -1,4 +1,6 @@
-"""The verdicts of a fleet as one HTML page: a run a row, a checkpoint a cell; a click shows what was found."""
+"""The verdicts of a fleet as one HTML page: a run a row, a checkpoint a cell; a click shows what
+was found.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +41,8 @@ summary { cursor: pointer; } details[open] { flex-basis: 100%; }
 
 
 def fleet_page(looks: Iterable[Look], begun: float, unknown: int) -> str:
-    """Return the page. ``looks``: those of a run together; ``begun``: what was not seen since is marked.
+    """Return the page. ``looks``: those of a run together; ``begun``: what was not seen since is
+    marked.
 
     ``unknown``: how many more there are that no run has reached.
     """
@@ -74,7 +77,9 @@ def _in_order(look: Look) -> list[Any]:
     """Return a key that puts checkpoint_10 behind checkpoint_9."""
     name = look.place.rpartition("/")[2]
     return [
-        (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part
+        (0, int(part), "") if part.isdecimal() else (1, 0, part)
+        for part in re.split(r"(\d+)", name)
+        if part
     ]
 
 
@@ -83,7 +88,13 @@ def _legend() -> str:
         ("clean", "clean"),
         ("warned", _WARNED),
         ("damaged", "damaged"),
-        ("unknown", "no complete checkpoint or not known: without weights, staging, not finished or failed"),
+        (
+            "unknown",
+            (
+                "no complete checkpoint or not known: without weights, staging, not finished or "
+                "failed"
+            ),
+        ),
         ("old", "not looked at by this run: the verdict of an earlier one"),
     ]
     items = "".join(f'<li class="{css}">{html_text(text)}</li>' for css, text in cells)

@@ -17,7 +17,9 @@ from ckptfix.errors import OperationError, UsageError
 
 _APPLICATION, _VERSION = 0x636B7066, 1  # "ckpf"
 _SECONDS = 1.0
-"""Time after which results are written: a kill loses what came in it, and 100,000 results are not as many writes."""
+"""Time after which results are written: a kill loses what came in it, and 100,000 results are not
+as many writes.
+"""
 
 _TABLES = """
 CREATE TABLE checkpoints (
@@ -37,7 +39,9 @@ _LOOK = "place, seen, looked, fingerprint, verdict"
 
 
 class Look(NamedTuple):
-    """The last look at a checkpoint. ``fingerprint``: of its files at that time; ``seen``: when it was last listed."""
+    """The last look at a checkpoint. ``fingerprint``: of its files at that time; ``seen``: when it
+    was last listed.
+    """
 
     place: str
     seen: float
@@ -47,7 +51,9 @@ class Look(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The last reading of a file. ``fingerprint``: of the file and of its digest; ``problem``: "" where it matched."""
+    """The last reading of a file. ``fingerprint``: of the file and of its digest; ``problem``: ""
+    where it matched.
+    """
 
     fingerprint: str
     read: float
@@ -55,8 +61,12 @@ class Reading(NamedTuple):
 
 
 def default_state(shard: str) -> Path:
-    """Return where the state is without ``--state``: each share of a job array has a file of its own."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    """Return where the state is without ``--state``: each share of a job array has a file of its
+    own.
+    """
+    home = os.environ.get("XDG_STATE_HOME") or os.path.join(
+        os.path.expanduser("~"), ".local", "state"
+    )
     return Path(home, "ckptfix", f"scrub{f'-{shard}'.replace('/', '-of-') if shard else ''}.sqlite")
 
 
@@ -76,12 +86,17 @@ class State:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--state {path} cannot be made: {error.strerror}; name another file") from None
+            raise UsageError(
+                f"--state {path} cannot be made: {error.strerror}; name another file"
+            ) from None
         with self._used():
-            self._file = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
+            self._file = sqlite3.connect(
+                path, timeout=60, isolation_level=None, check_same_thread=False
+            )
         try:
             with self._used():
-                self._file.execute("BEGIN IMMEDIATE")  # two that begin at once do not both make the tables
+                # Two that begin at once do not both make the tables.
+                self._file.execute("BEGIN IMMEDIATE")
                 self._make()
                 self._file.execute("COMMIT")
         except BaseException:
@@ -89,7 +104,9 @@ class State:
             raise
 
     def _make(self) -> None:
-        """Make the tables of a new file. Raises UsageError for a file of another kind or version."""
+        """Make the tables of a new file. Raises UsageError for a file of another kind or
+        version.
+        """
         ((application,),) = self._file.execute("PRAGMA application_id")
         ((version,),) = self._file.execute("PRAGMA user_version")
         if (application, version) == (_APPLICATION, _VERSION):
@@ -97,7 +114,8 @@ class State:
         if application or self._file.execute("SELECT 1 FROM sqlite_master").fetchone():
             found = f"version {version}" if application == _APPLICATION else "another program"
             raise UsageError(
-                f"--state {self._path}: it is of {found}, and not a state of this ckptfix; name another file"
+                f"--state {self._path}: it is of {found}, and not a state of this ckptfix; name "
+                "another file"
             )
         for one in _TABLES.strip().split(";\n"):
             self._file.execute(one)
@@ -110,11 +128,13 @@ class State:
             yield
         except sqlite3.OperationalError as error:  # locked, a full disk, no permission
             raise OperationError(
-                f"--state {self._path} cannot be used: {error}; next: make room, wait for the other scrub, or name "
-                "another file"
+                f"--state {self._path} cannot be used: {error}; next: make room, wait for the "
+                "other scrub, or name another file"
             ) from None
         except sqlite3.DatabaseError as error:
-            raise UsageError(f"--state {self._path} cannot be used: {error}; name another file") from None
+            raise UsageError(
+                f"--state {self._path} cannot be used: {error}; name another file"
+            ) from None
 
     def close(self) -> None:
         """Write what waits, and close the file. Raises OperationError when it cannot be written."""
@@ -135,31 +155,50 @@ class State:
         with self._lock, self._used():
             self._write()
             rows = self._file.execute(
-                f"SELECT {_LOOK} FROM checkpoints WHERE scope = ? ORDER BY {folder}, place", (scope,)
+                f"SELECT {_LOOK} FROM checkpoints WHERE scope = ? ORDER BY {folder}, place",
+                (scope,),
             )
         yield from map(_look, rows)
 
     def readings(self, place: str) -> dict[str, Reading]:
         """Return the last readings of the files of a checkpoint, by name."""
-        found = self._rows("SELECT name, fingerprint, read, problem FROM files WHERE place = ?", place)
+        found = self._rows(
+            "SELECT name, fingerprint, read, problem FROM files WHERE place = ?", place
+        )
         return {name: Reading(*rest) for name, *rest in found}
 
-    def keep(self, scope: str, look: Look, readings: Mapping[str, Reading], gone: Sequence[str] = ()) -> None:
-        """Keep a look at a checkpoint, and what was read of it. ``gone``: names that it has no longer."""
+    def keep(
+        self, scope: str, look: Look, readings: Mapping[str, Reading], gone: Sequence[str] = ()
+    ) -> None:
+        """Keep a look at a checkpoint, and what was read of it. ``gone``: names that it has no
+        longer.
+        """
         verdict = json.dumps(look.verdict)
         with self._lock:
             self._waiting.append(
                 (
                     "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?)",
                     # not before the round, where the clock was set back: ``end`` would forget it
-                    (look.place, scope, max(look.seen, self._begun), look.looked, look.fingerprint, verdict),
+                    (
+                        look.place,
+                        scope,
+                        max(look.seen, self._begun),
+                        look.looked,
+                        look.fingerprint,
+                        verdict,
+                    ),
                 )
             )
             for name in gone:
-                self._waiting.append(("DELETE FROM files WHERE place = ? AND name = ?", (look.place, name)))
+                self._waiting.append(
+                    ("DELETE FROM files WHERE place = ? AND name = ?", (look.place, name))
+                )
             for name, one in readings.items():
                 self._waiting.append(
-                    ("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", (look.place, name, *one))
+                    (
+                        "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)",
+                        (look.place, name, *one),
+                    )
                 )
             if monotonic() - self._written >= _SECONDS:
                 self._write()
@@ -167,8 +206,8 @@ class State:
     def begin(self, scope: str, subsets: Sequence[str]) -> tuple[str, float]:
         """Return the subset to read now, and when its round began: one that was not ended goes on.
 
-        Otherwise the subset begins that was read longest ago. Times to come are those of a clock that was wrong: such
-        a round begins anew, and such a subset would be read no more.
+        Otherwise the subset begins that was read longest ago. Times to come are those of a clock
+        that was wrong: such a round begins anew, and such a subset would be read no more.
         """
         now = time()
         rows = self._rows("SELECT subset, begun, ended FROM rounds WHERE scope = ?", scope)
@@ -191,7 +230,9 @@ class State:
         return subset, now
 
     def end(self, scope: str, subset: str, since: float) -> int:
-        """Note that a round has ended. Forget the checkpoints not seen since a time, and return how many these are."""
+        """Note that a round has ended. Forget the checkpoints not seen since a time, and return how
+        many these are.
+        """
         gone = "FROM checkpoints WHERE scope = ? AND seen < ?"
         with self._lock, self._used():
             self._write()
@@ -199,7 +240,10 @@ class State:
             self._waiting += [
                 (f"DELETE FROM files WHERE place IN (SELECT place {gone})", (scope, since)),
                 (f"DELETE {gone}", (scope, since)),
-                ("UPDATE rounds SET ended = ? WHERE scope = ? AND subset = ?", (time(), scope, subset)),
+                (
+                    "UPDATE rounds SET ended = ? WHERE scope = ? AND subset = ?",
+                    (time(), scope, subset),
+                ),
             ]
             self._write()
         return int(count)

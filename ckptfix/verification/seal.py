@@ -1,4 +1,6 @@
-"""``seal``: write the digest of every file and of every tensor into the manifest of a checkpoint."""
+"""``seal``: write the digest of every file and of every tensor into the manifest of a
+checkpoint.
+"""
 
 import hashlib
 import importlib.metadata
@@ -43,7 +45,11 @@ from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
 from ckptfix.verification.digests import compare
 from ckptfix.verification.download_digests import recorded_download, without_client
 from ckptfix.verification.signatures import Signing
-from ckptfix.verification.statements import statement_of_files, statement_of_tensors, uncovered_weights
+from ckptfix.verification.statements import (
+    statement_of_files,
+    statement_of_tensors,
+    uncovered_weights,
+)
 from ckptfix.verification.verify import (
     FileDigest,
     Structure,
@@ -65,20 +71,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SealReceipt(Printable, Serialized):
-    """Receipt of ``seal``. ``findings`` and ``differing`` say why nothing was written, where ``written`` is False.
+    """Receipt of ``seal``. ``findings`` and ``differing`` say why nothing was written, where
+    ``written`` is False.
 
-    ``files``, ``tensors``: how many got a digest, a tensor once for each of its names. ``ranges``: how many ranges of
-    long files got one. ``unreadable``: models whose
-    tensors got none, ``special``: what is not a file and got none, with the reason.
-    ``transaction``: its number for ``undo``, in a folder with repairs that can be undone. ``statements``: the names of
-    the statements that were written, ``signed_by``: who signed them, "" where nobody did; ``trust``: the options of
-    ``verify`` that name the signer. ``hub``: the download that the files were compared with, and ``proven``: how many
-    are equal to it.
+    ``files``, ``tensors``: how many got a digest, a tensor once for each of its names. ``ranges``:
+    how many ranges of long files got one. ``unreadable``: models whose tensors got none,
+    ``special``: what is not a file and got none, with the reason. ``transaction``: its number for
+    ``undo``, in a folder with repairs that can be undone. ``statements``: the names of the
+    statements that were written, ``signed_by``: who signed them, "" where nobody did; ``trust``:
+    the options of ``verify`` that name the signer. ``hub``: the download that the files were
+    compared with, and ``proven``: how many are equal to it.
     """
 
     json_keys: ClassVar = (
-        "path status written manifest files tensors ranges bytes=nbytes findings differing unreadable special "
-        "transaction statements signed_by hub? proven?"
+        "path status written manifest files tensors ranges bytes=nbytes findings differing "
+        "unreadable special transaction statements signed_by hub? proven?"
     )
 
     path: Path
@@ -111,7 +118,11 @@ class SealReceipt(Printable, Serialized):
             is_damaged = any(one.severity is Severity.ERROR for one in self.findings)
             what = "is damaged" if is_damaged else "is incomplete"
             if self.differing:
-                what = "differs from its manifest" if self.hub is None else f"differs from {self.hub.name}"
+                what = (
+                    "differs from its manifest"
+                    if self.hub is None
+                    else f"differs from {self.hub.name}"
+                )
             yield line(f"{self.path} {what}: nothing was written", bold=True)
             yield line(f"next: {self._mend()}")
             force = command("seal", self.path, "", "--force")
@@ -120,16 +131,24 @@ class SealReceipt(Printable, Serialized):
         tensors = f" and {count_of(self.tensors, 'tensor')}" if self.tensors else ""
         ranges = f", long files by {count_of(self.ranges, 'range')} of 1 GB" if self.ranges else ""
         size = human_size(self.nbytes)
-        yield line(f"sealed {self.path}: {count_of(self.files, 'file')}{tensors}, {size}{ranges}", bold=True)
+        yield line(
+            f"sealed {self.path}: {count_of(self.files, 'file')}{tensors}, {size}{ranges}",
+            bold=True,
+        )
         if self.hub is not None:
-            proven = f"{count_of(self.proven, 'file')} equal to {self.hub.name} by the hub's own digests"
-            yield line(f"proven: {proven}" if self.proven else f"not compared: {self.hub.lost_weights}")
+            proven = (
+                f"{count_of(self.proven, 'file')} equal to {self.hub.name} by the hub's own digests"
+            )
+            yield line(
+                f"proven: {proven}" if self.proven else f"not compared: {self.hub.lost_weights}"
+            )
         yield line(f"written: {', '.join((MANIFEST, *self.statements))}")
         if self.signed_by:
             yield line(f"signed by {self.signed_by}: {', '.join(self.statements)}")
         elif self.statements:
             yield line(
-                f"not signed: {', '.join(self.statements)}; anyone could have written them", colour="yellow"
+                f"not signed: {', '.join(self.statements)}; anyone could have written them",
+                colour="yellow",
             )
         yield from (line(f"not sealed: tensors of {words}") for words in self.unreadable)
         yield from (line(f"not sealed: {words}") for words in self.special)
@@ -174,40 +193,46 @@ def seal(
     tensors: bool = True,
     progress: Progress | None = None,
 ) -> SealReceipt:
-    """Write the sha256 of every file and tensor of a folder into its manifest, durably; its other entries stay.
+    """Write the sha256 of every file and tensor of a folder into its manifest, durably; its other
+    entries stay.
 
-    Without ``force`` some folders are not sealed: where ``check`` finds an error, or misses a file without which
-    ``load_state`` fails; where the save was cut short; where something that the manifest lists is gone or changed.
-    Added files are sealed. A download from the Hugging Face hub is compared with the records of its client, whose own
-    files are left out. CRCs in files are compared, so that a flipped bit is not sealed as good. Where repairs can
-    still be undone, the seal is a step that ``undo`` undoes before them.
+    Without ``force`` some folders are not sealed: where ``check`` finds an error, or misses a file
+    without which ``load_state`` fails; where the save was cut short; where something that the
+    manifest lists is gone or changed. Added files are sealed. A download from the Hugging Face hub
+    is compared with the records of its client, whose own files are left out. CRCs in files are
+    compared, so that a flipped bit is not sealed as good. Where repairs can still be undone, the
+    seal is a step that ``undo`` undoes before them.
 
-    ``oms``: write statements as OpenSSF Model Signing v1.0 has them, too, of the files and of the tensors; ``sign``:
-    sign them with a ``KeySigning`` or a ``SigstoreSigning``.
+    ``oms``: write statements as OpenSSF Model Signing v1.0 has them, too, of the files and of the
+    tensors; ``sign``: sign them with a ``KeySigning`` or a ``SigstoreSigning``.
 
-    ``ranges``: of a file longer than 1 GB write the sha256 of each 1 GB of it instead of its own, which is one chain
-    from the first byte to the last; many threads and processes take those of ranges at once. Statements have them as
-    shards. ``with_sha256``: write its own next to them.
+    ``ranges``: of a file longer than 1 GB write the sha256 of each 1 GB of it instead of its own,
+    which is one chain from the first byte to the last; many threads and processes take those of
+    ranges at once. Statements have them as shards. ``with_sha256``: write its own next to them.
 
-    ``tensors``: off, write digests of files alone, which takes half of the hashing; ``verify`` then cannot name a
-    tensor that changed, nor compare after a repair or in another format. Those that the manifest has are compared, and
-    stay.
+    ``tensors``: off, write digests of files alone, which takes half of the hashing; ``verify`` then
+    cannot name a tensor that changed, nor compare after a repair or in another format. Those that
+    the manifest has are compared, and stay.
 
-    Raises UsageError when no checkpoint folder is at ``path``, OperationError when it could not finish: nothing is
-    changed then. OSError when the folder cannot be read or written.
+    Raises UsageError when no checkpoint folder is at ``path``, OperationError when it could not
+    finish: nothing is changed then. OSError when the folder cannot be read or written.
     """
     target = find_target(path)
     if target.only is not None:
-        raise UsageError(f"{target.path} is a file; to seal its folder: {command('seal', target.root)}")
+        raise UsageError(
+            f"{target.path} is a file; to seal its folder: {command('seal', target.root)}"
+        )
     contents = read_contents(target)
     if not oms and sign is None:  # a statement lists every file, or its own tools refuse the folder
         contents = without_client(contents)
     if (target.root / JOURNAL / UNFINISHED).exists() and not force:
         raise OperationError(
-            f"{target.root} holds files of two saves: the last one was interrupted; next: save again, or, to "
-            f"seal it as it is: {command('seal', target.root, '', '--force')}"
+            f"{target.root} holds files of two saves: the last one was interrupted; next: save "
+            f"again, or, to seal it as it is: {command('seal', target.root, '', '--force')}"
         )
-    shape = structure(contents, target, data=True, leaves_records=True, verb="seal", progress=progress)
+    shape = structure(
+        contents, target, data=True, leaves_records=True, verb="seal", progress=progress
+    )
     for words in shape.refused:
         if (
             words.partition("/ (")[0] not in contents.special
@@ -230,17 +255,26 @@ def seal(
             hub = recorded_download(contents, target, uncovered_weights(contents))
             recorded = hub or recorded
         known, wanted = recorded_schemes(contents, recorded), _schemes(contents, ranges=ranges)
-        # What is hashed to compare it with the hub's sha256 anyway is written, too: the hub shows the same.
+        # What is hashed to compare it with the hub's sha256 anyway is written, too: the hub shows
+        # the same.
         own = contents.files if with_sha256 else hub.sha256_names if hub is not None else ()
         also = dict.fromkeys(own, WHOLE)
         tensors = tensors or bool(recorded.digests(contents.weights, ()))
         found = hash_contents(
-            contents, known, wanted, also, records=shape.records, tensors=tensors, progress=progress
+            contents,
+            known,
+            wanted,
+            also,
+            records=shape.records,
+            tensors=tensors,
+            progress=progress,
         )
         for key, one in found.items():
             if one.problem:
                 what = key.name if isinstance(key, FileDigest) else getattr(key, "path", key)
-                raise OperationError(f"{target.root}: {what} {refusal(one.problem)}; nothing was written")
+                raise OperationError(
+                    f"{target.root}: {what} {refusal(one.problem)}; nothing was written"
+                )
         findings = _serious(settled(found, shape, contents, target, progress))
         if any(map(forbids_seal, findings)) and not force:
             return SealReceipt(path=target.path, written=False, findings=findings)
@@ -264,17 +298,23 @@ def seal(
             statements = _statements(hashed, as_recorded(found, wanted), sign, ranges=ranges)
         new = {}
         for name, data in statements.items():
-            before, now = found.get(FileDigest(name, WHOLE)), Hashed(hashlib.sha256(data).hexdigest())
+            before, now = (
+                found.get(FileDigest(name, WHOLE)),
+                Hashed(hashlib.sha256(data).hexdigest()),
+            )
             found[FileDigest(name, WHOLE)], wanted[name] = now, WHOLE
             if before is None or before.digest != now.digest:
                 new[name] = data
-        manifest = _sealed(old, hashed, as_recorded(found, wanted), as_recorded(found, {**wanted, **also}))
+        manifest = _sealed(
+            old, hashed, as_recorded(found, wanted), as_recorded(found, {**wanted, **also})
+        )
         number = None
         with teams.as_one():  # nothing is written where one of several processes has failed
             contents.check_unchanged()
         if teams.leads():
             number = _write(target.root, manifest, new, lock) if new or manifest != old else None
-            PartialResults(default_folder(target.root)).remove()  # of several processes that were interrupted
+            # Of several processes that were interrupted.
+            PartialResults(default_folder(target.root)).remove()
     return SealReceipt(
         path=target.path,
         written=True,
@@ -285,7 +325,8 @@ def seal(
         ranges=sum(map(len, manifest.ranges.values())),
         nbytes=sum(one.size for name, one in contents.files.items() if name not in statements),
         unreadable=tuple(
-            f"{label}: {why}" for label, why in {**contents.unreadable, **contents.unsupported}.items()
+            f"{label}: {why}"
+            for label, why in {**contents.unreadable, **contents.unsupported}.items()
         ),
         special=tuple(f"{name}: {why}" for name, why in contents.special.items()),
         transaction=number,
@@ -293,41 +334,61 @@ def seal(
         signed_by=sign.by if sign is not None else "",
         trust=sign.trust if sign is not None else "",
         hub=downloaded,
-        proven=sum(item.outcome is Outcome.MATCH for item in items) if downloaded is not None else 0,
+        proven=(
+            sum(item.outcome is Outcome.MATCH for item in items) if downloaded is not None else 0
+        ),
     )
 
 
 def _serious(shape: Structure) -> tuple[Finding, ...]:
-    return tuple(one for one in shape.findings if one.severity is not Severity.NOTE or forbids_seal(one))
+    return tuple(
+        one for one in shape.findings if one.severity is not Severity.NOTE or forbids_seal(one)
+    )
 
 
 def _schemes(contents: Contents, *, ranges: bool) -> dict[str, Scheme]:
-    """Return how each file is hashed for a new manifest. Of one that is not longer than a range, both are the same."""
+    """Return how each file is hashed for a new manifest. Of one that is not longer than a range,
+    both are the same.
+    """
     by_range = Scheme(shard_size=RANGE)
     return {
-        name: by_range if ranges and state.size > RANGE else WHOLE for name, state in contents.files.items()
+        name: by_range if ranges and state.size > RANGE else WHOLE
+        for name, state in contents.files.items()
     }
 
 
 def _statements(
-    contents: Contents, hashed: Mapping[str | TensorLocation, Hashed], sign: Signing | None, *, ranges: bool
+    contents: Contents,
+    hashed: Mapping[str | TensorLocation, Hashed],
+    sign: Signing | None,
+    *,
+    ranges: bool,
 ) -> dict[str, bytes]:
-    """Return the statements of files and of tensors, signed where somebody signs: name of the file -> bytes.
+    """Return the statements of files and of tensors, signed where somebody signs: name of the file
+    -> bytes.
 
     Raises OperationError where the reference implementation would refuse the folder.
     """
     for name, why in contents.special.items():
         raise OperationError(
-            f"{contents.root / name}: {why}, which OpenSSF Model Signing cannot cover; nothing was written; next: "
-            f"remove it, or write the manifest alone: {command('seal', contents.root)}"
+            f"{contents.root / name}: {why}, which OpenSSF Model Signing cannot cover; nothing was "
+            "written; next: remove it, or write the manifest alone: "
+            f"{command('seal', contents.root)}"
         )
     name = contents.root.resolve().name or "checkpoint"
     digests = {path: hashed[path].digest for path in contents.files}
     folders = {str(parent) for path in contents.files for parent in PurePosixPath(path).parents}
-    follows = any(os.path.islink(contents.root / path) for path in (*contents.files, *folders - {"."}))
+    follows = any(
+        os.path.islink(contents.root / path) for path in (*contents.files, *folders - {"."})
+    )
     sizes = {path: state.size for path, state in contents.files.items()}
     files = statement_of_files(
-        name, digests, contents.journals, sizes, follows_links=follows, shard_size=RANGE if ranges else None
+        name,
+        digests,
+        contents.journals,
+        sizes,
+        follows_links=follows,
+        shard_size=RANGE if ranges else None,
     )
     made = [files.to_bytes()]
     if contents.weights:
@@ -345,13 +406,17 @@ def _sealed(
 ) -> Manifest:
     """Return the manifest with all digests. What a save recorded of what is still there stays.
 
-    ``own``: the same, with the digest of each file itself where that is written next to those of its ranges.
+    ``own``: the same, with the digest of each file itself where that is written next to those of
+    its ranges.
     """
-    digests = {key: one.digest for key, one in sorted(hashed.items(), key=str) if isinstance(key, str)}
+    digests = {
+        key: one.digest for key, one in sorted(hashed.items(), key=str) if isinstance(key, str)
+    }
     ranges = {name: tuple(digest.split("-")) for name, digest in digests.items() if "-" in digest}
     if old is None:
         versions = {}
-        with suppress(importlib.metadata.PackageNotFoundError):  # run from a folder that was never installed
+        # Run from a folder that was never installed.
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions["ckptfix"] = importlib.metadata.version("ckptfix")
         old = Manifest(versions=versions, world_size=0, step=0)
     known = {entry.file: entry for entry in old.models}
@@ -359,7 +424,10 @@ def _sealed(
         weights.label: sealed_entry(
             known.get(weights.label),
             weights,
-            {one.fqn: hashed[TensorLocation(weights.label, one.fqn)].digest for one in weights.tensors},
+            {
+                one.fqn: hashed[TensorLocation(weights.label, one.fqn)].digest
+                for one in weights.tensors
+            },
         )
         for weights in contents.weights
     }
@@ -367,7 +435,9 @@ def _sealed(
     return replace(
         old,
         digests_of_save=False,
-        models=tuple(sorted((*models.values(), *others), key=lambda entry: (entry.index, entry.file))),
+        models=tuple(
+            sorted((*models.values(), *others), key=lambda entry: (entry.index, entry.file))
+        ),
         files={name: contents.files[name].size for name in old.files if name in contents.files},
         sha256={name: own[name].digest for name in digests if "-" not in own[name].digest},
         range_size=RANGE if ranges else 0,
@@ -376,7 +446,9 @@ def _sealed(
 
 
 def _put(root: Path, store: "Store", files: Mapping[str, bytes]) -> None:
-    """Put files next to the objects, the manifest last: it replaces only the one that was read. Raises ChangedError."""
+    """Put files next to the objects, the manifest last: it replaces only the one that was read.
+    Raises ChangedError.
+    """
     from ckptfix.storage.images import info_at
     from ckptfix.storage.stores import ABSENT
 
@@ -406,7 +478,8 @@ def _write(
             _put(root, store, files)
         return None
     mode = 0o644 if store is not None else _mode_of_new(root)
-    # The files as they are before a repair need the manifest as it was then: an undo undoes this one first.
+    # The files as they are before a repair need the manifest as it was then: an undo undoes this
+    # one first.
     edits = [
         Replace(
             path=PurePosixPath(name),
@@ -415,20 +488,26 @@ def _write(
         )
         for name, content in files.items()
     ]
-    summary = [f"write the digests of {count_of(len(manifest.sha256), 'file')} to {', '.join(files)}"]
+    summary = [
+        f"write the digests of {count_of(len(manifest.sha256), 'file')} to {', '.join(files)}"
+    ]
     # Hundreds of KiB may travel to a store that cannot compose objects.
-    return commit(root, edits, target="", summary=summary, verify=lambda: None, lock=lock, transfer=True)
+    return commit(
+        root, edits, target="", summary=summary, verify=lambda: None, lock=lock, transfer=True
+    )
 
 
 def _rename(root: Path, files: Mapping[str, bytes]) -> None:
     """Put files into a folder by renames, the manifest last.
 
-    They are written in the journal's folder: next to the files of the checkpoint, one that a kill left would be sealed
-    as theirs.
+    They are written in the journal's folder: next to the files of the checkpoint, one that a kill
+    left would be sealed as theirs.
     """
     with ExitStack() as waiting:
         new = {
-            name: waiting.enter_context(temporary_file(root / JOURNAL / PurePosixPath(name).name, one))
+            name: waiting.enter_context(
+                temporary_file(root / JOURNAL / PurePosixPath(name).name, one)
+            )
             for name, one in files.items()
         }
         for name, one in new.items():
@@ -438,6 +517,8 @@ def _rename(root: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _mode_of_new(root: Path) -> int:
-    """Return the mode bits of a new file in a folder, as the umask and the folder's own rules make them."""
+    """Return the mode bits of a new file in a folder, as the umask and the folder's own rules make
+    them.
+    """
     with temporary_file(root / JOURNAL / PurePosixPath(MANIFEST).name, b"") as probe:
         return stat.S_IMODE(probe.stat().st_mode)

@@ -1,4 +1,6 @@
-"""Lists of checksums as ``sha256sum`` writes them: its own lines, those of ``--tag``, and those of ``--zero``."""
+"""Lists of checksums as ``sha256sum`` writes them: its own lines, those of ``--tag``, and those of
+``--zero``.
+"""
 
 import os
 import re
@@ -20,7 +22,9 @@ _ESCAPE = re.compile(rb"\\.?", re.DOTALL)
 
 
 class Sums(NamedTuple):
-    """The checksums of a list. ``digests``: path as it is written -> sha256. ``unread``: how many lines are none."""
+    """The checksums of a list. ``digests``: path as it is written -> sha256. ``unread``: how many
+    lines are none.
+    """
 
     digests: dict[str, str]
     unread: int
@@ -29,8 +33,8 @@ class Sums(NamedTuple):
 class Listed(NamedTuple):
     """The checksums of a list that are about one checkpoint.
 
-    ``digests``: path relative to the checkpoint -> sha256. ``outside``: how many others it has. ``unread``: lines that
-    are not checksums.
+    ``digests``: path relative to the checkpoint -> sha256. ``outside``: how many others it has.
+    ``unread``: lines that are not checksums.
     """
 
     digests: dict[str, str]
@@ -40,13 +44,19 @@ class Listed(NamedTuple):
     def not_checked(self, name: str) -> Iterator[str]:
         """Yield in words what of the list was not compared."""
         if self.outside:
-            yield f"{count_of(self.outside, 'checksum')} of {name}, of files outside of the checkpoint"
+            yield (
+                f"{count_of(self.outside, 'checksum')} of {name}, of files outside of the "
+                "checkpoint"
+            )
         if self.unread:
-            yield f"{count_of(self.unread, 'line')} of {name} without a sha256 and the name of a file"
+            yield (
+                f"{count_of(self.unread, 'line')} of {name} without a sha256 and the name of a file"
+            )
 
 
 def find_sums(root: Path, needed: Iterable[str]) -> Path | None:
-    """Return the list in a folder, or next to it, that has a checksum of all files that need one; None without one.
+    """Return the list in a folder, or next to it, that has a checksum of all files that need one;
+    None without one.
 
     A list without the files of weights would verify a checkpoint without a look at any weight.
     """
@@ -69,8 +79,9 @@ def find_sums(root: Path, needed: Iterable[str]) -> Path | None:
 def read_sums(path: Path, root: Path) -> Listed:
     """Return the checksums in a file that are about the checkpoint at ``root``.
 
-    Paths count from the folder of the list where that is the checkpoint or a folder above it, as ``sha256sum`` is run
-    there, else from the checkpoint. Raises OperationError for a list that contradicts itself, OSError.
+    Paths count from the folder of the list where that is the checkpoint or a folder above it, as
+    ``sha256sum`` is run there, else from the checkpoint. Raises OperationError for a list that
+    contradicts itself, OSError.
     """
     with open_reader(existing(path)) as reader:
         if reader.size > MAX_MANIFEST:
@@ -85,7 +96,8 @@ def read_sums(path: Path, root: Path) -> Listed:
         full = os.path.normpath(os.path.join(base, name))
         if not full.startswith(os.path.join(home, "")):
             outside += 1
-        elif full != os.path.abspath(path):  # `sha256sum * > SHA256SUMS` lists the list while it is empty
+        # `sha256sum * > SHA256SUMS` lists the list while it is empty.
+        elif full != os.path.abspath(path):
             inside = os.path.relpath(full, home)
             if found.setdefault(inside, digest) != digest:
                 raise _contradiction(str(path), inside)
@@ -93,7 +105,9 @@ def read_sums(path: Path, root: Path) -> Listed:
 
 
 def parse_sums(data: bytes, where: str) -> Sums:
-    """Return the checksums in the bytes of a list. Raises OperationError for two of one path that differ."""
+    """Return the checksums in the bytes of a list. Raises OperationError for two of one path that
+    differ.
+    """
     is_zero = b"\0" in data
     digests: dict[str, str] = {}
     unread = 0
@@ -120,10 +134,11 @@ def _contradiction(where: str, name: str) -> OperationError:
 def _entry(
     line: bytes, is_reversed: bool | None, *, is_zero: bool
 ) -> tuple[tuple[str, str] | None, bool | None]:
-    """Return the path and the checksum of a line, None for no such line, and which form the list has.
+    """Return the path and the checksum of a line, None for no such line, and which form the list
+    has.
 
-    As ``sha256sum --check`` reads it. ``is_reversed``: one space and the name, as an old BSD wrote it; a list has one
-    form alone, so None until the first line shows it.
+    As ``sha256sum --check`` reads it. ``is_reversed``: one space and the name, as an old BSD wrote
+    it; a list has one form alone, so None until the first line shows it.
     """
     line = line.lstrip(b" \t")
     is_escaped = not is_zero and line.startswith(b"\\")

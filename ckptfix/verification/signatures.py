@@ -1,7 +1,8 @@
-"""Signatures of statements: DSSE envelopes in bundles of Sigstore, as OpenSSF Model Signing has them.
+"""Signatures of statements: DSSE envelopes in bundles of Sigstore, as OpenSSF Model Signing has
+them.
 
-The extra ``ckptfix[signing]`` does the cryptography, and is imported where it is used. A local key needs no network.
-Private keys and passphrases are in no message.
+The extra ``ckptfix[signing]`` does the cryptography, and is imported where it is used. A local key
+needs no network. Private keys and passphrases are in no message.
 """
 
 import base64
@@ -28,7 +29,11 @@ from ckptfix.wording import Line, count_of, line
 _BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _PAYLOAD = "application/vnd.in-toto+json"
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
-_MATERIALS = {"publicKey": "a key", "x509CertificateChain": "certificates", "certificate": "an identity"}
+_MATERIALS = {
+    "publicKey": "a key",
+    "x509CertificateChain": "certificates",
+    "certificate": "an identity",
+}
 _SIGN_OTHERWISE = "nothing was written; next: run it with a network, or with a key of your own"
 _VERIFY_OTHERWISE = "nothing was verified; next: run it with a network, or --trust-config FILE"
 _OPTIONS = {
@@ -40,10 +45,11 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """Whoever must have signed: the holder of a key, of a certificate below one of ``certificates``, or an identity.
+    """Whoever must have signed: the holder of a key, of a certificate below one of
+    ``certificates``, or an identity.
 
-    ``key``: a public key in PEM. ``identity``: as ``identity_provider`` (a URL) knows it, such as name@example.com.
-    ``trust_config``: of an instance of Sigstore other than the public one.
+    ``key``: a public key in PEM. ``identity``: as ``identity_provider`` (a URL) knows it, such as
+    name@example.com. ``trust_config``: of an instance of Sigstore other than the public one.
     """
 
     key: str | os.PathLike[str] | None = None
@@ -53,10 +59,14 @@ class Trust:
     trust_config: str | os.PathLike[str] | None = None
 
     def material(self) -> str:
-        """Return the part of a bundle that belongs to it. Raises UsageError unless exactly one kind is named."""
+        """Return the part of a bundle that belongs to it. Raises UsageError unless exactly one kind
+        is named.
+        """
         named = [self.key is not None, bool(self.certificates), self.identity is not None]
         if sum(named) != 1:
-            raise UsageError("name who must have signed, by one of: " + "; ".join(_OPTIONS.values()))
+            raise UsageError(
+                "name who must have signed, by one of: " + "; ".join(_OPTIONS.values())
+            )
         both = (self.identity, self.identity_provider)
         if both != (None, None) and not all(both):
             raise UsageError(
@@ -69,11 +79,14 @@ class Trust:
 class Attestation(Serialized):
     """A file that says what a checkpoint holds. ``kind``: "files", "tensors" or "sha256sums".
 
-    ``is_signed``: it has a signature. ``is_verified``: the signature is by whom it must be. ``signer``: in words.
-    ``problem``: why it must not be relied on, "" where it may. ``notes``: of the library, in words.
+    ``is_signed``: it has a signature. ``is_verified``: the signature is by whom it must be.
+    ``signer``: in words. ``problem``: why it must not be relied on, "" where it may. ``notes``: of
+    the library, in words.
     """
 
-    json_keys: ClassVar = "file=path kind signed=is_signed verified=is_verified signer problem notes"
+    json_keys: ClassVar = (
+        "file=path kind signed=is_signed verified=is_verified signer problem notes"
+    )
 
     path: Path
     kind: str
@@ -85,10 +98,13 @@ class Attestation(Serialized):
 
     @property
     def line(self) -> Line:
-        """Words about its origin, for one without a problem; they come before anything that it says."""
+        """Words about its origin, for one without a problem; they come before anything that it
+        says.
+        """
         if self.is_verified:
             return line(
-                f"{self.path}: {self.kind}, signed by {self.signer}: signature verified", colour="green"
+                f"{self.path}: {self.kind}, signed by {self.signer}: signature verified",
+                colour="green",
             )
         if self.is_signed:
             words = f"its signature, by {self.signer}, was not verified: anyone can have written it"
@@ -105,10 +121,11 @@ class Opened(NamedTuple):
 
 
 def open_statement(path: Path, trust: Trust | None) -> Opened:
-    """Read a statement, signed or not. ``trust``: who must have signed it; None to read it without verifying.
+    """Read a statement, signed or not. ``trust``: who must have signed it; None to read it without
+    verifying.
 
-    Raises UsageError without the extra, or for a key that is none, OperationError for a file that is not a statement,
-    OSError.
+    Raises UsageError without the extra, or for a key that is none, OperationError for a file that
+    is not a statement, OSError.
     """
     with open_reader(existing(path)) as reader:
         if reader.size > MAX_MANIFEST:
@@ -120,12 +137,16 @@ def open_statement(path: Path, trust: Trust | None) -> Opened:
         found = Attestation(path=path, kind=_kind(statement))
         if trust is None:
             return Opened(found, statement)
-        problem = f"is not signed; to compare with it all the same: ckptfix verify --oms {shell_path(path)}"
+        problem = (
+            "is not signed; to compare with it all the same: ckptfix verify --oms "
+            f"{shell_path(path)}"
+        )
         return Opened(Attestation(path=path, kind=found.kind, problem=problem), None)
     if trust is None:
         statement = parse_statement(bundle.payload, str(path))
         return Opened(
-            Attestation(path=path, kind=_kind(statement), is_signed=True, signer=bundle.signer), statement
+            Attestation(path=path, kind=_kind(statement), is_signed=True, signer=bundle.signer),
+            statement,
         )
     notes = StringIO()
     try:
@@ -133,7 +154,11 @@ def open_statement(path: Path, trust: Trust | None) -> Opened:
     except _Invalid as problem:
         return Opened(
             Attestation(
-                path=path, kind="statement", is_signed=True, signer=bundle.signer, problem=str(problem)
+                path=path,
+                kind="statement",
+                is_signed=True,
+                signer=bundle.signer,
+                problem=str(problem),
             ),
             None,
         )
@@ -170,15 +195,20 @@ class KeySigning:
     trust = _OPTIONS["publicKey"]
 
     def __init__(self, path: str | os.PathLike[str], passphrase: bytes | None = None) -> None:
-        """Read the key. Raises UsageError for anything else than a private key that can be used, OSError."""
+        """Read the key. Raises UsageError for anything else than a private key that can be used,
+        OSError.
+        """
         serialization = _imported("cryptography.hazmat.primitives.serialization")
         data = _small_file(existing(path))
         if _is_encrypted(data) and not passphrase:
             raise UsageError(
-                f"{path}: the key is encrypted; next: set CKPTFIX_KEY_PASSPHRASE, or run in a terminal"
+                f"{path}: the key is encrypted; next: set CKPTFIX_KEY_PASSPHRASE, or run in a "
+                "terminal"
             )
         try:
-            key = serialization.load_pem_private_key(data, passphrase if _is_encrypted(data) else None)
+            key = serialization.load_pem_private_key(
+                data, passphrase if _is_encrypted(data) else None
+            )
         except Exception:  # of several kinds; none may show a part of the key
             if _is_encrypted(data):
                 raise UsageError(f"{path}: not a private key, or the passphrase is wrong") from None
@@ -200,13 +230,17 @@ class KeySigning:
 
 
 class SigstoreSigning:
-    """Signs with an identity: of the machine that this runs on, as in a workflow of GitHub, else of a login."""
+    """Signs with an identity: of the machine that this runs on, as in a workflow of GitHub, else of
+    a login.
+    """
 
     by = "an identity"
     trust = _OPTIONS["certificate"]
 
     def __init__(self, trust_config: str | os.PathLike[str] | None = None) -> None:
-        """Fetch what Sigstore asks for. Raises OperationError where that cannot be reached, UsageError, OSError."""
+        """Fetch what Sigstore asks for. Raises OperationError where that cannot be reached,
+        UsageError, OSError.
+        """
         models = _imported("sigstore.models")
         oidc, sign = _imported("sigstore.oidc"), _imported("sigstore.sign")
         config = _trust_config(models, trust_config)
@@ -233,7 +267,9 @@ class SigstoreSigning:
 
 
 def key_is_encrypted(path: Path) -> bool:
-    """Return whether a private key needs a passphrase. Raises UsageError for what is not a small file, OSError."""
+    """Return whether a private key needs a passphrase. Raises UsageError for what is not a small
+    file, OSError.
+    """
     return _is_encrypted(_small_file(existing(path)))
 
 
@@ -251,7 +287,9 @@ def fingerprint(public_key: Any) -> str:
 
 
 class _Bundle(NamedTuple):
-    """A bundle before anything of it is verified. ``material``: the key of ``_MATERIALS`` that it has."""
+    """A bundle before anything of it is verified. ``material``: the key of ``_MATERIALS`` that it
+    has.
+    """
 
     data: bytes
     payload: bytes
@@ -271,7 +309,9 @@ class _Invalid(Exception):
 
 
 def _bundle(data: bytes, path: Path) -> _Bundle | None:
-    """Return a bundle, None for a statement without one. Raises OperationError for anything else."""
+    """Return a bundle, None for a statement without one. Raises OperationError for anything
+    else.
+    """
     try:
         document = strict_json(data)
         if not isinstance(document, dict):
@@ -281,16 +321,22 @@ def _bundle(data: bytes, path: Path) -> _Bundle | None:
         if "dsseEnvelope" not in document:
             raise ValueError("it is neither an in-toto statement nor a bundle with one")
         if document.get("mediaType") != _BUNDLE:
-            raise ValueError(f"its media type is {str(document.get('mediaType'))[:80]!r}, expected {_BUNDLE}")
+            raise ValueError(
+                f"its media type is {str(document.get('mediaType'))[:80]!r}, expected {_BUNDLE}"
+            )
         envelope, material = document["dsseEnvelope"], document.get("verificationMaterial")
         if not isinstance(envelope, dict) or not isinstance(material, dict):
             raise ValueError("its envelope or its verification material is not an object")
         if envelope.get("payloadType") != _PAYLOAD:
-            raise ValueError(f"its payload is {str(envelope.get('payloadType'))[:80]!r}, expected {_PAYLOAD}")
+            raise ValueError(
+                f"its payload is {str(envelope.get('payloadType'))[:80]!r}, expected {_PAYLOAD}"
+            )
         signatures = envelope.get("signatures")
         if not isinstance(signatures, list) or len(signatures) != 1:
             count = (
-                count_of(len(signatures), "signature") if isinstance(signatures, list) else "no signatures"
+                count_of(len(signatures), "signature")
+                if isinstance(signatures, list)
+                else "no signatures"
             )
             raise ValueError(f"it has {count}, expected 1")
         kinds = [kind for kind in _MATERIALS if material.get(kind) is not None]
@@ -305,12 +351,15 @@ def _bundle(data: bytes, path: Path) -> _Bundle | None:
         return _Bundle(data, base64.b64decode(payload, validate=True), kinds[0], hint or "")
     except ValueError as why:
         raise OperationError(
-            f"{path}: refused, and nothing was compared: {why}; next: get the file again from whoever made it"
+            f"{path}: refused, and nothing was compared: {why}; next: get the file again from "
+            "whoever made it"
         ) from None
 
 
 def _verified(bundle: _Bundle, trust: Trust, notes: StringIO) -> bytes:
-    """Return the payload whose signature is right. Raises _Invalid for any other, UsageError for a key that is none."""
+    """Return the payload whose signature is right. Raises _Invalid for any other, UsageError for a
+    key that is none.
+    """
     if bundle.material != trust.material():
         raise _Invalid(
             f"is signed by {_MATERIALS[bundle.material]}, expected {_MATERIALS[trust.material()]}; "
@@ -322,7 +371,8 @@ def _verified(bundle: _Bundle, trust: Trust, notes: StringIO) -> bytes:
         own = fingerprint(known)
         if bundle.hint and bundle.hint != own:
             raise _Invalid(
-                f"is signed with an unknown key, sha256:{bundle.hint[:16]}, expected {trust.key} (sha256:{own[:16]})"
+                f"is signed with an unknown key, sha256:{bundle.hint[:16]}, expected {trust.key} "
+                f"(sha256:{own[:16]})"
             )
     config = verifying.Config()
     if trust.key is not None:
@@ -340,8 +390,9 @@ def _verified(bundle: _Bundle, trust: Trust, notes: StringIO) -> bytes:
         if trust.identity
         else "model_signing._signing.sign_sigstore_pb"
     ).Signature.read
-    # The public verify() of the library knows one kind of statement alone; the extra pins the version that this is for.
-    # Whatever it raises for a file that somebody made up, the signature is not a right one.
+    # The public verify() of the library knows one kind of statement alone; the extra pins the
+    # version that this is for. Whatever it raises for a file that somebody made up, the signature
+    # is not a right one.
     try:
         with (
             NamedTemporaryFile() as file,
@@ -388,7 +439,9 @@ def _trust_config(models: Any, path: str | os.PathLike[str] | None) -> Any:
         try:
             return models.ClientTrustConfig.from_json(_small_file(existing(path)).decode())
         except ValueError as error:
-            raise UsageError(f"{path}: not a trust configuration of Sigstore: {str(error)[:200]}") from None
+            raise UsageError(
+                f"{path}: not a trust configuration of Sigstore: {str(error)[:200]}"
+            ) from None
     try:
         return models.ClientTrustConfig.production()
     except Exception as error:
@@ -417,7 +470,8 @@ def _ensure_curve(key: Any, path: str | os.PathLike[str]) -> None:
     curve = getattr(getattr(key, "curve", None), "name", None)
     if curve not in _CURVES:
         raise UsageError(
-            f"{path}: expected a key on the curve P-256, P-384 or P-521, found {curve or 'another kind'}"
+            f"{path}: expected a key on the curve P-256, P-384 or P-521, found "
+            f"{curve or 'another kind'}"
         )
 
 
@@ -462,4 +516,6 @@ def _imported(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise UsageError(f"signatures need the extra: pip install 'ckptfix[signing]' ({error})") from None
+        raise UsageError(
+            f"signatures need the extra: pip install 'ckptfix[signing]' ({error})"
+        ) from None

@@ -1,10 +1,12 @@
-"""In-toto statements about a checkpoint: its files, as OpenSSF Model Signing v1.0 has them, and its tensors.
+"""In-toto statements about a checkpoint: its files, as OpenSSF Model Signing v1.0 has them, and its
+tensors.
 
-A statement of files is what the reference implementation (``model_signing``) signs. One of tensors is ckptfix's own.
-Its digests are those of the manifest, over dtype, shape and bytes: they stay the same in other shards and formats.
+A statement of files is what the reference implementation (``model_signing``) signs. One of tensors
+is ckptfix's own. Its digests are those of the manifest, over dtype, shape and bytes: they stay the
+same in other shards and formats.
 
-Nothing in a statement is trusted, signed or not: a path outside of the folder, a name that occurs twice, or a value of
-the wrong type is refused, and nothing is compared then.
+Nothing in a statement is trusted, signed or not: a path outside of the folder, a name that occurs
+twice, or a value of the wrong type is refused, and nothing is compared then.
 """
 
 import hashlib
@@ -36,11 +38,13 @@ _OLD_FILES = "https://model_signing/Digests/v0.1"  # model_signing 0.2, whose si
 _TENSORS = "https://ckptfix/tensor-digests/v1"
 
 _OF_GIT = (".git", ".gitattributes", ".github", ".gitignore")
-"""Left out by the reference implementation unless it is told otherwise: listed, they would be missing to it."""
+"""Left out by the reference implementation unless it is told otherwise: listed, they would be
+missing to it.
+"""
 
 _OTHER_WEIGHTS = frozenset({
-    ".dill", ".gguf", ".h5", ".joblib", ".keras", ".msgpack", ".npz", ".onnx", ".ot", ".pb", ".pickle", ".pkl",
-    ".tflite",
+    ".dill", ".gguf", ".h5", ".joblib", ".keras", ".msgpack", ".npz", ".onnx", ".ot", ".pb",
+    ".pickle", ".pkl", ".tflite",
 })  # fmt: skip
 """Suffixes of weights of other libraries, and of pickles, which can be any model, and run code."""
 
@@ -53,7 +57,9 @@ _Value = TypeVar("_Value")
 
 
 class Shard(NamedTuple):
-    """The digest of the bytes of a file from ``start`` to ``end``; ``end`` is None for the whole file."""
+    """The digest of the bytes of a file from ``start`` to ``end``; ``end`` is None for the whole
+    file.
+    """
 
     start: int
     end: int | None
@@ -64,9 +70,9 @@ class Shard(NamedTuple):
 class FileStatement:
     """The digests of the files of a folder. ``name``: of the folder, as a hint.
 
-    ``files``: relative path -> digest, or the digests of all shards, joined. ``ignored``: relative paths that are left
-    out, each with everything below it. ``follows_links``: whether a file may be a symbolic link. ``sizes``: of the
-    files, where they are cut into shards.
+    ``files``: relative path -> digest, or the digests of all shards, joined. ``ignored``: relative
+    paths that are left out, each with everything below it. ``follows_links``: whether a file may be
+    a symbolic link. ``sizes``: of the files, where they are cut into shards.
     """
 
     name: str
@@ -77,11 +83,16 @@ class FileStatement:
     sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     def to_bytes(self) -> bytes:
-        """Return the statement as ``model_signing`` makes it with one sha256 of each file, or of each shard."""
+        """Return the statement as ``model_signing`` makes it with one sha256 of each file, or of
+        each shard.
+        """
         size = self.scheme.shard_size
-        algorithm = self.scheme.algorithm if size is None else f"{self.scheme.algorithm}-sharded-{size}"
+        algorithm = (
+            self.scheme.algorithm if size is None else f"{self.scheme.algorithm}-sharded-{size}"
+        )
         resources = [
-            {"name": name, "algorithm": algorithm, "digest": digest} for name, digest in self._resources()
+            {"name": name, "algorithm": algorithm, "digest": digest}
+            for name, digest in self._resources()
         ]
         serialization: dict[str, Any] = {
             "method": "files" if size is None else "shards",
@@ -91,10 +102,14 @@ class FileStatement:
             "ignore_paths": list(self.ignored),
         }
         root = _root(one["digest"] for one in resources)
-        return _to_bytes(self.name, root, _FILES, {"serialization": serialization, "resources": resources})
+        return _to_bytes(
+            self.name, root, _FILES, {"serialization": serialization, "resources": resources}
+        )
 
     def _resources(self) -> Iterator[tuple[str, str]]:
-        """Yield name and digest of all files or shards, in the order of the reference implementation."""
+        """Yield name and digest of all files or shards, in the order of the reference
+        implementation.
+        """
         size = self.scheme.shard_size
         for path in sorted(self.files, key=PurePosixPath):
             if size is None:
@@ -114,7 +129,8 @@ class TensorStatement:
     """The digests of the tensors of a checkpoint. ``name``: of the folder, as a hint.
 
     ``models``: as they were, with no bytes to read. ``digests``: of each tensor by its first name.
-    ``uncovered``: files of weights that were there and are not covered, such as those of a second format.
+    ``uncovered``: files of weights that were there and are not covered, such as those of a second
+    format.
     """
 
     name: str
@@ -123,7 +139,9 @@ class TensorStatement:
     uncovered: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Return the statement. Its subject is the same whatever files, names and order the tensors have."""
+        """Return the statement. Its subject is the same whatever files, names and order the tensors
+        have.
+        """
         predicate = {
             "serialization": {"method": "tensors", "hash_type": "sha256"},
             "models": [_model(weights, self.digests) for weights in self.models],
@@ -151,9 +169,11 @@ def statement_of_files(
     name: str, digests: Mapping[str, str], journals: Iterable[str], sizes: Mapping[str, int], *,
     follows_links: bool, shard_size: int | None = None,
 ) -> FileStatement:  # fmt: skip
-    """Return the statement of a folder's files. ``journals``: folders of ckptfix's own below other folders.
+    """Return the statement of a folder's files. ``journals``: folders of ckptfix's own below other
+    folders.
 
-    ``shard_size``: None for one digest of each file; otherwise an empty file has none, as no shard has a byte of it.
+    ``shard_size``: None for one digest of each file; otherwise an empty file has none, as no shard
+    has a byte of it.
 
     Raises OperationError for a name that no JSON can hold.
     """
@@ -187,17 +207,23 @@ def statement_of_tensors(
         for tensor in weights.tensors
         for place in (TensorLocation(weights.label, tensor.fqn),)
     }
-    return TensorStatement(name=name, models=found, digests=digests, uncovered=uncovered_weights(contents))
+    return TensorStatement(
+        name=name, models=found, digests=digests, uncovered=uncovered_weights(contents)
+    )
 
 
 def uncovered_weights(contents: Contents) -> tuple[str, ...]:
-    """Return the files of weights that are in none of the models, in order: a loader may take them all the same."""
+    """Return the files of weights that are in none of the models, in order: a loader may take them
+    all the same.
+    """
     others = (
         name
         for name, path in zip(contents.files, map(PurePosixPath, contents.files), strict=True)
         if path.suffix.lower() in _OTHER_WEIGHTS and parse_file_name(path.name) is None
     )
-    return tuple(sorted({*contents.beside(), *contents.unsupported.keys() & contents.files.keys(), *others}))
+    return tuple(
+        sorted({*contents.beside(), *contents.unsupported.keys() & contents.files.keys(), *others})
+    )
 
 
 def parse_statement(data: bytes, where: str) -> Statement:
@@ -209,12 +235,14 @@ def parse_statement(data: bytes, where: str) -> Statement:
         return _statement(_object(strict_json(data), "the statement"))
     except _Refused as why:
         raise OperationError(
-            f"{where}: refused, and nothing was compared: {why}; next: get the file again from whoever made it"
+            f"{where}: refused, and nothing was compared: {why}; next: get the file again from "
+            "whoever made it"
         ) from None
 
 
 def strict_json(data: bytes) -> Any:
-    """Return the value of a JSON document in which no key occurs twice: readers take different ones of two.
+    """Return the value of a JSON document in which no key occurs twice: readers take different ones
+    of two.
 
     Raises ValueError, also for a document that is nested too deep.
     """
@@ -239,7 +267,8 @@ def _to_bytes(name: str, root: str, kind: str, predicate: Mapping[str, Any]) -> 
         "predicateType": kind,
         "predicate": predicate,
     }
-    return (json.dumps(document, separators=(",", ":")) + "\n").encode()  # 100,000 tensors take 19 MB
+    # 100,000 tensors take 19 MB.
+    return (json.dumps(document, separators=(",", ":")) + "\n").encode()
 
 
 def _root(digests: Iterable[str]) -> str:
@@ -321,14 +350,19 @@ def _files(name: str, predicate: dict[str, Any]) -> tuple[FileStatement, str]:
         digest = _digest(resource, "digest", algorithm)
         digests.append(digest)
         found.setdefault(path, []).append(shard._replace(digest=digest))
-    ignored = [_text(path, "a path of ignore_paths") for path in _get(how, "ignore_paths", _list, default=())]
+    ignored = [
+        _text(path, "a path of ignore_paths")
+        for path in _get(how, "ignore_paths", _list, default=())
+    ]
     statement = FileStatement(
         name=name,
         files={path: _whole_file(path, shards, size) for path, shards in found.items()},
         scheme=scheme,
-        sizes={}
-        if size is None
-        else {path: max(one.end or 0 for one in shards) for path, shards in found.items()},
+        sizes=(
+            {}
+            if size is None
+            else {path: max(one.end or 0 for one in shards) for path, shards in found.items()}
+        ),
         ignored=tuple(filter(is_inside, ignored)),  # others leave out nothing, so more is compared
         follows_links=_get(how, "allow_symlinks", _flag, default=False),
     )
@@ -360,7 +394,9 @@ def _resource(name: str, shard_size: int | None) -> tuple[str, Shard]:
 
 
 def _whole_file(path: str, shards: list[Shard], size: int | None) -> str:
-    """Return the digests of a file's shards as one. Raises _Refused unless they cover the file once."""
+    """Return the digests of a file's shards as one. Raises _Refused unless they cover the file
+    once.
+    """
     if size is None:
         if len(shards) > 1:
             raise _Refused(f"the file {_shown(path)} is listed twice")
@@ -374,7 +410,8 @@ def _whole_file(path: str, shards: list[Shard], size: int | None) -> str:
         )
         if not is_sound:
             raise _Refused(
-                f"a shard of {_shown(path)} has bytes {start} to {end}, expected {at} to {at + size}"
+                f"a shard of {_shown(path)} has bytes {start} to {end}, expected {at} to "
+                f"{at + size}"
             )
         at = end
     return joined(shard.digest for shard in ordered)
@@ -394,7 +431,8 @@ def _tensors(name: str, predicate: dict[str, Any]) -> TensorStatement:
         models[weights.label] = weights
         digests |= {TensorLocation(weights.label, fqn): digest for fqn, digest in own.items()}
     uncovered = [
-        _text(path, "a path of not_covered") for path in _get(predicate, "not_covered", _list, default=())
+        _text(path, "a path of not_covered")
+        for path in _get(predicate, "not_covered", _list, default=())
     ]
     return TensorStatement(
         name=name, models=tuple(models.values()), digests=digests, uncovered=tuple(uncovered)
@@ -406,7 +444,9 @@ def _weights(model: dict[str, Any]) -> tuple[Weights, dict[str, str]]:
     label = _get(model, "name", _text)
     kind = _get(model, "format", _text)
     if kind not in {one.value for one in Format}:
-        raise _Refused(f"the format of {_shown(label)} is {_shown(kind)}, which is not one of ckptfix")
+        raise _Refused(
+            f"the format of {_shown(label)} is {_shown(kind)}, which is not one of ckptfix"
+        )
     folder = _get(model, "folder", _text)
     files = [_text(one, "a file") for one in _get(model, "files", _list)]
     for path in (*files, *([folder] if folder != "." else [])):
@@ -437,7 +477,8 @@ def _weights(model: dict[str, Any]) -> tuple[Weights, dict[str, str]]:
         path=tuple(_text(key, "a key") for key in _get(model, "path", _list)),
         home=PurePosixPath(folder),
         opaque=tuple(
-            _text(fqn, "a name of not_covered") for fqn in _get(model, "not_covered", _list, default=())
+            _text(fqn, "a name of not_covered")
+            for fqn in _get(model, "not_covered", _list, default=())
         ),
     )
     return weights, digests
@@ -481,7 +522,9 @@ def _flag(value: Any, what: str) -> bool:
 
 
 def _whole(value: Any, what: str) -> int:
-    """Return a whole number. The reference implementation writes 1000000000.0, as its JSON knows no integers."""
+    """Return a whole number. The reference implementation writes 1000000000.0, as its JSON knows no
+    integers.
+    """
     if type(value) is float and value.is_integer():
         value = int(value)
     if type(value) is not int or not 0 <= value < _BITS:
@@ -509,7 +552,9 @@ def _digest(document: dict[str, Any], key: str, algorithm: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value of a file as a message shows it: a text of a megabyte would fill the terminal."""
+    """Return a value of a file as a message shows it: a text of a megabyte would fill the
+    terminal.
+    """
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list | tuple) and len(value) > _SHOWN:

@@ -1,4 +1,6 @@
-"""``verify``: the structure of a checkpoint, then every digest that its manifest has. Changes nothing."""
+"""``verify``: the structure of a checkpoint, then every digest that its manifest has. Changes
+nothing.
+"""
 
 import os
 from collections import Counter
@@ -13,7 +15,13 @@ from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.diagnosis.check import check
-from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
+from ckptfix.diagnosis.contents import (
+    Contents,
+    Recorded,
+    TensorLocation,
+    read_contents,
+    readable_manifest,
+)
 from ckptfix.diagnosis.file_damage import LeftRecord, leaving_records
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity
 from ckptfix.diagnosis.findings.incomplete import (
@@ -43,7 +51,9 @@ from ckptfix.verification.verify_report import VerifyReport
 from ckptfix.wording import count_of, list_names, series
 
 _COVERED = ("values of tensors", "digests in ", "other files next to it")
-"""Beginnings of what ``check`` leaves to ``verify``: values, digests, and files that are not part of a checkpoint."""
+"""Beginnings of what ``check`` leaves to ``verify``: values, digests, and files that are not part
+of a checkpoint.
+"""
 
 
 @takes_urls("path", "against", "signatures", "statements", "sha256sums")
@@ -62,22 +72,26 @@ def verify(
 ) -> VerifyReport:
     """Check a checkpoint, then compare every file and tensor with the digests in its manifest.
 
-    ``data``: look at the values of all weights, in the same pass. ``against``: compare with another checkpoint, of any
-    format, instead of the manifest, its optimizer included. ``model``: "module:factory" of the models of the run, for
-    an optimizer that numbers its parameters where the other one names them. ``progress`` is called with numbers of
-    bytes.
+    ``data``: look at the values of all weights, in the same pass. ``against``: compare with another
+    checkpoint, of any format, instead of the manifest, its optimizer included. ``model``:
+    "module:factory" of the models of the run, for an optimizer that numbers its parameters where
+    the other one names them. ``progress`` is called with numbers of bytes.
 
-    ``signatures``: compare with statements that ``trust`` must have signed, as OpenSSF Model Signing has them, instead
-    of the manifest; ``statements``: with statements whoever wrote them; ``sha256sums``: with lists of ``sha256sum``.
-    Where the manifest has no digests, a list that is called SHA256SUMS is found in the folder or next to it. Without
-    such a list, a folder that was downloaded from the Hugging Face hub is compared with what its client recorded.
+    ``signatures``: compare with statements that ``trust`` must have signed, as OpenSSF Model
+    Signing has them, instead of the manifest; ``statements``: with statements whoever wrote them;
+    ``sha256sums``: with lists of ``sha256sum``. Where the manifest has no digests, a list that is
+    called SHA256SUMS is found in the folder or next to it. Without such a list, a folder that was
+    downloaded from the Hugging Face hub is compared with what its client recorded.
 
-    Raises UsageError when there is no checkpoint, or for a key that is none, OperationError when a manifest or a
-    statement cannot be understood or a file changed meanwhile, OSError when a folder cannot be read. What cannot be
-    read of a file is in the report, and so is a signature that is not right.
+    Raises UsageError when there is no checkpoint, or for a key that is none, OperationError when a
+    manifest or a statement cannot be understood or a file changed meanwhile, OSError when a folder
+    cannot be read. What cannot be read of a file is in the report, and so is a signature that is
+    not right.
     """
     if against is not None and (signatures or statements or sha256sums):
-        raise UsageError("--against compares with another checkpoint, not with a signature or a list as well")
+        raise UsageError(
+            "--against compares with another checkpoint, not with a signature or a list as well"
+        )
     target = find_target(path)
     contents = read_contents(target)
     is_attested = bool(signatures or statements or sha256sums or trust)
@@ -96,22 +110,29 @@ def verify(
     )
     if evidence.problems:
         return VerifyReport(
-            path=target.path, nbytes=contents.nbytes, findings=(), items=(), no_digest=evidence.problems,
-            statements=evidence.attestations,
+            path=target.path, nbytes=contents.nbytes, findings=(), items=(),
+            no_digest=evidence.problems, statements=evidence.attestations,
         )  # fmt: skip
     contents = with_own_files(contents, evidence) if hub is None else hub.contents
-    recorded = Attested(evidence, contents, target) if is_attested else hub or Recorded(manifest, target)
+    recorded = (
+        Attested(evidence, contents, target) if is_attested else hub or Recorded(manifest, target)
+    )
     try:
-        shape = structure(contents, target, data=data, leaves_records=against is None, progress=progress)
+        shape = structure(
+            contents, target, data=data, leaves_records=against is None, progress=progress
+        )
     except UsageError:
         if not (recorded.sha256 or recorded.sizes or is_attested or hub is not None):
             raise
         shape = Structure((), (), ())  # what it lists is missing, each file is named
     downloaded, saved_over = None, ""
     if against is not None:
-        from ckptfix.verification.against import compare_with  # it compares numbers, which takes numpy
+        # It compares numbers, which takes numpy.
+        from ckptfix.verification.against import compare_with
 
-        comparison = compare_with(contents, existing(against), data=data, model=model, progress=progress)
+        comparison = compare_with(
+            contents, existing(against), data=data, model=model, progress=progress
+        )
         items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
         lost: tuple[str, ...] = ()
         crossed = comparison.crossed
@@ -120,7 +141,8 @@ def verify(
         shape = settled(every, shape, contents, target, progress)
         if isinstance(recorded, Attested):
             recorded.place(done)
-        # Without a statement of tensors, they are parts of files that are compared, and have no verdict of their own.
+        # Without a statement of tensors, they are parts of files that are compared, and have no
+        # verdict of their own.
         is_of_files = hub is not None or (is_attested and evidence.tensors is None)
         compared = replace(contents, weights=(), unreadable={}) if is_of_files else contents
         items, hashed = tuple(compare(compared, recorded, done)), done
@@ -165,17 +187,25 @@ def verify(
         return replace(report, no_digest=f"{sources} lists nothing that is here")
     if saved_over:
         return replace(report, no_digest=f"{saved_over}{_to_seal(target, report)}")
-    why = "there is no manifest" if manifest is None else "the manifest has no digest of anything here"
+    why = (
+        "there is no manifest"
+        if manifest is None
+        else "the manifest has no digest of anything here"
+    )
     return replace(report, no_digest=f"{why}{_to_seal(target, report)}")
 
 
 def has_digests(manifest: Manifest | None) -> bool:
     """Return whether a manifest has a digest of any file or tensor."""
-    return manifest is not None and bool(manifest.digests or any(entry.digests for entry in manifest.models))
+    return manifest is not None and bool(
+        manifest.digests or any(entry.digests for entry in manifest.models)
+    )
 
 
 def _own_folders(contents: Contents, evidence: Evidence) -> Iterator[str]:
-    """Yield in words that ckptfix's own files in a folder were not compared, which no other program knows of."""
+    """Yield in words that ckptfix's own files in a folder were not compared, which no other program
+    knows of.
+    """
     folders = own_folders(contents, evidence, listed=False)
     if folders == [JOURNAL]:
         yield f"{JOURNAL}, the folder of ckptfix itself, which no loader reads"
@@ -192,7 +222,9 @@ def _unverified_signatures(target: Target) -> Iterator[str]:
         yield f"who signed {' and '.join(names)}; {verifies}"
 
 
-def _not_hashed(hashed: Mapping[str | TensorLocation, Hashed], refused: tuple[str, ...]) -> Iterator[str]:
+def _not_hashed(
+    hashed: Mapping[str | TensorLocation, Hashed], refused: tuple[str, ...]
+) -> Iterator[str]:
     """Yield in words what could not be hashed, but for what ``refused`` names already."""
     for key, one in hashed.items():
         if one.problem and not any(words.startswith(f"{key}: ") for words in refused):
@@ -200,15 +232,21 @@ def _not_hashed(hashed: Mapping[str | TensorLocation, Hashed], refused: tuple[st
 
 
 def _to_seal(target: Target, report: VerifyReport) -> str:
-    """Say what to type next where there is no manifest: a seal, or first what mends the damage that it refuses."""
+    """Say what to type next where there is no manifest: a seal, or first what mends the damage that
+    it refuses.
+    """
     for name in SIGNED:
         if target.only is None and (target.root / name).is_file():
             path = str(target.root / name)
-            return f"; next: {command('verify', target.root, '', '--signature', path, '--key', 'PUBLIC_KEY')}"
+            return (
+                "; next: "
+                f"{command('verify', target.root, '', '--signature', path, '--key', 'PUBLIC_KEY')}"
+            )
     if any(isinstance(one, StagingFolder) and not one.path.parts for one in report.findings):
         return ", and this is the staging folder of a save or another command, not a checkpoint"
     if report.unfinished:
-        return ", and seal refuses a folder that cannot be read completely"  # a repair refuses it, too
+        # A repair refuses it, too.
+        return ", and seal refuses a folder that cannot be read completely"
     serious = [one for one in report.findings if one.severity is not Severity.NOTE]
     is_fixable = any(one.is_fixable for one in serious)
     repair = command("repair", target.root, target.only or "")
@@ -229,8 +267,12 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
 
 
 def forbids_seal(finding: Finding) -> bool:
-    """Return whether a folder with this should not be sealed: an error, a cut save, or a file that a load needs."""
-    is_incomplete = isinstance(finding, IncompleteCheckpoint) and finding.resume is not Resume.SUCCEEDS
+    """Return whether a folder with this should not be sealed: an error, a cut save, or a file that
+    a load needs.
+    """
+    is_incomplete = (
+        isinstance(finding, IncompleteCheckpoint) and finding.resume is not Resume.SUCCEEDS
+    )
     is_cut = isinstance(finding, InterruptedSave) and not isinstance(finding, SpareDownload)
     return is_incomplete or is_cut or finding.severity is Severity.ERROR
 
@@ -238,7 +280,8 @@ def forbids_seal(finding: Finding) -> bool:
 class Structure(NamedTuple):
     """The findings of ``check``, what it did not look at, and what may not be read.
 
-    ``records``: those of torch's files whose CRC is still to be compared, by whoever reads all bytes next.
+    ``records``: those of torch's files whose CRC is still to be compared, by whoever reads all
+    bytes next.
     """
 
     findings: tuple[Finding, ...]
@@ -258,8 +301,8 @@ def structure(
 ) -> Structure:
     """Return the structure of a checkpoint. ``data``: it compares the CRC of every record.
 
-    ``leaves_records``: but for those that it returns, where all processes know of all of them. ``verb``: the command
-    to name for the checkpoints below.
+    ``leaves_records``: but for those that it returns, where all processes know of all of them.
+    ``verb``: the command to name for the checkpoints below.
 
     Raises UsageError when neither it nor ``contents`` knows of a checkpoint.
     """
@@ -284,10 +327,11 @@ def structure(
 
 
 def settled(
-    found: Mapping["FileDigest | TensorLocation | LeftRecord", Hashed], before: Structure, contents: Contents,
-    target: Target, progress: Progress | None,
+    found: Mapping["FileDigest | TensorLocation | LeftRecord", Hashed], before: Structure,
+    contents: Contents, target: Target, progress: Progress | None,
 ) -> Structure:  # fmt: skip
-    """Return the structure of a checkpoint after its bytes were read: as before, unless a record is not what it was.
+    """Return the structure of a checkpoint after its bytes were read: as before, unless a record is
+    not what it was.
 
     Then it is read again, for what that means.
     """
@@ -307,10 +351,11 @@ Found = dict[FileDigest | TensorLocation | LeftRecord, Hashed]
 
 
 def hash_recorded(
-    contents: Contents, recorded: Recorded, records: Iterable[LeftRecord] = (), *, data: bool = False,
-    progress: Progress | None = None,
+    contents: Contents, recorded: Recorded, records: Iterable[LeftRecord] = (), *,
+    data: bool = False, progress: Progress | None = None,
 ) -> tuple[dict[str | TensorLocation, Hashed], Found]:  # fmt: skip
-    """Hash what can be compared with something: file -> result, tensor -> result; and as ``hash_contents`` has it.
+    """Hash what can be compared with something: file -> result, tensor -> result; and as
+    ``hash_contents`` has it.
 
     Raises ChangedError when a file changed meanwhile.
     """
@@ -319,13 +364,20 @@ def hash_recorded(
     )
     schemes = recorded_schemes(contents, recorded)
     found = hash_contents(
-        contents, schemes, records=records, tensors=data or has_tensors, data=data, progress=progress
+        contents,
+        schemes,
+        records=records,
+        tensors=data or has_tensors,
+        data=data,
+        progress=progress,
     )
     return as_recorded(found, schemes), found
 
 
 def recorded_schemes(contents: Contents, recorded: Recorded) -> dict[str, Scheme]:
-    """Return how the files are hashed that can be compared: all, where one is gone that may have another name now."""
+    """Return how the files are hashed that can be compared: all, where one is gone that may have
+    another name now.
+    """
     gone = recorded.sha256.keys() - contents.files.keys()
     return {
         name: recorded.scheme_of(name, state.size)
@@ -335,10 +387,11 @@ def recorded_schemes(contents: Contents, recorded: Recorded) -> dict[str, Scheme
 
 
 def hash_contents(
-    contents: Contents, *schemes: Mapping[str, Scheme], records: Iterable[LeftRecord] = (), tensors: bool,
-    data: bool = False, progress: Progress | None = None,
+    contents: Contents, *schemes: Mapping[str, Scheme], records: Iterable[LeftRecord] = (),
+    tensors: bool, data: bool = False, progress: Progress | None = None,
 ) -> Found:  # fmt: skip
-    """Hash files, by each of their ``schemes`` once, and with ``tensors`` all tensors. ``data``: look at their values.
+    """Hash files, by each of their ``schemes`` once, and with ``tensors`` all tensors. ``data``:
+    look at their values.
 
     ``records``: take their CRCs on the way, so that no byte is read from the disk for them alone.
 
@@ -351,15 +404,18 @@ def hash_contents(
     }
     for weights in contents.weights if tensors else ():
         jobs |= {
-            TensorLocation(weights.label, tensor.fqn): [TensorJob(tensor, data)] for tensor in weights.tensors
+            TensorLocation(weights.label, tensor.fqn): [TensorJob(tensor, data)]
+            for tensor in weights.tensors
         }
     jobs |= {one: [FileJob(one.path, one.size, one.offset, CRC)] for one in records}
     results = iter(hash_all([job for parts in jobs.values() for job in parts], progress=progress))
     contents.check_unchanged()
     return {
-        key: key.scheme.joined([next(results) for _ in parts])
-        if isinstance(key, FileDigest)
-        else next(results)
+        key: (
+            key.scheme.joined([next(results) for _ in parts])
+            if isinstance(key, FileDigest)
+            else next(results)
+        )
         for key, parts in jobs.items()
     }
 
@@ -376,18 +432,28 @@ def as_recorded(
     }
 
 
-def found_values(contents: Contents, hashed: Mapping[str | TensorLocation, Hashed]) -> Iterator[ValueFinding]:
+def found_values(
+    contents: Contents, hashed: Mapping[str | TensorLocation, Hashed]
+) -> Iterator[ValueFinding]:
     """Yield what is wrong with the values of the models. Every tensor must have been scanned."""
     for weights in contents.weights:
-        tensors = [(tensor, hashed[TensorLocation(weights.label, tensor.fqn)]) for tensor in weights.tensors]
-        is_engine = weights.format is Format.DEEPSPEED  # its weights come out of the optimizer's states
-        yield from judge_values(weights.label, tensors, partial(trained_for, contents.root, int(is_engine)))
+        tensors = [
+            (tensor, hashed[TensorLocation(weights.label, tensor.fqn)])
+            for tensor in weights.tensors
+        ]
+        # Its weights come out of the optimizer's states.
+        is_engine = weights.format is Format.DEEPSPEED
+        yield from judge_values(
+            weights.label, tensors, partial(trained_for, contents.root, int(is_engine))
+        )
 
 
 class _Moments:
-    """The moments of a checkpoint's optimizers, and DeepSpeed's fp32 masters where they are not read as its weights.
+    """The moments of a checkpoint's optimizers, and DeepSpeed's fp32 masters where they are not
+    read as its weights.
 
-    ``hashed``: each with its scan. ``files``: of the optimizers. ``unread``: what could not be opened, in words.
+    ``hashed``: each with its scan. ``files``: of the optimizers. ``unread``: what could not be
+    opened, in words.
     """
 
     def __init__(self, contents: Contents, target: Target, progress: Progress | None) -> None:
@@ -415,13 +481,17 @@ class _Moments:
         contents.check_unchanged()
 
     def findings(self) -> Iterator[ValueFinding]:
-        """Yield the tensors that hold NaN or Inf. Zeros are not judged: many moments begin with zeros, and stay so."""
+        """Yield the tensors that hold NaN or Inf. Zeros are not judged: many moments begin with
+        zeros, and stay so.
+        """
         for place, tensor in self._tensors.items():
             yield from judge_moment(place.label, tensor._replace(fqn=place.fqn), self.hashed[place])
 
 
 def _lost(contents: Contents, recorded: Recorded, *, data: bool) -> Iterator[str]:
-    """Yield in words which tensors were to be read, and cannot be found: those with a digest, with ``data`` any."""
+    """Yield in words which tensors were to be read, and cannot be found: those with a digest, with
+    ``data`` any.
+    """
     counts = Counter((place.label, why) for place, why in recorded.lost(contents))
     for (label, why), count in counts.items():
         yield f"{count_of(count, 'tensor')} of {label}: {why}"
@@ -450,14 +520,20 @@ def _not_looked_at(
         beside = [
             name
             for name in contents.beside()
-            if name not in read and not any(words.startswith(f"structure: {name}: ") for words in told)
+            if name not in read
+            and not any(words.startswith(f"structure: {name}: ") for words in told)
         ]
         if beside:
             files = count_of(len(beside), "file")
-            yield f"values of {files} of weights next to those that are loaded: {list_names(beside)}"
+            yield (
+                f"values of {files} of weights next to those that are loaded: {list_names(beside)}"
+            )
         spread = sum(one.scan is not None and one.scan.zero_runs is None for one in hashed.values())
         if spread:
-            yield f"lost pages in {count_of(spread, 'tensor')} whose numbers lie far apart in their file"
+            yield (
+                f"lost pages in {count_of(spread, 'tensor')} whose numbers lie far apart in their "
+                "file"
+            )
     for weights in contents.weights:
         if weights.opaque:
             yield f"what is not a plain tensor in {weights.label}: {list_names(weights.opaque)}"

@@ -1,4 +1,6 @@
-"""The report of ``verify``: an item for every file and tensor, findings about values, and what was not checked."""
+"""The report of ``verify``: an item for every file and tensor, findings about values, and what was
+not checked.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -53,7 +55,9 @@ class Change(Enum):
 
 
 class Judgement(NamedTuple, Generic[Key]):
-    """The outcome for one key. ``other``: the thing that it was swapped with, replaced by, or is now."""
+    """The outcome for one key. ``other``: the thing that it was swapped with, replaced by, or is
+    now.
+    """
 
     key: Key
     outcome: Outcome
@@ -68,10 +72,12 @@ def judge(
     name_of: Callable[[Key], str] = str,
     plain: Collection[str] = (),
 ) -> list[Judgement[Key]]:
-    """Return an outcome for every key of either. A digest of "" in ``found``: it is there and could not be read.
+    """Return an outcome for every key of either. A digest of "" in ``found``: it is there and could
+    not be read.
 
-    ``name_of``: what a thing is called wherever it is. ``plain``: digests of nothing but zeros. Those, and any that was
-    recorded or found of several things, tell nothing of where one of them went, but for a thing of the same name.
+    ``name_of``: what a thing is called wherever it is. ``plain``: digests of nothing but zeros.
+    Those, and any that was recorded or found of several things, tell nothing of where one of them
+    went, but for a thing of the same name.
     """
     owners: dict[str, list[Key]] = {}
     for key, digest in recorded.items():
@@ -79,7 +85,9 @@ def judge(
     common = {*plain, *(digest for digest, keys in owners.items() if len(keys) > 1)}
     gone = [key for key in recorded if key not in found]
     extra = [key for key in found if key not in recorded]
-    now = _renamed({key: recorded[key] for key in gone}, {key: found[key] for key in extra}, name_of, common)
+    now = _renamed(
+        {key: recorded[key] for key in gone}, {key: found[key] for key in extra}, name_of, common
+    )
     taken = set(now.values())
     is_equal = all(found.get(key, "") in ("", want) for key, want in recorded.items())
     alike = {} if is_equal else {(digest, name_of(key)): key for key, digest in recorded.items()}
@@ -92,7 +100,9 @@ def judge(
         elif have is None:
             judgements.append(Judgement(key, Outcome.DIFFER, Change.MISSING))
         elif have in ("", want):
-            judgements.append(Judgement(key, Outcome.MATCH if have == want else Outcome.NOT_CHECKED))
+            judgements.append(
+                Judgement(key, Outcome.MATCH if have == want else Outcome.NOT_CHECKED)
+            )
         else:
             owner = owners[have][0] if have in owners and have not in common else None
             other = owner if want not in common else None
@@ -108,16 +118,22 @@ def judge(
 
 
 def _renamed(
-    gone: Mapping[Key, str], extra: Mapping[Key, str], name_of: Callable[[Key], str], common: Collection[str]
+    gone: Mapping[Key, str],
+    extra: Mapping[Key, str],
+    name_of: Callable[[Key], str],
+    common: Collection[str],
 ) -> dict[Key, Key]:
-    """Return what is gone -> what it is now: of one name, or alone with the digest, or with it and a wrapper."""
+    """Return what is gone -> what it is now: of one name, or alone with the digest, or with it and
+    a wrapper.
+    """
     now: dict[Key, Key] = {}
     named = {(digest, name_of(key)): key for key, digest in extra.items()}
     for key, digest in gone.items():
         if (other := named.pop((digest, name_of(key)), None)) is not None:
             now[key] = other
     left: dict[str, list[Key]] = {}
-    wrapped: dict[tuple[str, str], list[Key]] = {}  # digest and name without what may be a wrapper -> things
+    # Digest and name without what may be a wrapper -> things.
+    wrapped: dict[tuple[str, str], list[Key]] = {}
     for (digest, name), key in named.items():
         left.setdefault(digest, []).append(key)
         for inner in _inner_names(name):
@@ -138,7 +154,9 @@ def _renamed(
 
 
 def _inner_names(name: str) -> Iterator[str]:
-    """Yield a name without its first segment, without two, and so on, as without wrappers around the model."""
+    """Yield a name without its first segment, without two, and so on, as without wrappers around
+    the model.
+    """
     while "." in name:
         name = name.partition(".")[2]
         yield name
@@ -160,11 +178,11 @@ class Kind(Enum):
 class Item(Serialized):
     """The verdict on one file, tensor or value.
 
-    ``name``: the relative path, or the name of the tensor or value. ``where``: the file that holds it, or held it; of a
-    value the optimizer.
-    ``change``: what happened to it, None where it matches and where nothing is known. ``text``: the sentence, "" for
-    a match. ``other``: the file that it was swapped with, or is now; of a tensor, the file that holds what it was
-    swapped with, or holds it now; "" when there is none.
+    ``name``: the relative path, or the name of the tensor or value. ``where``: the file that holds
+    it, or held it; of a value the optimizer. ``change``: what happened to it, None where it matches
+    and where nothing is known. ``text``: the sentence, "" for a match. ``other``: the file that it
+    was swapped with, or is now; of a tensor, the file that holds what it was swapped with, or holds
+    it now; "" when there is none.
     """
 
     json_keys: ClassVar = "kind name file=where outcome change message=text other"
@@ -191,7 +209,9 @@ class Item(Serialized):
 
 
 def after_colon(text: str) -> str:
-    """Return the text of an item as a problem: "optimizer.bin: missing", where a sentence has "is missing"."""
+    """Return the text of an item as a problem: "optimizer.bin: missing", where a sentence has "is
+    missing".
+    """
     return text.removeprefix("is ").removeprefix("differs: ")
 
 
@@ -204,10 +224,10 @@ def file_item(name: str, outcome: Outcome, change: Change | None, text: str) -> 
 class Downloaded(Serialized):
     """The download that a folder was compared with. ``repo``: "" where its name is not recorded.
 
-    ``revisions``: commit -> number of files that were compared with it. ``unvouched``: files without a digest.
-    ``gone``: files that were downloaded and are not there. ``again``: the commands that download what differs.
-    ``lost_weights``: why no file of weights is that of the download, "" where one is. ``seal``: the command that
-    records the folder as it is.
+    ``revisions``: commit -> number of files that were compared with it. ``unvouched``: files
+    without a digest. ``gone``: files that were downloaded and are not there. ``again``: the
+    commands that download what differs. ``lost_weights``: why no file of weights is that of the
+    download, "" where one is. ``seal``: the command that records the folder as it is.
     """
 
     json_keys: ClassVar = "repo type=kind revisions unvouched gone next=again"
@@ -227,7 +247,9 @@ class Downloaded(Serialized):
         commits = [*self.revisions]
         more = [count_of(len(commits) - 3, "more")] if len(commits) > 3 else []
         revisions = (
-            f"revision {commits[0]}" if len(commits) == 1 else f"revisions {series([*commits[:3], *more])}"
+            f"revision {commits[0]}"
+            if len(commits) == 1
+            else f"revisions {series([*commits[:3], *more])}"
         )
         return f"{revisions} of {self.repo}" if self.repo else revisions
 
@@ -251,13 +273,14 @@ class Downloaded(Serialized):
 class VerifyReport(Printable, Serialized):
     """Report of ``verify``.
 
-    ``findings``: of the structure, as ``check`` has them. ``items``: one for every file and tensor, files first.
-    ``values``: what ``--data`` found. ``sealed``: whether there is a manifest. ``against``: the other checkpoint.
-    ``crossed``: models in each other's place, in words, "" when none do. ``not_checked``: in words.
-    ``unfinished``: what could not be read, in words. ``read_values``: how many tensors ``--data`` looked at.
-    ``no_digest``: why no digest was compared, and what to type, "" when one was. ``statements``: what was compared with
-    instead of the manifest, ``again``: the command that does it again. ``notes``: what that passes over, in words.
-    ``hub``: the download that it was compared with where there is no manifest.
+    ``findings``: of the structure, as ``check`` has them. ``items``: one for every file and tensor,
+    files first. ``values``: what ``--data`` found. ``sealed``: whether there is a manifest.
+    ``against``: the other checkpoint. ``crossed``: models in each other's place, in words, "" when
+    none do. ``not_checked``: in words. ``unfinished``: what could not be read, in words.
+    ``read_values``: how many tensors ``--data`` looked at. ``no_digest``: why no digest was
+    compared, and what to type, "" when one was. ``statements``: what was compared with instead of
+    the manifest, ``again``: the command that does it again. ``notes``: what that passes over, in
+    words. ``hub``: the download that it was compared with where there is no manifest.
     """
 
     json_keys: ClassVar = (
@@ -289,15 +312,18 @@ class VerifyReport(Printable, Serialized):
 
     @property
     def is_verified(self) -> bool:
-        """Return whether anything was verified at all: by a digest, by another checkpoint, or by its values."""
+        """Return whether anything was verified at all: by a digest, by another checkpoint, or by
+        its values.
+        """
         return self.is_compared or self.against is not None or bool(self.read_values)
 
     @property
     def status(self) -> int:
-        """Exit status: 1 for damage, 3 when something could not be read or nothing was compared, else 0.
+        """Exit status: 1 for damage, 3 when something could not be read or nothing was compared,
+        else 0.
 
-        Damage is what ``check`` has its own status 1 for, too: errors and warnings. Unchecked things change nothing
-        while others were verified.
+        Damage is what ``check`` has its own status 1 for, too: errors and warnings. Unchecked
+        things change nothing while others were verified.
         """
         if self.is_damaged:
             return 1
@@ -305,7 +331,9 @@ class VerifyReport(Printable, Serialized):
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether something differs, a signature is wrong, or an error or a warning was found."""
+        """Return whether something differs, a signature is wrong, or an error or a warning was
+        found.
+        """
         return bool(
             any(item.outcome is Outcome.DIFFER for item in self.items)
             or self.crossed
@@ -315,7 +343,9 @@ class VerifyReport(Printable, Serialized):
         )
 
     def count(self, kind: Kind) -> dict[Outcome, int]:
-        """Return how many files or tensors have each outcome. Only texts of a download can be edited."""
+        """Return how many files or tensors have each outcome. Only texts of a download can be
+        edited.
+        """
         counter = Counter(item.outcome for item in self.items if item.kind is kind)
         return {
             outcome: counter[outcome]
@@ -325,22 +355,31 @@ class VerifyReport(Printable, Serialized):
 
     @property
     def differences(self) -> list[Item]:
-        """The items that differ; what two swapped files did to each other is one, and the tensors in them are none."""
+        """The items that differ; what two swapped files did to each other is one, and the tensors
+        in them are none.
+        """
         return _together([item for item in self.items if item.outcome is Outcome.DIFFER])
 
     def lines(self) -> Iterator[Line]:
-        """Yield what differs, each by name, then how many match, what was not checked, and how much is wrong."""
+        """Yield what differs, each by name, then how many match, what was not checked, and how much
+        is wrong.
+        """
         against = f" against {self.against}" if self.against is not None else ""
         totals = {kind: sum(self.count(kind).values()) for kind in Kind}
         counts = [
             count_of(number, kind.value)
             for kind, number in totals.items()
-            if number or kind is Kind.FILE or (kind is Kind.TENSOR and not (self.statements or self.hub))
+            if number
+            or kind is Kind.FILE
+            or (kind is Kind.TENSOR and not (self.statements or self.hub))
         ]
         if any(one.problem for one in self.statements):
             counts = ["not compared"]
-        yield line(f"{self.path}{against}: {', '.join(counts)}, {human_size(self.nbytes)}", bold=True)
-        yield from (one.line for one in self.statements if not one.problem)  # a problem is the last line
+        yield line(
+            f"{self.path}{against}: {', '.join(counts)}, {human_size(self.nbytes)}", bold=True
+        )
+        # A problem is the last line.
+        yield from (one.line for one in self.statements if not one.problem)
         if self.hub is not None and not self.no_digest:
             yield self.hub.line
         yield from (line(f"note: {words}") for one in self.statements for words in one.notes)
@@ -351,8 +390,12 @@ class VerifyReport(Printable, Serialized):
         unchecked = [item for item in self.items if item.outcome is Outcome.NOT_CHECKED]
         for kind in Kind:
             yield from differing_lines([item for item in differing if item.kind is kind])
-            edited = [item for item in self.items if item.outcome is Outcome.EDITED and item.kind is kind]
-            yield from few([f" edited {item}" for item in edited], f"{kind.value}s", colour="yellow")
+            edited = [
+                item for item in self.items if item.outcome is Outcome.EDITED and item.kind is kind
+            ]
+            yield from few(
+                [f" edited {item}" for item in edited], f"{kind.value}s", colour="yellow"
+            )
             yield from _unchecked_lines(
                 [item for item in unchecked if item.kind is kind], names_all=self.hub is not None
             )
@@ -363,8 +406,12 @@ class VerifyReport(Printable, Serialized):
         for kind in Kind:
             known = self.count(kind)
             if known[Outcome.MATCH] or known[Outcome.DIFFER]:
-                words = ", ".join(f"{number} {outcome.value}" for outcome, number in known.items() if number)
-                yield line(f"{kind.value}s: {words}", colour="red" if known[Outcome.DIFFER] else "green")
+                words = ", ".join(
+                    f"{number} {outcome.value}" for outcome, number in known.items() if number
+                )
+                yield line(
+                    f"{kind.value}s: {words}", colour="red" if known[Outcome.DIFFER] else "green"
+                )
         if self.read_values:
             what = "no problem in" if not self.values else "read in"
             yield line(f"values: {what} {count_of(self.read_values, 'tensor')}")
@@ -386,8 +433,8 @@ class VerifyReport(Printable, Serialized):
         """Yield what a difference means, and what to do about it: of what no repair mends, too."""
         if self.unfinished:
             yield line(
-                "next: make what could not be read readable, or copy it again from where it came; then: "
-                f"{self.again or command('verify', self.path)}"
+                "next: make what could not be read readable, or copy it again from where it came; "
+                f"then: {self.again or command('verify', self.path)}"
             )
         if any(finding.is_fixable for finding in self.findings):
             yield line(f"next: {command('repair', self.path)}")
@@ -405,26 +452,30 @@ class VerifyReport(Printable, Serialized):
         if set(changed) == {Change.EXTRA}:
             yield line(f"next, if what was added belongs there: {command('seal', self.path)}")
             return
-        yield line("the checkpoint is not what was recorded: a copy, the disk or a later save changed it")
         yield line(
-            f"next: copy what differs again from where it came, then: {command('verify', self.path)}; or resume from "
-            "the newest complete checkpoint, which ckptfix.latest_checkpoint(PROJECT) finds"
+            "the checkpoint is not what was recorded: a copy, the disk or a later save changed it"
         )
         yield line(
-            f"or recover what is intact: {command('salvage', self.path)} NEW_FOLDER; or, where the change is intended: "
-            f"{command('seal', self.path, '', '--force')}"
+            "next: copy what differs again from where it came, then: "
+            f"{command('verify', self.path)}; or resume from the newest complete checkpoint, "
+            "which ckptfix.latest_checkpoint(PROJECT) finds"
+        )
+        yield line(
+            f"or recover what is intact: {command('salvage', self.path)} NEW_FOLDER; or, where the "
+            f"change is intended: {command('seal', self.path, '', '--force')}"
         )
 
     def _advice_on_statements(self) -> Iterator[Line]:
         yield line(
-            "the checkpoint is not what the statement is about: a repair, a later save or somebody changed it"
+            "the checkpoint is not what the statement is about: a repair, a later save or somebody "
+            "changed it"
         )
         yield line(f"next: get what differs again from where it came, then: {self.again}")
         kinds = {one.kind for one in self.statements}
         if "files" in kinds and not self.count(Kind.TENSOR)[Outcome.DIFFER]:
             yield line(
-                "or, where a repair or migrate changed the files: compare the tensors alone with the statement of "
-                f"tensors, such as --signature {SIGNED[1]}"
+                "or, where a repair or migrate changed the files: compare the tensors alone with "
+                f"the statement of tensors, such as --signature {SIGNED[1]}"
             )
 
 
@@ -447,7 +498,9 @@ def _wrong(result: VerifyReport) -> Iterator[str]:
 
 
 def _together(items: Sequence[Item]) -> list[Item]:
-    """Return items with two files that were swapped as one, and without the tensors that went with their files."""
+    """Return items with two files that were swapped as one, and without the tensors that went with
+    their files.
+    """
     pairs: dict[frozenset[str], list[Item]] = {}
     for item in items:
         if item.kind is Kind.FILE and item.change in _WHOLE_FILE and item.other:
@@ -456,7 +509,11 @@ def _together(items: Sequence[Item]) -> list[Item]:
     left = []
     for item in items:
         pair = frozenset((item.where, item.other))
-        if item.kind is Kind.TENSOR and item.change in (Change.SWAPPED, Change.MOVED) and pair in pairs:
+        if (
+            item.kind is Kind.TENSOR
+            and item.change in (Change.SWAPPED, Change.MOVED)
+            and pair in pairs
+        ):
             followers[pair] = followers.get(pair, 0) + 1
         else:
             left.append(item)
@@ -471,14 +528,18 @@ def _together(items: Sequence[Item]) -> list[Item]:
                     if item.change is Change.SWAPPED
                     else f", with its {tensors}"
                 )
-                found.append(replace(item, text=item.text + more if pair in followers else item.text))
+                found.append(
+                    replace(item, text=item.text + more if pair in followers else item.text)
+                )
         else:
             found.append(item)
     return found
 
 
 def differing_lines(items: Sequence[Item]) -> Iterator[Line]:
-    """Yield items by what happened to them; of many with the same, only the first few. Files go before tensors."""
+    """Yield items by what happened to them; of many with the same, only the first few. Files go
+    before tensors.
+    """
     ordered = sorted(_together(items), key=_kind_and_change)
     for _, group in groupby(ordered, key=_kind_and_change):
         same = list(group)
@@ -491,7 +552,9 @@ def _kind_and_change(item: Item) -> tuple[str, str]:
 
 
 def _unchecked_lines(items: Sequence[Item], *, names_all: bool = False) -> Iterator[Line]:
-    """Yield why items were not checked, each reason once. ``names_all``: with their names, as far as they fit."""
+    """Yield why items were not checked, each reason once. ``names_all``: with their names, as far
+    as they fit.
+    """
     reasons: dict[str, list[Item]] = {}
     for item in items:
         reasons.setdefault(item.text, []).append(item)

@@ -11,11 +11,19 @@ from time import perf_counter
 from tests.benchmarks.making import measure
 from tests.benchmarks.printing import show
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"
+FIXTURE = (
+    Path(__file__).parents[2]
+    / "fixtures"
+    / "accelerate-1.15.0"
+    / "wrapper-safetensors"
+    / "checkpoint"
+)
 
 
 def check(folder: Path) -> None:
-    """One folder against importing click and tqdm, both compiled; 100,000 tensors; 1,000 folders."""
+    """One folder against importing click and tqdm, both compiled; 100,000 tensors; 1,000
+    folders.
+    """
     ours, peer = [], []
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "compiled")
@@ -40,8 +48,8 @@ def check(folder: Path) -> None:
         path = target / ("model.safetensors" if kind == "safetensors" else "pytorch_model.bin")
         measure(
             f"import torch\n{save}",
-            "save({f'model.layers.{i // 9}.experts.{i % 9}.w': torch.zeros(1) for i in range(100_000)}, "
-            f"{str(path)!r})",
+            "save({f'model.layers.{i // 9}.experts.{i % 9}.w': torch.zeros(1) for i in "
+            f"range(100_000)}}, {str(path)!r})",
         )
         seconds = median(_seconds("-m", "ckptfix", "check", str(target)) for _ in range(3))
         show(f"check 100,000 tensors, {kind}", f"{seconds:.2f} s", "< 1 s", seconds < 1)

@@ -27,7 +27,8 @@ _SIZES = {
 def check_saves(folder: Path) -> None:
     """Print the median times of the check of a save after the first one, and of the save with it.
 
-    The processor's time of the check is next to it: on a busy machine most of the time is a wait for a core.
+    The processor's time of the check is next to it: on a busy machine most of the time is a wait
+    for a core.
     """
     patch_accelerate()
     seconds: list[float] = []
@@ -47,7 +48,9 @@ def check_saves(folder: Path) -> None:
         accelerator = Accelerator(cpu=True)
         base = LlamaForCausalLM(LlamaConfig(**_SIZES))
         small, large = (
-            get_peft_model(LlamaForCausalLM(LlamaConfig(**_SIZES)), LoraConfig(r=8, target_modules=targets))
+            get_peft_model(
+                LlamaForCausalLM(LlamaConfig(**_SIZES)), LoraConfig(r=8, target_modules=targets)
+            )
             for targets in (["q_proj", "v_proj"], "all-linear")
         )
         optimizers: list[Any] = []
@@ -67,7 +70,11 @@ def check_saves(folder: Path) -> None:
                 0,
                 lambda: base.save_pretrained(shards, max_shard_size="12MB"),
             ),
-            "save_state of 291 tensors": (folder / "c", 0, lambda: accelerator.save_state(str(folder / "c"))),
+            "save_state of 291 tensors": (
+                folder / "c",
+                0,
+                lambda: accelerator.save_state(str(folder / "c")),
+            ),
         }
         for what, (place, trained_by, save) in kinds.items():
             whole, checks, cpu = [], [], []
@@ -84,8 +91,8 @@ def check_saves(folder: Path) -> None:
             files = len(list(place.glob("*.safetensors")))
             shutil.rmtree(place)
             figure = (
-                f"{1000 * median(checks):.1f} ms, {1000 * median(cpu):.1f} ms of processor time, in "
-                f"{1000 * median(whole):.0f} ms ({count_of(files, 'file')})"
+                f"{1000 * median(checks):.1f} ms, {1000 * median(cpu):.1f} ms of processor time, "
+                f"in {1000 * median(whole):.0f} ms ({count_of(files, 'file')})"
             )
             show(f"check of a save, {what}", figure, "<= 5 ms", median(checks) <= _MOST)
     finally:

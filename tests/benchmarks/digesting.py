@@ -1,4 +1,6 @@
-"""Hashing every file and tensor, against what the cores can hash and what the disk or the page cache can give."""
+"""Hashing every file and tensor, against what the cores can hash and what the disk or the page
+cache can give.
+"""
 
 import hashlib
 import json
@@ -17,11 +19,12 @@ _BLOCK = 1 << 20
 
 
 def digest(folder: Path, size: int, rounds: int) -> None:
-    """Print the speed of ``seal``'s hashing as a ratio to the lower of two ceilings, warm and cold, and its memory.
+    """Print the speed of ``seal``'s hashing as a ratio to the lower of two ceilings, warm and cold,
+    and its memory.
 
-    The ceilings: as many threads as there are cores, each hashing the file with ``hashlib``; and two threads
-    that only read it, as every byte is hashed twice, for its file and for its tensor. Beside it, what the same threads
-    hash of one block of memory, without reading anything.
+    The ceilings: as many threads as there are cores, each hashing the file with ``hashlib``; and
+    two threads that only read it, as every byte is hashed twice, for its file and for its tensor.
+    Beside it, what the same threads hash of one block of memory, without reading anything.
     """
     path = folder / "model.safetensors"
     _write_numbers(path, size)
@@ -31,7 +34,8 @@ def digest(folder: Path, size: int, rounds: int) -> None:
         of_memory: list[float] = []
         with_values: list[float] = []
         speeds: list[float] = []
-        for _ in range(rounds):  # ratios of neighbours: a machine that others use changes its speed meanwhile
+        # Ratios of neighbours: a machine that others use changes its speed meanwhile.
+        for _ in range(rounds):
             _prepare(path, cold)
             reading = 2 * size / _all(2, lambda: _read(path, size))
             _prepare(path, False)
@@ -48,13 +52,17 @@ def digest(folder: Path, size: int, rounds: int) -> None:
         state = "cold" if cold else "warm"
         ratio, speed = median(whole), median(speeds) / 1e9
         label = f"hash {size / (1 << 30):.1f} GiB, files and tensors, {state}"
-        figure = f"{ratio:.2f}x of {threads} threads of sha256, or of plain reads ({speed:.2f} GB/s)"
+        figure = (
+            f"{ratio:.2f}x of {threads} threads of sha256, or of plain reads ({speed:.2f} GB/s)"
+        )
         show(label, figure, ">= 0.9x", ratio >= 0.9)
         if not cold:
             ratio = median(of_memory)
             show("the same, against sha256 of memory", f"{ratio:.2f}x", ">= 0.8x", ratio >= 0.8)
         ratio = median(with_values)
-        show(f"the same with --data, {state}", f"{ratio:.2f}x of its speed", ">= 0.8x", ratio >= 0.8)
+        show(
+            f"the same with --data, {state}", f"{ratio:.2f}x of its speed", ">= 0.8x", ratio >= 0.8
+        )
     used = _measured(folder, scan=True)
     extra = used["peak"] - used["start"]
     show("hash, memory above start-up", f"{extra / 1e6:.1f} MB", "<= 32 MB", extra <= 32e6)
@@ -62,17 +70,24 @@ def digest(folder: Path, size: int, rounds: int) -> None:
 
 
 def _write_numbers(path: Path, size: int) -> None:
-    """Write bf16 tensors of ``size`` bytes together, every number finite, as those of a sound model are."""
+    """Write bf16 tensors of ``size`` bytes together, every number finite, as those of a sound model
+    are.
+    """
     keys = names("")
     each = size // len(keys) // 2 * 2
     header = {
-        key: {"dtype": "BF16", "shape": [each // 2], "data_offsets": [number * each, (number + 1) * each]}
+        key: {
+            "dtype": "BF16",
+            "shape": [each // 2],
+            "data_offsets": [number * each, (number + 1) * each],
+        }
         for number, key in enumerate(keys)
     }
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
     block = bytearray(os.urandom(8 << 20))
-    block[1::2] = block[1::2].translate(bytes(byte & 0x3F for byte in range(256)))  # small exponents
+    # Small exponents.
+    block[1::2] = block[1::2].translate(bytes(byte & 0x3F for byte in range(256)))
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         left = each * len(keys)
@@ -84,12 +99,11 @@ def _write_numbers(path: Path, size: int) -> None:
 
 def _measured(folder: Path, *, scan: bool) -> dict[str, float]:
     return measure(
-        "from pathlib import Path\nimport ckptfix.tensors.scanning\n"
-        "from ckptfix.tensors.hashing import FileJob, TensorJob, hash_all\n"
-        "from ckptfix.tensors.opening import open_checkpoint\n"
-        f"path = Path({str(folder)!r}) / 'model.safetensors'\n"
-        f"tensors = open_checkpoint(path).weights[0].tensors\n"
-        f"jobs = [FileJob(path, path.stat().st_size), *(TensorJob(one, {scan}) for one in tensors)]",
+        "from pathlib import Path\nimport ckptfix.tensors.scanning\nfrom ckptfix.tensors.hashing "
+        "import FileJob, TensorJob, hash_all\nfrom ckptfix.tensors.opening import "
+        f"open_checkpoint\npath = Path({str(folder)!r}) / 'model.safetensors'\ntensors = "
+        "open_checkpoint(path).weights[0].tensors\njobs = [FileJob(path, path.stat().st_size), "
+        f"*(TensorJob(one, {scan}) for one in tensors)]",
         "assert all(one.digest for one in hash_all(jobs))",
     )
 

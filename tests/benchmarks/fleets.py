@@ -13,11 +13,19 @@ from ckptfix.storage.stores import ObjectRange, open_store
 from tests.benchmarks.printing import show
 from tests.stores.servers import FAR, running, why_not
 
-_SAVE = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
+_SAVE = (
+    Path(__file__).parents[2]
+    / "fixtures"
+    / "accelerate-1.15.0"
+    / "clean-single-process"
+    / "checkpoint"
+)
 _FOLDERS = 1000
 """Checkpoints below a URL, and fewest of those on a disk."""
 
-_LISTING = "import sys; from ckptfix.storage.stores import open_store; open_store(sys.argv[1]).list()"
+_LISTING = (
+    "import sys; from ckptfix.storage.stores import open_store; open_store(sys.argv[1]).list()"
+)
 
 
 _WITHOUT_SERVER = """
@@ -34,7 +42,9 @@ Store.listed = lambda store: (
 Store._read = lambda store, key, offset, length, etag: files[key.rpartition("/")[2]][offset:offset + length]
 main(["scrub", "memory://none/runs", "-q", "--state", *sys.argv[3:]])
 """
-"""A scrub of so many prefixes with the same three objects, each read in no time: what is left is the memory of ours."""
+"""A scrub of so many prefixes with the same three objects, each read in no time: what is left is
+the memory of ours.
+"""
 
 
 _STARTED = """
@@ -47,11 +57,15 @@ _, status, usage = os.wait4(pid, 0)
 print(perf_counter() - begin, usage.ru_maxrss)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
-"""A small process that starts a command and measures it: the memory of a process counts from that of who started it."""
+"""A small process that starts a command and measures it: the memory of a process counts from that
+of who started it.
+"""
 
 
 def scrub_fleets(folder: Path, many: int) -> None:
-    """``scrub`` of 1,000 and of many folders, twice each, then of 1,000 prefixes of a store, near and far."""
+    """``scrub`` of 1,000 and of many folders, twice each, then of 1,000 prefixes of a store, near
+    and far.
+    """
     files = {path.name: path.read_bytes() for path in _SAVE.iterdir() if path.is_file()}
     _scrub_folders(folder, files, many)
     _scrub_prefixes(folder, files, "ministack", "")
@@ -74,7 +88,10 @@ def _scrub_folders(folder: Path, files: Mapping[str, bytes], many: int) -> None:
         for what, options in (("looks at all", ()), ("finds all unchanged", ("--max-age", "1d"))):
             seconds, peak = _scrubbed(str(root), folder / f"{count}.sqlite", {}, *options)
             peaks.append(peak)
-            figure = f"{seconds:.1f} s, {count / seconds:.0f} a second ({seconds / walk:.0f}x of a walk), {peak} MiB"
+            figure = (
+                f"{seconds:.1f} s, {count / seconds:.0f} a second ({seconds / walk:.0f}x of a "
+                f"walk), {peak} MiB"
+            )
             show(f"scrub of {count} checkpoints {what}", figure, "-", True)
     show(f"memory of {many} checkpoints against {_FOLDERS}", f"{peaks[2] - peaks[0]:+} MiB", "< 32 MiB",
          peaks[2] - peaks[0] < 32)  # fmt: skip
@@ -111,11 +128,26 @@ def _scrub_prefixes(folder: Path, files: Mapping[str, bytes], program: str, wher
         show(f"listing and one plain read for each prefix, each object{where}", figure, "-", True)
         seconds, peak = _scrubbed(url, folder / f"{program}.sqlite", server.variables)
         least = alone + reads[1]
-        figure = f"{seconds:.1f} s ({seconds / least:.1f}x of listing and reading each object), {peak} MiB"
-        show(f"scrub of {_FOLDERS} prefixes{where} looks at all", figure, "< 3x", seconds < 3 * least)
-        seconds, peak = _scrubbed(url, folder / f"{program}.sqlite", server.variables, "--max-age", "1d")
+        figure = (
+            f"{seconds:.1f} s ({seconds / least:.1f}x of listing and reading each object), "
+            f"{peak} MiB"
+        )
+        show(
+            f"scrub of {_FOLDERS} prefixes{where} looks at all",
+            figure,
+            "< 3x",
+            seconds < 3 * least,
+        )
+        seconds, peak = _scrubbed(
+            url, folder / f"{program}.sqlite", server.variables, "--max-age", "1d"
+        )
         figure = f"{seconds:.1f} s ({seconds / alone:.1f}x of listing), {peak} MiB"
-        show(f"scrub of {_FOLDERS} prefixes{where} finds all unchanged", figure, "< 3x", seconds < 3 * alone)
+        show(
+            f"scrub of {_FOLDERS} prefixes{where} finds all unchanged",
+            figure,
+            "< 3x",
+            seconds < 3 * alone,
+        )
 
 
 def _scrub_without_server(folder: Path, many: int) -> None:
@@ -131,25 +163,45 @@ def _scrub_without_server(folder: Path, many: int) -> None:
         ]
         seconds, peak = _timed(command, {})
         peaks.append(peak)
-        show(f"scrub of {count} prefixes without a server", f"{seconds:.1f} s, {peak} MiB", "-", True)
+        show(
+            f"scrub of {count} prefixes without a server",
+            f"{seconds:.1f} s, {peak} MiB",
+            "-",
+            True,
+        )
     more = peaks[1] - peaks[0]
     limit = 16 + many // 1000
     show(
-        f"memory of {many} prefixes against {_FOLDERS // 10}", f"{more:+} MiB", f"< {limit} MiB", more < limit
+        f"memory of {many} prefixes against {_FOLDERS // 10}",
+        f"{more:+} MiB",
+        f"< {limit} MiB",
+        more < limit,
     )
 
 
 def _timed(command: Sequence[str], variables: Mapping[str, str]) -> tuple[float, int]:
     """Return the seconds and the MiB of a command in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _STARTED, *command], env={**os.environ, **variables}, check=True,
-        stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-I", "-S", "-c", _STARTED, *command], env={**os.environ, **variables},
+        check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     seconds, peak = done.stdout.splitlines()[-1].split()
     return float(seconds), int(peak) >> 10
 
 
-def _scrubbed(path: str, state: Path, variables: Mapping[str, str], *options: str) -> tuple[float, int]:
+def _scrubbed(
+    path: str, state: Path, variables: Mapping[str, str], *options: str
+) -> tuple[float, int]:
     """Return the seconds and the MiB of a scrub."""
-    command = [sys.executable, "-m", "ckptfix", "scrub", path, "-q", "--state", str(state), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "ckptfix",
+        "scrub",
+        path,
+        "-q",
+        "--state",
+        str(state),
+        *options,
+    ]
     return _timed(command, variables)

@@ -1,10 +1,11 @@
 """Prove ``check --load`` against real loads: ``python -m tests.benchmarks.loads [SECONDS [I/N]]``.
 
-Every architecture of transformers that can be built small, kinds of PEFT adapters after real steps, and models of
-diffusers are saved, healthy and with each of six damages. The library loads each folder from its files; ``ask`` must
-name the same random, ignored and mismatched keys from headers alone, and as many live tensors. The table also counts
-what plain ``check`` says, without torch. SECONDS: no new architecture begins after them. The first class of each model
-type comes first, then the second of each. I/N: part I of N, from 0 to N-1.
+Every architecture of transformers that can be built small, kinds of PEFT adapters after real steps,
+and models of diffusers are saved, healthy and with each of six damages. The library loads each
+folder from its files; ``ask`` must name the same random, ignored and mismatched keys from headers
+alone, and as many live tensors. The table also counts what plain ``check`` says, without torch.
+SECONDS: no new architecture begins after them. The first class of each model type comes first, then
+the second of each. I/N: part I of N, from 0 to N-1.
 """
 
 import logging
@@ -41,11 +42,14 @@ diffusers: Any = pytest.importorskip("diffusers")
 Tensors = Mapping[str, torch.Tensor]
 
 _LARGEST = 8_000_000
-"""Parameters of a model that is still small: 119 classes have sizes of other names, and are left out."""
+"""Parameters of a model that is still small: 119 classes have sizes of other names, and are left
+out.
+"""
 
 
 class Subject(NamedTuple):
-    """A healthy model. ``save``: into a folder, which it returns with a base model next to it where it needs one.
+    """A healthy model. ``save``: into a folder, which it returns with a base model next to it where
+    it needs one.
 
     ``real``: loads the folder from its files.
     """
@@ -57,7 +61,9 @@ class Subject(NamedTuple):
 
 
 class Real(NamedTuple):
-    """What a library says of a load from files. ``live``: keys of an adapter. ``refused``: its error."""
+    """What a library says of a load from files. ``live``: keys of an adapter. ``refused``: its
+    error.
+    """
 
     missing: frozenset[str] = frozenset()
     unexpected: frozenset[str] = frozenset()
@@ -66,7 +72,9 @@ class Real(NamedTuple):
     refused: str = ""
 
     def is_damaged(self, healthy: Tensors) -> bool:
-        """Return whether the load is not the model that was saved. ``healthy``: tensors before the damage."""
+        """Return whether the load is not the model that was saved. ``healthy``: tensors before the
+        damage.
+        """
         if self.live is not None and not self.live >= healthy.keys():
             return True
         return bool(self.missing or self.mismatched or self.refused)
@@ -76,7 +84,9 @@ class Real(NamedTuple):
 
 
 def architectures() -> Iterator[tuple[str, type]]:
-    """Yield model types with a class of each that the auto classes know, then with the next of each."""
+    """Yield model types with a class of each that the auto classes know, then with the next of
+    each.
+    """
     by_type: dict[str, dict[str, None]] = {}
     for name in dir(modeling_auto):
         if name.startswith("MODEL") and name.endswith("MAPPING_NAMES"):
@@ -121,7 +131,10 @@ def of_transformers(name: str, model: Any) -> Subject:
 def _really(cls: Any, folder: Path) -> Real:
     try:
         _, info = cls.from_pretrained(
-            str(folder), output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True
+            str(folder),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=True,
         )
     except Exception as error:
         return Real(refused=str(error) or type(error).__name__)
@@ -149,21 +162,22 @@ OF_DIFFUSERS: dict[str, dict[str, Any]] = {
     "AutoencoderKL": _ENCODER,
     "VQModel": _ENCODER,
     "AutoencoderTiny": {
-        "encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8), "num_encoder_blocks": (1, 1),
-        "num_decoder_blocks": (1, 1),
+        "encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8),
+        "num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1),
     },
     "Transformer2DModel": {**_TINY, "norm_num_groups": 4},
     "DiTTransformer2DModel": {**_TINY, "sample_size": 8, "norm_num_groups": 4},
     "PixArtTransformer2DModel": {
-        **_TINY, "sample_size": 8, "cross_attention_dim": 8, "caption_channels": 8, "norm_num_groups": 4,
+        **_TINY, "sample_size": 8, "cross_attention_dim": 8, "caption_channels": 8,
+        "norm_num_groups": 4,
     },
     "SD3Transformer2DModel": {
-        **_TINY, "sample_size": 8, "joint_attention_dim": 8, "caption_projection_dim": 8, "pooled_projection_dim": 8,
-        "out_channels": 4,
+        **_TINY, "sample_size": 8, "joint_attention_dim": 8, "caption_projection_dim": 8,
+        "pooled_projection_dim": 8, "out_channels": 4,
     },
     "FluxTransformer2DModel": {
-        **_TINY, "attention_head_dim": 8, "num_single_layers": 1, "joint_attention_dim": 8, "pooled_projection_dim": 8,
-        "axes_dims_rope": (2, 2, 4),
+        **_TINY, "attention_head_dim": 8, "num_single_layers": 1, "joint_attention_dim": 8,
+        "pooled_projection_dim": 8, "axes_dims_rope": (2, 2, 4),
     },
     # Its modules that stay in fp32 make diffusers load it in another way.
     "WanTransformer3DModel": {**_TINY, "attention_head_dim": 12, "text_dim": 8, "freq_dim": 8, "ffn_dim": 8},
@@ -179,7 +193,8 @@ def of_diffusers(name: str) -> Subject:
     cls = getattr(diffusers, name)
 
     def real(folder: Path) -> Real:
-        # Without its shortcut over the meta device it names every mismatched tensor, and not the first one.
+        # Without its shortcut over the meta device it names every mismatched tensor, and not the
+        # first one.
         plain = {} if cls._keep_in_fp32_modules else {"low_cpu_mem_usage": False}
         try:
             _, info = cls.from_pretrained(
@@ -252,7 +267,9 @@ def of_peft(name: str) -> Subject:
         base = type(make()).from_pretrained(home)
         base.config.decoder_start_token_id = 0
         model = peft.get_peft_model(base, settings())
-        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [each for each in model.parameters() if each.requires_grad], lr=0.1
+        )
         tokens = torch.tensor([[1, 2, 3, 4]])
         labels = torch.tensor([0]) if make is bert else tokens
         for _ in range(2):
@@ -265,10 +282,14 @@ def of_peft(name: str) -> Subject:
         tensors = load_file(folder / "adapter_model.safetensors")
         base = type(make()).from_pretrained(folder.parent / "base")
         try:
-            loaded = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, str(folder)))
+            loaded = peft.get_peft_model_state_dict(
+                peft.PeftModel.from_pretrained(base, str(folder))
+            )
         except (RuntimeError, KeyError, ValueError) as error:
             return Real(refused=str(error))
-        live = {key for key, each in tensors.items() if key in loaded and torch.equal(loaded[key], each)}
+        live = {
+            key for key, each in tensors.items() if key in loaded and torch.equal(loaded[key], each)
+        }
         return Real(live=frozenset(live))
 
     return Subject(name, "peft", save, real)
@@ -292,7 +313,9 @@ DAMAGES: dict[str, Callable[[Tensors], Tensors]] = {
     "a key renamed": lambda tensors: {
         f"renamed.{key}" if key == _middle(tensors) else key: each for key, each in tensors.items()
     },
-    "a key dropped": lambda tensors: {key: each for key, each in tensors.items() if key != _middle(tensors)},
+    "a key dropped": lambda tensors: {
+        key: each for key, each in tensors.items() if key != _middle(tensors)
+    },
     "a key added": lambda tensors: {**tensors, "added.weight": torch.ones(2)},
     "a key reshaped": _reshaped,
     "a prefix": lambda tensors: {f"module.{key}": each for key, each in tensors.items()},
@@ -314,7 +337,9 @@ def _untied(folder: Path) -> bool:
 
 
 class Row(NamedTuple):
-    """The answers about one folder. ``plain``: of the torch-free half: told, not checked, silent or right."""
+    """The answers about one folder. ``plain``: of the torch-free half: told, not checked, silent or
+    right.
+    """
 
     library: str
     damage: str
@@ -344,7 +369,9 @@ def agrees(outcome: LoadOutcome, real: Real, tensors: Tensors) -> bool:
         return outcome.status == 1
     if real.live is not None:
         ours = outcome.tensors - len(outcome.unexpected) - len(outcome.dead)
-        return outcome.live == ours == len(real.live) and bool(outcome.status) == real.is_damaged(tensors)
+        return outcome.live == ours == len(real.live) and bool(outcome.status) == real.is_damaged(
+            tensors
+        )
     return (
         not outcome.refused
         and set(outcome.missing) == real.missing
@@ -354,7 +381,9 @@ def agrees(outcome: LoadOutcome, real: Real, tensors: Tensors) -> bool:
 
 
 def damaged(subject: Subject, damage: str, folder: Path) -> Tensors | None:
-    """Save a model with a damage, and return its tensors before it; None where it has no tie that could break."""
+    """Save a model with a damage, and return its tensors before it; None where it has no tie that
+    could break.
+    """
     folder.mkdir(parents=True)
     subject.save(folder)
     return _damage(damage, folder)
@@ -386,7 +415,13 @@ def rows(subject: Subject) -> Iterator[Row]:
             report = check(folder)
             is_damaged = real.is_damaged(tensors)
             unasked = any(_UNCHECKED in words for words in report.not_checked)
-            plain = "right" if bool(report.status) == is_damaged else "not checked" if unasked else "silent"
+            plain = (
+                "right"
+                if bool(report.status) == is_damaged
+                else "not checked"
+                if unasked
+                else "silent"
+            )
             if report.status and not is_damaged:
                 plain = "false alarm"
             is_right = agrees(outcome, real, tensors)
@@ -426,7 +461,8 @@ def main() -> None:
         try:
             answers = [*rows(subject)]
         except Exception as error:
-            # The library does not save or load its own model: bart's head has another shape than its config says.
+            # The library does not save or load its own model: bart's head has another shape than
+            # its config says.
             _say(f"left out: {subject.name}: {type(error).__name__}: {str(error)[:200]}")
             continue
         names[subject.library] += 1
@@ -439,7 +475,8 @@ def main() -> None:
     columns = ("folders", "agrees", "right", "not checked", "silent", "false alarm")
     _say(f"{', '.join(f'{count} models of {library}' for library, count in names.items())}")
     _say(
-        "library, damage: folders; --load as the real load; plain check: right, not checked, silent, false alarm"
+        "library, damage: folders; --load as the real load; plain check: right, not checked, "
+        "silent, false alarm"
     )
     for library, damage, _ in dict.fromkeys((*key[:2], "") for key in counts):
         numbers = "  ".join(f"{counts[library, damage, column]:5}" for column in columns)

@@ -1,4 +1,6 @@
-"""Files to measure on, and how a measurement is taken: in a process of its own, imports before the clock."""
+"""Files to measure on, and how a measurement is taken: in a process of its own, imports before the
+clock.
+"""
 
 import json
 import os
@@ -8,12 +10,24 @@ import sys
 from pathlib import Path
 
 LAYERS = 32
-PARTS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.gate", "mlp.down", "norm1", "norm2")
+PARTS = (
+    "attn.q",
+    "attn.k",
+    "attn.v",
+    "attn.o",
+    "mlp.up",
+    "mlp.gate",
+    "mlp.down",
+    "norm1",
+    "norm2",
+)
 
 
 def names(prefix: str) -> list[str]:
     """Names of 288 tensors, as a model with 32 layers has."""
-    return [f"{prefix}model.layers.{layer}.{part}.weight" for layer in range(LAYERS) for part in PARTS]
+    return [
+        f"{prefix}model.layers.{layer}.{part}.weight" for layer in range(LAYERS) for part in PARTS
+    ]
 
 
 def write_safetensors(path: Path, size: int, prefix: str, *, sparse: bool = False) -> int:
@@ -74,6 +88,8 @@ def measure(imports: str, body: str) -> dict[str, float]:
     Seconds, those of processors, peak memory and bytes written, in bytes.
     """
     code = MEASURE.format(imports=imports, body=body)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     values: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
     return values

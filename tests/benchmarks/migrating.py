@@ -1,4 +1,6 @@
-"""Changing the format of a checkpoint, against copying the same bytes, and against the peers that convert it, too."""
+"""Changing the format of a checkpoint, against copying the same bytes, and against the peers that
+convert it, too.
+"""
 
 import json
 import shutil
@@ -31,10 +33,16 @@ Peer = tuple[str, tuple[str, str], str, str]
 
 
 def migrate(folder: Path, size: int, rounds: int) -> None:
-    """Every conversion with and without its proof, each beside the plain copy of its moment; then the peers."""
+    """Every conversion with and without its proof, each beside the plain copy of its moment; then
+    the peers.
+    """
     files = _make(folder, size)
-    sums = {name: _seconds(_sums(name), files["bin"], folder / "copy") for name in ("sha256sum", "hashlib")}
-    best = min(sums, key=lambda name: sums[name])  # coreutils may not know the processor's own instructions
+    sums = {
+        name: _seconds(_sums(name), files["bin"], folder / "copy")
+        for name in ("sha256sum", "hashlib")
+    }
+    # Coreutils may not know the processor's own instructions.
+    best = min(sums, key=lambda name: sums[name])
     print(f"{size >> 20} MiB; sums by {best}: {size / sums[best] / 1e9:.2f} GB/s with cp and sync")
     ours: dict[tuple[str, str], float] = {}
     for source in files:
@@ -48,7 +56,9 @@ def migrate(folder: Path, size: int, rounds: int) -> None:
 
 
 def migrate_mix(folder: Path, size: int) -> None:
-    """A folder of many shards, every fourth of them full of numbers and the others holes: memory, proof included."""
+    """A folder of many shards, every fourth of them full of numbers and the others holes: memory,
+    proof included.
+    """
     source = folder / "mix"
     source.mkdir()
     shards = [source / f"model-{number:05}-of-00010.safetensors" for number in range(1, 11)]
@@ -75,17 +85,21 @@ def migrate_mix(folder: Path, size: int) -> None:
 
 def _make(folder: Path, size: int) -> dict[str, Path]:
     """Write the same bf16 model as safetensors, a torch zip file and a DCP folder."""
-    files = {"safetensors": folder / "model.safetensors", "bin": folder / "model.bin", "dcp": folder / "dcp"}
+    files = {
+        "safetensors": folder / "model.safetensors",
+        "bin": folder / "model.bin",
+        "dcp": folder / "dcp",
+    }
     each = size // len(names("")) // 2
     measure(
-        "import torch; from safetensors.torch import save_file; import torch.distributed.checkpoint as dcp\n"
-        "import warnings; warnings.simplefilter('ignore')",
-        f"block = torch.randint(-2**15, 2**15, ({each},), dtype=torch.int16).view(torch.bfloat16)\n"
-        f"state = {{name: block.roll(number) for number, name in enumerate({names('')!r})}}\n"
-        f"save_file(state, {str(files['safetensors'])!r}, metadata={{'format': 'pt'}})\n"
-        f"torch.save(state, {str(files['bin'])!r})\n"
-        f"dcp.save({{'model': state}}, checkpoint_id={str(files['dcp'])!r}, no_dist=True)\n"
-        "import os; os.sync()",
+        "import torch; from safetensors.torch import save_file; import "
+        "torch.distributed.checkpoint as dcp\nimport warnings; warnings.simplefilter('ignore')",
+        f"block = torch.randint(-2**15, 2**15, ({each},), "
+        "dtype=torch.int16).view(torch.bfloat16)\nstate = {name: block.roll(number) for number, "
+        f"name in enumerate({names('')!r})}}\nsave_file(state, {str(files['safetensors'])!r}, "
+        "metadata={'format': 'pt'})\ntorch.save(state, "
+        f"{str(files['bin'])!r})\ndcp.save({{'model': state}}, "
+        f"checkpoint_id={str(files['dcp'])!r}, no_dist=True)\nimport os; os.sync()",
     )
     return files
 
@@ -105,7 +119,10 @@ def _pair(
             peak = max(peak, used["peak"] - used["start"])
             _remove(target)
     seconds = {name: median(times) for name, times in found.items()}
-    for name, peer, words in (("plain", "cp", "cp, sync"), ("proved", "sums", "cp, sync, sha256 of both")):
+    for name, peer, words in (
+        ("plain", "cp", "cp, sync"),
+        ("proved", "sums", "cp, sync, sha256 of both"),
+    ):
         ratio = seconds[peer] / seconds[name]
         show(
             f"migrate {source} to {to}, against {words}",
@@ -114,7 +131,10 @@ def _pair(
             ratio >= 0.8,
         )
     show(
-        f"migrate {source} to {to}, memory", f"{peak / 1e6:.0f} MB above start-up", "< 300 MB", peak < _LIMIT
+        f"migrate {source} to {to}, memory",
+        f"{peak / 1e6:.0f} MB above start-up",
+        "< 300 MB",
+        peak < _LIMIT,
     )
     return seconds["plain"]
 
@@ -125,14 +145,23 @@ def _converted(folder: Path, path: Path, rounds: int) -> None:
     for _ in range(rounds):
         copies.append(_seconds(_COPY, path, folder / "copy"))
         times.append(
-            _ours(path, folder / "out.safetensors", "safetensors", "verify=False, dtype='fp32'")["seconds"]
+            _ours(path, folder / "out.safetensors", "safetensors", "verify=False, dtype='fp32'")[
+                "seconds"
+            ]
         )
         _remove(folder / "out.safetensors")
     ratio = 2 * median(copies) / median(times)
-    show("migrate bf16 to fp32, against cp, sync of as many bytes", f"{ratio:.2f}x", ">= 0.8x", ratio >= 0.8)
+    show(
+        "migrate bf16 to fp32, against cp, sync of as many bytes",
+        f"{ratio:.2f}x",
+        ">= 0.8x",
+        ratio >= 0.8,
+    )
 
 
-def _peers(folder: Path, files: dict[str, Path], ours: dict[tuple[str, str], float], rounds: int) -> None:
+def _peers(
+    folder: Path, files: dict[str, Path], ours: dict[tuple[str, str], float], rounds: int
+) -> None:
     """What others take for the same conversion, to a file that is as durable."""
     out = folder / "peer"
     binary, dcp, safe = (str(files[kind]) for kind in ("bin", "dcp", "safetensors"))
@@ -160,10 +189,13 @@ def _peers(folder: Path, files: dict[str, Path], ours: dict[tuple[str, str], flo
 def against_peers(
     verb: str, cases: Sequence[Peer], ours: dict[tuple[str, str], float], out: Path, rounds: int
 ) -> None:
-    """Print what peers take that write into ``out``, against the seconds that ckptfix takes for the same pair."""
+    """Print what peers take that write into ``out``, against the seconds that ckptfix takes for the
+    same pair.
+    """
     quiet = "import warnings, logging; warnings.simplefilter('ignore'); logging.disable()"
     sync = (
-        f"from ckptfix.storage.atomic import sync_tree; import pathlib; sync_tree(pathlib.Path({str(out)!r}))"
+        "from ckptfix.storage.atomic import sync_tree; import pathlib; "
+        f"sync_tree(pathlib.Path({str(out)!r}))"
     )
     for what, pair, imports, body in cases:
         times, peak = [], 0.0
@@ -190,7 +222,9 @@ def _ours(source: Path, target: Path, to: str, options: str) -> dict[str, float]
 
 
 def _sums(tool: str) -> str:
-    """Return the command that copies and sums up both sides, with coreutils or with python's hashlib."""
+    """Return the command that copies and sums up both sides, with coreutils or with python's
+    hashlib.
+    """
     summed = "sha256sum {source} {target}"
     if tool == "hashlib":
         summed = f"{sys.executable} -c '{_PYTHON_SUMS}' {{source}} {{target}}"
@@ -207,7 +241,9 @@ def _seconds(command: str, source: Path, target: Path) -> float:
 
 
 def copied_in(source: Path, target: Path, *, with_sums: bool = False) -> float:
-    """Return the seconds in which a folder is copied to the disk. ``with_sums``: and both are summed up."""
+    """Return the seconds in which a folder is copied to the disk. ``with_sums``: and both are
+    summed up.
+    """
     sums = f"{sys.executable} -c '{_PYTHON_SUMS}' $(find {{source}} {{target}} -type f)"
     command = "cp -r {source} {target} && sync $(find {target} -type f)" + f" && {sums}" * with_sums
     return _seconds(command, source, target)

@@ -1,6 +1,8 @@
-"""A complete training state to every other strategy, against copying the same bytes, and against the peers that do it.
+"""A complete training state to every other strategy, against copying the same bytes, and against
+the peers that do it.
 
-``ds_to_universal`` is the script of DeepSpeed, ``dcp_to_torch_save`` and ``torch_save_to_dcp`` those of torch.
+``ds_to_universal`` is the script of DeepSpeed, ``dcp_to_torch_save`` and ``torch_save_to_dcp``
+those of torch.
 """
 
 import os
@@ -41,11 +43,16 @@ from deepspeed.checkpoint import ds_to_universal
 
 
 def migrate_states(folder: Path, size: int, rounds: int) -> None:
-    """Print speed and memory of every pair from and to one strategy of each kind. ``size``: bytes of the weights."""
+    """Print speed and memory of every pair from and to one strategy of each kind. ``size``: bytes
+    of the weights.
+    """
     source = folder / "state"
     source.mkdir()
     rows = size // len(names("")) // 4 // 64
-    measure("import torch", _WRITE.format(names=names(""), rows=rows, folder=source, processes=_PROCESSES))
+    measure(
+        "import torch",
+        _WRITE.format(names=names(""), rows=rows, folder=source, processes=_PROCESSES),
+    )
     made = {"fsdp-full": source}
     for strategy in ("fsdp", "zero2"):
         made[strategy] = folder / strategy
@@ -65,10 +72,17 @@ def migrate_states(folder: Path, size: int, rounds: int) -> None:
 def _pair(folder: Path, path: Path, source: str, to: str, size: int, rounds: int) -> float:
     """Print what one conversion takes, and return its seconds without a proof.
 
-    It is compared with ``cp`` and ``sync`` of the source, and of the new folder, which can have more bytes and files.
+    It is compared with ``cp`` and ``sync`` of the source, and of the new folder, which can have
+    more bytes and files.
     """
     target, copy = folder / "new", folder / "copy"
-    seconds: dict[str, list[float]] = {"cp": [], "cp new": [], "sums": [], "plain": [], "proved": []}
+    seconds: dict[str, list[float]] = {
+        "cp": [],
+        "cp new": [],
+        "sums": [],
+        "plain": [],
+        "proved": [],
+    }
     cpu: dict[bool, list[float]] = {False: [], True: []}
     peak = 0.0
     for _ in range(rounds):
@@ -78,7 +92,9 @@ def _pair(folder: Path, path: Path, source: str, to: str, size: int, rounds: int
             seconds[name].append(used["seconds"])
             cpu[verify].append(used["cpu"])
             peak = max(peak, used["peak"] - used["start"])
-            seconds["sums" if verify else "cp new"].append(copied_in(target, copy, with_sums=verify))
+            seconds["sums" if verify else "cp new"].append(
+                copied_in(target, copy, with_sums=verify)
+            )
             shutil.rmtree(target)
     took = {name: median(times) for name, times in seconds.items()}
     what = f"state of {source} to {to}"
@@ -91,12 +107,20 @@ def _pair(folder: Path, path: Path, source: str, to: str, size: int, rounds: int
         speed = f"{ratio:.2f}x ({size / took[ours] / 1e9:.2f} GB/s)"
         show(f"{what}, {words}", speed, ">= 0.8x", ratio >= 0.8)
     show(f"{what}, memory", f"{peak / 1e6:.0f} MB above start-up", "< 300 MB", peak < _LIMIT)
-    times = (f"{min(cpu[verify]):.2f} s {words}" for verify, words in ((False, "without"), (True, "with")))
-    print(f"{what}, processor time: {', '.join(times)} its proof, with a load of {os.getloadavg()[0]:.0f}")
+    times = (
+        f"{min(cpu[verify]):.2f} s {words}"
+        for verify, words in ((False, "without"), (True, "with"))
+    )
+    print(
+        f"{what}, processor time: {', '.join(times)} its proof, with a load of "
+        f"{os.getloadavg()[0]:.0f}"
+    )
     return took["plain"]
 
 
-def _peers(folder: Path, made: dict[str, Path], ours: dict[tuple[str, str], float], rounds: int) -> None:
+def _peers(
+    folder: Path, made: dict[str, Path], ours: dict[tuple[str, str], float], rounds: int
+) -> None:
     """Print what others take for a part of the same work, to files that are as durable."""
     out = folder / "peer"
     optimizer, shards = made["fsdp-full"] / "optimizer.bin", made["fsdp"] / "optimizer_0"
@@ -129,5 +153,6 @@ def _peers(folder: Path, made: dict[str, Path], ours: dict[tuple[str, str], floa
 def _ours(source: Path, target: Path, to: str, options: str) -> dict[str, float]:
     return measure(
         "from ckptfix.conversion.migrate import migrate",
-        f"migrate({str(source)!r}, {str(target)!r}, to={to!r}, state='all', processes={_PROCESSES}, {options})",
+        f"migrate({str(source)!r}, {str(target)!r}, to={to!r}, state='all', "
+        f"processes={_PROCESSES}, {options})",
     )

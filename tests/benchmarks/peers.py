@@ -1,8 +1,9 @@
-"""Broken folders and healthy twins of "will it load?", as ckptfix, its peers and the loaders themselves see them.
+"""Broken folders and healthy twins of "will it load?", as ckptfix, its peers and the loaders
+themselves see them.
 
-``python -m tests.benchmarks.peers [--bin FOLDER]`` makes the folders with PEFT, transformers and accelerate, and prints
-the table of the manual. ``--bin``: the folder with ``sft``, ``modelaudit`` and ``peft-doctor`` of a virtual environment
-of their own; one that is not there is "not installed".
+``python -m tests.benchmarks.peers [--bin FOLDER]`` makes the folders with PEFT, transformers and
+accelerate, and prints the table of the manual. ``--bin``: the folder with ``sft``, ``modelaudit``
+and ``peft-doctor`` of a virtual environment of their own; one that is not there is "not installed".
 """
 
 import argparse
@@ -40,7 +41,8 @@ class Case(NamedTuple):
     make: Callable[[Path], None]
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------
+# --- adapters
+# ---------------------------------------------------------------------------------------------------
 
 
 def adapter(config: Any = None, **settings: Any) -> Callable[[Path], None]:
@@ -63,7 +65,9 @@ def broken_adapter(
         tiny.write(root, change(tensors))
         path = root / "adapter_config.json"
         document = json.loads(path.read_text()) | (config or {})
-        path.write_text(json.dumps({key: value for key, value in document.items() if value is not ...}))
+        path.write_text(
+            json.dumps({key: value for key, value in document.items() if value is not ...})
+        )
         if step:
             state = {"global_step": step, "epoch": 1.0, "log_history": []}
             (root / "trainer_state.json").write_text(json.dumps(state))
@@ -76,7 +80,9 @@ def same(tensors: Tensors) -> Tensors:
 
 
 def without_training(tensors: Tensors) -> Tensors:
-    return {key: torch.zeros_like(value) if "lora_B" in key else value for key, value in tensors.items()}
+    return {
+        key: torch.zeros_like(value) if "lora_B" in key else value for key, value in tensors.items()
+    }
 
 
 def prefixed(prefix: str) -> Callable[[Tensors], Tensors]:
@@ -92,7 +98,8 @@ def adapter_called_lora(root: Path) -> None:
     (root / "lora").rmdir()
 
 
-# --- models -----------------------------------------------------------------------------------------------------
+# --- models
+# -----------------------------------------------------------------------------------------------------
 
 
 def model(make_model: Callable[[], Any] = tiny.llama) -> Callable[[Path], None]:
@@ -110,7 +117,11 @@ def broken_model(
     def make(root: Path) -> None:
         make_model().save_pretrained(root)
         tensors = change(load_file(root / WEIGHTS))
-        save_file({key: value.clone() for key, value in tensors.items()}, root / WEIGHTS, {"format": "pt"})
+        save_file(
+            {key: value.clone() for key, value in tensors.items()},
+            root / WEIGHTS,
+            {"format": "pt"},
+        )
         path = root / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
 
@@ -142,7 +153,9 @@ def equal_merge(root: Path) -> None:
     """Save a base and a merge that changed nothing."""
     base = tiny.llama()
     base.save_pretrained(root / "base")
-    merged = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).merge_and_unload()
+    merged = peft.get_peft_model(
+        base, peft.LoraConfig(target_modules=["q_proj"])
+    ).merge_and_unload()
     merged.save_pretrained(root / "merged")
 
 
@@ -154,7 +167,8 @@ def merge(root: Path) -> None:
     )
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------
+# --- checkpoints
+# ------------------------------------------------------------------------------------------------
 
 
 def checkpoint(change: Callable[[Path], None] = lambda root: None) -> Callable[[Path], None]:
@@ -262,10 +276,14 @@ def older_run(root: Path) -> None:
 
 
 BROKEN = (
-    Case("adapter: `_orig_mod.` before the keys", "adapter", broken_adapter(prefixed("_orig_mod."))),
+    Case(
+        "adapter: `_orig_mod.` before the keys", "adapter", broken_adapter(prefixed("_orig_mod."))
+    ),
     Case("adapter: `module.` before the keys", "adapter", broken_adapter(prefixed("module."))),
     Case(
-        "adapter: its name in the keys", "adapter", broken_adapter(tiny.renamed(tiny.with_name("default_0")))
+        "adapter: its name in the keys",
+        "adapter",
+        broken_adapter(tiny.renamed(tiny.with_name("default_0"))),
     ),
     Case("adapter: no tensors", "adapter", broken_adapter(lambda tensors: {})),
     Case(
@@ -276,7 +294,9 @@ BROKEN = (
     Case(
         "adapter: no tensors of a target module",
         "adapter",
-        broken_adapter(lambda tensors: {key: value for key, value in tensors.items() if "v_proj" not in key}),
+        broken_adapter(
+            lambda tensors: {key: value for key, value in tensors.items() if "v_proj" not in key}
+        ),
     ),
     Case("adapter: another rank in its config", "adapter", broken_adapter(same, {"r": 8})),
     Case(
@@ -284,17 +304,33 @@ BROKEN = (
         "adapter",
         broken_adapter(without_training, step=500),
     ),
-    Case("adapter: config without `peft_type`", "adapter", broken_adapter(same, {"peft_type": ...})),
+    Case(
+        "adapter: config without `peft_type`", "adapter", broken_adapter(same, {"peft_type": ...})
+    ),
     Case("model: `module.` before the keys", "model", broken_model(prefixed("module."))),
     Case("model: `_orig_mod.` before the keys", "model", broken_model(prefixed("_orig_mod."))),
-    Case("model: `base_model.model.` before the keys", "model", broken_model(prefixed("base_model.model."))),
-    Case("model: a layer more in its config", "model", broken_model(same, {"num_hidden_layers": 3})),
-    Case("model: another vocabulary in its config", "model", broken_model(same, {"vocab_size": 16})),
-    Case("model: tied, and two unequal tensors", "model", broken_model(same, {"tie_word_embeddings": True})),
+    Case(
+        "model: `base_model.model.` before the keys",
+        "model",
+        broken_model(prefixed("base_model.model.")),
+    ),
+    Case(
+        "model: a layer more in its config", "model", broken_model(same, {"num_hidden_layers": 3})
+    ),
+    Case(
+        "model: another vocabulary in its config", "model", broken_model(same, {"vocab_size": 16})
+    ),
+    Case(
+        "model: tied, and two unequal tensors",
+        "model",
+        broken_model(same, {"tie_word_embeddings": True}),
+    ),
     Case(
         "model: head not tied, and missing",
         "model",
-        broken_model(lambda tensors: {key: value for key, value in tensors.items() if "lm_head" not in key}),
+        broken_model(
+            lambda tensors: {key: value for key, value in tensors.items() if "lm_head" not in key}
+        ),
     ),
     Case(
         "model: quantized by its config alone",
@@ -304,8 +340,16 @@ BROKEN = (
     Case("model: index and single file of two saves", "model", two_families),
     Case("model: zeros next to 1e30", "values", broken_model(unwritten)),
     Case("model: a merge that changed nothing", "merge", equal_merge),
-    Case("checkpoint: `step` in bf16", "checkpoint", checkpoint(resaved("optimizer.bin", long_run_in_bf16))),
-    Case("checkpoint: moments of zeros", "checkpoint", checkpoint(resaved("optimizer.bin", zero_moments))),
+    Case(
+        "checkpoint: `step` in bf16",
+        "checkpoint",
+        checkpoint(resaved("optimizer.bin", long_run_in_bf16)),
+    ),
+    Case(
+        "checkpoint: moments of zeros",
+        "checkpoint",
+        checkpoint(resaved("optimizer.bin", zero_moments)),
+    ),
     Case(
         "checkpoint: random states without `step`",
         "checkpoint",
@@ -323,7 +367,11 @@ HEALTHY = (
     Case("DoRA", "adapter", adapter(use_dora=True)),
     Case("LoRA with `modules_to_save`", "adapter", adapter(modules_to_save=["lm_head"])),
     Case("LoRA named lora", "adapter", adapter_called_lora),
-    Case("IA3", "adapter", adapter(peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))),
+    Case(
+        "IA3",
+        "adapter",
+        adapter(peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
+    ),
     Case(
         "prompt tuning",
         "adapter",
@@ -337,7 +385,9 @@ HEALTHY = (
     Case("T5", "model", model(tiny.t5)),
     Case("padded vocabulary", "model", resized),
     Case(
-        "shards with an index", "model", lambda root: tiny.llama().save_pretrained(root, max_shard_size="1KB")
+        "shards with an index",
+        "model",
+        lambda root: tiny.llama().save_pretrained(root, max_shard_size="1KB"),
     ),
     Case("values", "values", model()),
     Case("a merge that changed the base", "merge", merge),
@@ -347,7 +397,8 @@ HEALTHY = (
 )
 
 
-# --- verdicts ---------------------------------------------------------------------------------------------------
+# --- verdicts
+# ---------------------------------------------------------------------------------------------------
 
 
 def of_ckptfix(root: Path, kind: str) -> str:
@@ -357,7 +408,9 @@ def of_ckptfix(root: Path, kind: str) -> str:
         "values": ["verify", "--data", str(root)],
         "merge": ["diff", str(root / "base"), str(root / "merged")],
     }.get(kind, ["check", str(root)])
-    ended = subprocess.run([sys.executable, "-m", "ckptfix", *command], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-m", "ckptfix", *command], capture_output=True, text=True
+    )
     if kind == "merge":
         return "note" if "changed nothing" in ended.stdout else ""
     return "told" if ended.returncode == 1 else "note" if " note " in ended.stdout else ""
@@ -379,7 +432,9 @@ def of_peer(tool: Path, root: Path, kind: str, base: Path) -> str:
         files = sorted(root.rglob("*.safetensors"))
         commands = [["check", str(file)] for file in files]
         commands += [
-            ["lora", "compat", str(base / WEIGHTS), str(file)] for file in files if kind == "adapter"
+            ["lora", "compat", str(base / WEIGHTS), str(file)]
+            for file in files
+            if kind == "adapter"
         ]
     elif tool.name == "modelaudit":
         commands = [["scan", "--format", "text", "--no-cache", str(root)]]
@@ -390,10 +445,16 @@ def of_peer(tool: Path, root: Path, kind: str, base: Path) -> str:
             "checkpoint": "checkpoint-check",
         }.get(kind)
         commands = [[verb, str(root)]] if verb else []
-    environment = os.environ | {"PROMPTFOO_DISABLE_TELEMETRY": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+    environment = os.environ | {
+        "PROMPTFOO_DISABLE_TELEMETRY": "1",
+        "NO_COLOR": "1",
+        "COLUMNS": "200",
+    }
     said = ""
     for command in commands:
-        ended = subprocess.run([str(tool), *command], capture_output=True, text=True, env=environment)
+        ended = subprocess.run(
+            [str(tool), *command], capture_output=True, text=True, env=environment
+        )
         # peft-doctor ends with 0 whatever it prints.
         if ended.returncode == 1 or "ERROR" in ended.stdout:
             return "told"
@@ -466,9 +527,16 @@ def main() -> None:
                 verdicts.insert(0, of_loader(root, case.kind))
                 for count, verdict in zip(counts, verdicts, strict=True):
                     count[verdict] += 1
-                print(f"| {case.name} | {' | '.join(verdict or '-' for verdict in verdicts)} |", flush=True)
+                print(
+                    f"| {case.name} | {' | '.join(verdict or '-' for verdict in verdicts)} |",
+                    flush=True,
+                )
             loader, *tools = counts
-            fails = sum(count for verdict, count in loader.items() if verdict not in ("", "warns", "not run"))
+            fails = sum(
+                count
+                for verdict, count in loader.items()
+                if verdict not in ("", "warns", "not run")
+            )
             words = [f"{fails} fail, {loader['warns']} warn"]
             words += [f"{count['told']} told, {count['note']} noted" for count in tools]
             print(f"| of {len(cases)} | {' | '.join(words)} |\n")

@@ -14,7 +14,9 @@ SETUPS = tuple((threads, block) for threads in (1, 2, 4) for block in (256 << 10
 
 
 def prove(folder: Path, size: int, rounds: int) -> None:
-    """Print the ratio of our comparison to the best plain read, warm and cold, and the memory that it takes."""
+    """Print the ratio of our comparison to the best plain read, warm and cold, and the memory that
+    it takes.
+    """
     paths = (folder / "model.safetensors", folder / "model_1.safetensors")
     write_safetensors(paths[0], size, "")
     _copy_with_prefix(paths[0], paths[1], size)
@@ -40,13 +42,17 @@ def prove(folder: Path, size: int, rounds: int) -> None:
             _show_hashed(folder, paths[0], size, rounds)
     used = _compare(folder)
     extra = used["peak"] - used["start"]
-    show("prove a double, memory above start-up", f"{extra / 1e6:.1f} MB", "<= 32 MB", extra <= 32e6)
+    show(
+        "prove a double, memory above start-up", f"{extra / 1e6:.1f} MB", "<= 32 MB", extra <= 32e6
+    )
     for path in paths:
         path.unlink()
 
 
 def _show_hashed(folder: Path, path: Path, size: int, rounds: int) -> None:
-    """Print the ratio of a comparison that hashes on the way, as a repair does, to sha256 alone with two threads."""
+    """Print the ratio of a comparison that hashes on the way, as a repair does, to sha256 alone
+    with two threads.
+    """
     ours, alone = [], []
     for _ in range(rounds):
         alone.append(_hash(path, size))
@@ -74,9 +80,9 @@ def _hash(path: Path, size: int) -> float:
 
 def _compare(folder: Path, digests: str = "None") -> dict[str, float]:
     return measure(
-        "from pathlib import Path\nfrom ckptfix.checkpoint.folder import scan_folder\n"
-        "from ckptfix.checkpoint.pairing import first_unequal, pair_up\n"
-        f"root = Path({str(folder)!r}); one, two = scan_folder(root).components; pair = pair_up(one, two)",
+        "from pathlib import Path\nfrom ckptfix.checkpoint.folder import scan_folder\nfrom "
+        f"ckptfix.checkpoint.pairing import first_unequal, pair_up\nroot = Path({str(folder)!r}); "
+        "one, two = scan_folder(root).components; pair = pair_up(one, two)",
         f"assert first_unequal(root, pair, full=True, digests={digests}) is None",
     )
 

@@ -11,16 +11,17 @@ OURS = ("from ckptfix import repair, undo; import ckptfix.repairs.repair", "repa
 
 
 def rename(folder: Path, size: int) -> None:
-    """Rename a safetensors file and a torch zip file of ``size`` bytes, and the same by loading and saving."""
+    """Rename a safetensors file and a torch zip file of ``size`` bytes, and the same by loading and
+    saving.
+    """
     path = folder / "model.safetensors"
     header = write_safetensors(path, size, "module.module.")
     ours = measure(OURS[0], OURS[1].format(path=str(path)))
     naive = measure(
         "import os; from safetensors.torch import load_file, save_file",
-        f"tensors = load_file({str(path)!r})\n"
-        f"save_file({{k.removeprefix('module.'): v for k, v in tensors.items()}}, {str(path) + '.new'!r})\n"
-        f"fd = os.open({str(path) + '.new'!r}, os.O_RDONLY); os.fsync(fd)\n"
-        f"os.replace({str(path) + '.new'!r}, {str(path)!r})",
+        f"tensors = load_file({str(path)!r})\nsave_file({{k.removeprefix('module.'): v for k, v in "
+        f"tensors.items()}}, {str(path) + '.new'!r})\nfd = os.open({str(path) + '.new'!r}, "
+        f"os.O_RDONLY); os.fsync(fd)\nos.replace({str(path) + '.new'!r}, {str(path)!r})",
     )
     _report("safetensors", size, header, ours, naive)
     path.unlink()
@@ -31,10 +32,10 @@ def rename(folder: Path, size: int) -> None:
     ours = measure(OURS[0], OURS[1].format(path=str(path)))
     naive = measure(
         "import os, torch",
-        f"tensors = torch.load({str(path)!r}, mmap=True)\n"
-        f"torch.save({{k.removeprefix('module.'): v for k, v in tensors.items()}}, {str(path) + '.new'!r})\n"
-        f"fd = os.open({str(path) + '.new'!r}, os.O_RDONLY); os.fsync(fd)\n"
-        f"os.replace({str(path) + '.new'!r}, {str(path)!r})",
+        f"tensors = torch.load({str(path)!r}, mmap=True)\ntorch.save({{k.removeprefix('module.'): "
+        f"v for k, v in tensors.items()}}, {str(path) + '.new'!r})\nfd = "
+        f"os.open({str(path) + '.new'!r}, os.O_RDONLY); "
+        f"os.fsync(fd)\nos.replace({str(path) + '.new'!r}, {str(path)!r})",
     )
     _report("torch zip", size, pickle, ours, naive)
     path.unlink()
@@ -58,7 +59,9 @@ def sparse(folder: Path) -> None:
     )
 
 
-def _report(kind: str, size: int, metadata: int, ours: dict[str, float], naive: dict[str, float]) -> None:
+def _report(
+    kind: str, size: int, metadata: int, ours: dict[str, float], naive: dict[str, float]
+) -> None:
     ratio = naive["seconds"] / ours["seconds"]
     label = f"rename {kind} {size / (1 << 30):.0f} GiB"
     show(
@@ -69,7 +72,12 @@ def _report(kind: str, size: int, metadata: int, ours: dict[str, float], naive: 
     )
     show(f"{label}, peak memory", f"{ours['peak'] / 1e6:.0f} MB", "< 60 MB", ours["peak"] < 60e6)
     part = ours["written"] / metadata
-    show(f"{label}, bytes written / metadata", f"{part:.2f} ({ours['written']:.0f} B)", "< 4", part < 4)
+    show(
+        f"{label}, bytes written / metadata",
+        f"{part:.2f} ({ours['written']:.0f} B)",
+        "< 4",
+        part < 4,
+    )
 
 
 def _save_zip(path: Path, size: int) -> None:

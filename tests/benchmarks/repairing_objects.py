@@ -1,5 +1,5 @@
-"""Bytes over the wire, requests and seconds of a rename in an object, and of its undo: of 2 GiB on a real server, and
-of 1 TB in a simulated store.
+"""Bytes over the wire, requests and seconds of a rename in an object, and of its undo: of 2 GiB on
+a real server, and of 1 TB in a simulated store.
 """
 
 import hashlib
@@ -56,7 +56,10 @@ def _simulated(size: int) -> None:
     def opened(url: str) -> Store:
         return open_simulated(cloud, url)
 
-    with mock.patch.object(images, "open_store", opened), mock.patch.object(stores, "open_store", opened):
+    with (
+        mock.patch.object(images, "open_store", opened),
+        mock.patch.object(stores, "open_store", opened),
+    ):
         name = f"{size / 1e12:.0f} TB (simulated store)"
         _measure(f"rename in {name}", lambda: repair("s3://simulated/checkpoint"))
         _measure(f"undo in {name}", lambda: undo("s3://simulated/checkpoint"))
@@ -71,7 +74,9 @@ def _measure(what: str, work: Callable[[], object]) -> None:
         seconds = time.perf_counter() - began
     up, down = (sum(getattr(one.traffic, name) for one in opened) for name in ("up", "down"))
     requests = sum(one.traffic.requests for one in opened)
-    figure = f"{up / MIB:.2f} MiB up, {down / MIB:.2f} MiB down, {requests} requests, {seconds:.1f} s"
+    figure = (
+        f"{up / MIB:.2f} MiB up, {down / MIB:.2f} MiB down, {requests} requests, {seconds:.1f} s"
+    )
     show(what, figure, f"{LIMIT / MIB:.0f} MiB", up + down <= LIMIT)
 
 

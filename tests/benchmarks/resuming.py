@@ -35,7 +35,7 @@ def batches(workers: int) -> None:
     """Print the cost of a batch; the two are measured in turns."""
     kept = [loader_of(kind, workers) for kind in (accelerate.Accelerator, ckptfix.Accelerator)]
     stock, guarded = (
-        [seconds_a_batch(loader) for _ in range(ROUNDS)] for loader in ([one[1] for one in kept])
+        [seconds_a_batch(loader) for _ in range(ROUNDS)] for loader in [one[1] for one in kept]
     )
     more = statistics.median(guarded) - statistics.median(stock)
     print(
@@ -75,9 +75,10 @@ def saves(folder: Path) -> None:
     median = {name: statistics.median(values) for name, values in times.items()}
     size = (folder / "guarded" / run_state_name(0)).stat().st_size
     print(
-        f"save of {SIZE >> 20} MiB: guarded {median['guarded']:.2f} s, {median['guarded'] / median['stock']:.2f}x "
-        f"stock; the run state takes {median['guarded'] / median['guarded without']:.3f}x of a guarded save without it "
-        f"(at most 1.05), {size / 1000:.0f} kB (at most 1000)"
+        f"save of {SIZE >> 20} MiB: guarded {median['guarded']:.2f} s, "
+        f"{median['guarded'] / median['stock']:.2f}x stock; the run state takes "
+        f"{median['guarded'] / median['guarded without']:.3f}x of a guarded save without it (at "
+        f"most 1.05), {size / 1000:.0f} kB (at most 1000)"
     )
 
 

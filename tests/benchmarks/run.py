@@ -1,4 +1,6 @@
-"""Print every ratio that the manual promises, from one run: ``python -m tests.benchmarks.run [--quick]``."""
+"""Print every ratio that the manual promises, from one run: ``python -m tests.benchmarks.run
+[--quick]``.
+"""
 
 import argparse
 import shutil
@@ -24,7 +26,9 @@ from tests.benchmarks.transferring import transfer
 def main() -> None:
     """Make the files, measure, print, and delete the files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="1 GiB instead of 8 and 4, fewer rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="1 GiB instead of 8 and 4, fewer rounds"
+    )
     parser.add_argument(
         "--folder",
         default=".",

@@ -1,4 +1,6 @@
-"""A guarded save against one of stock accelerate, and with digests against one without: ``--part saves``."""
+"""A guarded save against one of stock accelerate, and with digests against one without: ``--part
+saves``.
+"""
 
 import os
 import shutil
@@ -24,18 +26,24 @@ _WIDTH = 2048
 _BLOCK = 1 << 20
 _SPEEDS = (0.5, 1.0, 2.0, 4.0)
 _SIZES = {8: 25, 3072: 6, 6528: 5, 9216: 5}
-"""Width of a layer -> how many saves: of 59 kB, 113 MB, 511 MB and 1 GB with the moments of AdamW."""
+"""Width of a layer -> how many saves: of 59 kB, 113 MB, 511 MB and 1 GB with the moments of AdamW.
+"""
 
 _TINY_MOST, _LARGE_MOST = 0.030, 1.1
-"""Seconds that a save of the tiny model may take longer than stock's, and times that a larger one may take."""
+"""Seconds that a save of the tiny model may take longer than stock's, and times that a larger one
+may take.
+"""
 
 
 def save_against_stock(folder: Path) -> None:
-    """Print how much longer a guarded save of two processes takes than one of stock accelerate, fsync apart.
+    """Print how much longer a guarded save of two processes takes than one of stock accelerate,
+    fsync apart.
 
     The processes are forked, so a process that has computed nothing forks them.
     """
-    subprocess.run([sys.executable, "-m", "tests.benchmarks.saving", str(folder / "stock")], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.saving", str(folder / "stock")], check=True
+    )
 
 
 def _on_two_processes(folder: Path) -> None:
@@ -43,7 +51,8 @@ def _on_two_processes(folder: Path) -> None:
     widths = [width for width in _SIZES if _fits(folder, width)]
     if len(widths) < len(_SIZES):
         print(
-            f"saves of 2 processes: {len(_SIZES) - len(widths)} sizes left out, memory or disk is too small"
+            f"saves of 2 processes: {len(_SIZES) - len(widths)} sizes left out, memory or disk is "
+            "too small"
         )
 
     def work(rank: int) -> None:
@@ -54,7 +63,9 @@ def _on_two_processes(folder: Path) -> None:
 
 
 def _fits(folder: Path, width: int) -> bool:
-    """Return whether the memory holds four of these models with gradients and moments, and all that is written."""
+    """Return whether the memory holds four of these models with gradients and moments, and all that
+    is written.
+    """
     nbytes = 16 * width**2
     lines = Path("/proc/meminfo").read_text().splitlines()
     memory = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -63,7 +74,10 @@ def _fits(folder: Path, width: int) -> bool:
 
 def _in_turns(folder: Path, rank: int, width: int, saves: int) -> None:
     """Save with both in turns: other work on the machine then slows both."""
-    kinds: dict[str, Callable[..., Any]] = {"stock": accelerate.Accelerator, "guarded": Accelerator}
+    kinds: dict[str, Callable[..., Any]] = {
+        "stock": accelerate.Accelerator,
+        "guarded": Accelerator,
+    }
     accelerators = {name: kind(cpu=True) for name, kind in kinds.items()}
     for accelerator in accelerators.values():
         layers = torch.nn.Linear(width, width)
@@ -76,7 +90,8 @@ def _in_turns(folder: Path, rank: int, width: int, saves: int) -> None:
         for name, accelerator in accelerators.items():
             target = folder / f"{name}-{number}"
             if rank == 0:
-                os.sync()  # the disk must not be at the last save of stock, which nobody has made durable
+                # The disk must not be at the last save of stock, which nobody has made durable.
+                os.sync()
             with _timed_fsync() as fsync:
                 accelerator.wait_for_everyone()
                 begin = perf_counter()
@@ -98,8 +113,13 @@ def _in_turns(folder: Path, rank: int, width: int, saves: int) -> None:
     holds = more <= _TINY_MOST if is_tiny else ratio <= _LARGE_MOST
     size = f"{nbytes / 1e3:.0f} kB" if is_tiny else f"{nbytes / 1e6:.0f} MB"
     label = f"save of 2 processes, {size}, against stock, fsync apart"
-    figure = f"{1000 * stock:.0f} ms + {1000 * more:.0f} ms ({ratio:.2f}x), and {1000 * fsync_time:.0f} ms of fsync"
-    show(label, figure, f"<= {_TINY_MOST * 1000:.0f} ms" if is_tiny else f"<= {_LARGE_MOST}x", holds)
+    figure = (
+        f"{1000 * stock:.0f} ms + {1000 * more:.0f} ms ({ratio:.2f}x), and {1000 * fsync_time:.0f} "
+        "ms of fsync"
+    )
+    show(
+        label, figure, f"<= {_TINY_MOST * 1000:.0f} ms" if is_tiny else f"<= {_LARGE_MOST}x", holds
+    )
 
 
 @contextmanager
@@ -120,10 +140,12 @@ def _timed_fsync() -> Iterator[list[float]]:
 
 
 def save_with_digests(folder: Path, size: int, rounds: int) -> None:
-    """Print the time of a save of a model with AdamW with digests, as a ratio to that of one without.
+    """Print the time of a save of a model with AdamW with digests, as a ratio to that of one
+    without.
 
-    On the disk of ``folder``, then in memory with an fsync that takes as long as that of a disk of some speed: other
-    work on a disk does not change those. ``size``: bytes of the model and its two moments.
+    On the disk of ``folder``, then in memory with an fsync that takes as long as that of a disk of
+    some speed: other work on a disk does not change those. ``size``: bytes of the model and its two
+    moments.
     """
     accelerator = Accelerator(cpu=True)
     layers = max(1, size // 12 // _WIDTH**2)
@@ -151,7 +173,8 @@ def _compare(accelerator: Accelerator, target: Path, rounds: int, label: str) ->
     settings = guard_of(accelerator).settings
     seconds: dict[bool, list[float]] = {False: [], True: []}
     used: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(rounds + 1):  # in turns: a machine that others use changes its speed meanwhile
+    # In turns: a machine that others use changes its speed meanwhile.
+    for number in range(rounds + 1):
         for settings.tensor_digests in (False, True):
             shutil.rmtree(target, ignore_errors=True)
             begin, cpu = perf_counter(), process_time()
@@ -171,7 +194,9 @@ def _compare(accelerator: Accelerator, target: Path, rounds: int, label: str) ->
 
 @contextmanager
 def _disk(speed: float | None) -> Iterator[None]:
-    """Let an fsync take as long as a disk of this speed, in GB/s, takes to write the file; None: no time."""
+    """Let an fsync take as long as a disk of this speed, in GB/s, takes to write the file; None: no
+    time.
+    """
     real = os.fsync
 
     def fsync(fd: int) -> None:

@@ -1,4 +1,6 @@
-"""A seal by one process on one core and by two on two, against what disk and cores themselves do: ``--part ranks``."""
+"""A seal by one process on one core and by two on two, against what disk and cores themselves do:
+``--part ranks``.
+"""
 
 import hashlib
 import json
@@ -46,12 +48,18 @@ os._exit(0)
 
 
 def share(folder: Path, size: int, rounds: int) -> None:
-    """Print the efficiency of two processes, start-up apart, and the largest share of 64 and 1,024 processes."""
+    """Print the efficiency of two processes, start-up apart, and the largest share of 64 and 1,024
+    processes.
+    """
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
     for number in range(4):
         _write_numbers(
-            checkpoint / f"model_{number}.safetensors" if number else checkpoint / "model.safetensors",
+            (
+                checkpoint / f"model_{number}.safetensors"
+                if number
+                else checkpoint / "model.safetensors"
+            ),
             size // 4,
         )
     for cold in (False, True):
@@ -74,14 +82,23 @@ def share(folder: Path, size: int, rounds: int) -> None:
         state = "cold" if cold else "warm"
         faster, by_itself = (median(map(truediv, one[1], one[2])) for one in (walls, plain))
         figure = (
-            f"{median(ratios):.2f} of what disk and cores do ({_all(ratios)}); wall clock {median(walls[1]):.2f} s -> "
-            f"{median(walls[2]):.2f} s, {faster:.2f}x; plain reads, hashed twice: {median(plain[1]):.2f} s -> "
-            f"{median(plain[2]):.2f} s, {by_itself:.2f}x"
+            f"{median(ratios):.2f} of what disk and cores do ({_all(ratios)}); wall clock "
+            f"{median(walls[1]):.2f} s -> {median(walls[2]):.2f} s, {faster:.2f}x; plain reads, "
+            f"hashed twice: {median(plain[1]):.2f} s -> {median(plain[2]):.2f} s, "
+            f"{by_itself:.2f}x"
         )
         label = f"seal of {size / (1 << 30):.1f} GiB, 1 -> 2 processes, {state}"
         show(label, figure, ">= 0.9", median(ratios) >= 0.9)
-        figure = f"{median(of_cores):.2f} of the same by CPU seconds of the slower process ({_all(of_cores)})"
-        show("the same, as on a machine that nobody else uses", figure, ">= 0.9", median(of_cores) >= 0.9)
+        figure = (
+            f"{median(of_cores):.2f} of the same by CPU seconds of the slower process "
+            f"({_all(of_cores)})"
+        )
+        show(
+            "the same, as on a machine that nobody else uses",
+            figure,
+            ">= 0.9",
+            median(of_cores) >= 0.9,
+        )
     shutil.rmtree(checkpoint)
     for name, units in (
         ("saved by 1,024 ranks", saved_by_ranks()),
@@ -92,7 +109,9 @@ def share(folder: Path, size: int, rounds: int) -> None:
         for count in (64, 1024):
             begin = perf_counter()
             shares = plan_shares(units, count)
-            largest = max(sum(units[number].size for number in share) for share in shares) * count / total
+            largest = (
+                max(sum(units[number].size for number in share) for share in shares) * count / total
+            )
             figure = f"{largest:.3f} of the mean, planned in {perf_counter() - begin:.1f} s"
             show(
                 f"{total / 1e12:.1f} TB to hash, {name}, {count} processes",
@@ -138,7 +157,8 @@ def _read_and_hash(core: int, paths: Sequence[Path], answers: "SimpleQueue[float
 
 
 def _read_and_hashed(checkpoint: Path, count: int, *, cold: bool) -> tuple[float, float]:
-    """Return the seconds that processes take to read and hash the files together, and the CPU seconds of the slowest.
+    """Return the seconds that processes take to read and hash the files together, and the CPU
+    seconds of the slowest.
 
     Nothing of ours is in them.
     """

@@ -1,4 +1,6 @@
-"""Signing and verifying a checkpoint, against the reference implementation of OpenSSF Model Signing in the same run."""
+"""Signing and verifying a checkpoint, against the reference implementation of OpenSSF Model Signing
+in the same run.
+"""
 
 import shutil
 import subprocess
@@ -13,10 +15,11 @@ _SHARDS = 4
 
 
 def sign(folder: Path, size: int, rounds: int) -> None:
-    """Print the time of ``seal --sign`` and of ``verify --signature`` as ratios to those of ``model_signing``.
+    """Print the time of ``seal --sign`` and of ``verify --signature`` as ratios to those of
+    ``model_signing``.
 
-    Both with a local key, with files in the page cache, and imports before the clock. ``seal`` hashes every byte for
-    its file and once more for its tensor, which the reference does not.
+    Both with a local key, with files in the page cache, and imports before the clock. ``seal``
+    hashes every byte for its file and once more for its tensor, which the reference does not.
     """
     if find_spec("model_signing") is None:
         print("signing: left out, as it needs the extra: pip install 'ckptfix[signing]'")
@@ -36,22 +39,36 @@ def sign(folder: Path, size: int, rounds: int) -> None:
         "import model_signing\nfrom ckptfix import KeySigning, Trust, seal, verify\n"
         "import ckptfix.verification.against, ckptfix.tensors.hashing"
     )
-    config = "set_hashing_config(model_signing.hashing.Config().set_ignored_paths(paths=['model.sig', 'tensors.sig']))"
+    config = (
+        "set_hashing_config(model_signing.hashing.Config().set_ignored_paths(paths=['model.sig', "
+        "'tensors.sig']))"
+    )
     ours_key, trust = f"sign=KeySigning({str(key)!r})", f"trust=Trust(key={str(public)!r})"
     commands = {
-        "reference sign": "model_signing.signing.Config()"
-        f".use_elliptic_key_signer(private_key={str(key)!r}).{config}.sign({str(model)!r}, {str(theirs)!r})",
+        "reference sign": (
+            f"model_signing.signing.Config().use_elliptic_key_signer(private_key={str(key)!r}).{config}.sign({str(model)!r},"
+            f" {str(theirs)!r})"
+        ),
         "seal --no-tensors": f"assert seal({str(model)!r}, {ours_key}, tensors=False).status == 0",
         "seal": f"assert seal({str(model)!r}, {ours_key}).status == 0",
-        "reference verify": "model_signing.verifying.Config()"
-        f".use_elliptic_key_verifier(public_key={str(public)!r}).{config}.verify({str(model)!r}, {str(files)!r})",
-        "verify files": f"assert verify({str(model)!r}, signatures=[{str(files)!r}], {trust}).is_compared",
-        "verify tensors": f"assert verify({str(model)!r}, signatures=[{str(tensors)!r}], {trust}).is_compared",
-        "verify its signature": f"assert verify({str(model)!r}, signatures=[{str(theirs)!r}], {trust}).is_compared",
+        "reference verify": (
+            f"model_signing.verifying.Config().use_elliptic_key_verifier(public_key={str(public)!r}).{config}.verify({str(model)!r},"
+            f" {str(files)!r})"
+        ),
+        "verify files": (
+            f"assert verify({str(model)!r}, signatures=[{str(files)!r}], {trust}).is_compared"
+        ),
+        "verify tensors": (
+            f"assert verify({str(model)!r}, signatures=[{str(tensors)!r}], {trust}).is_compared"
+        ),
+        "verify its signature": (
+            f"assert verify({str(model)!r}, signatures=[{str(theirs)!r}], {trust}).is_compared"
+        ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):  # in turns: a machine that others use changes its speed meanwhile
-        shutil.rmtree(model / ".ckptfix", ignore_errors=True)  # a manifest with digests of tensors keeps them
+        # A manifest with digests of tensors keeps them.
+        shutil.rmtree(model / ".ckptfix", ignore_errors=True)
         for name, command in commands.items():
             seconds[name].append(measure(imports, command)["seconds"])
     each = {name: median(found) for name, found in seconds.items()}

@@ -1,4 +1,6 @@
-"""Requests, bytes and seconds of a ``check`` of a checkpoint in an object store, on an S3 server of this machine."""
+"""Requests, bytes and seconds of a ``check`` of a checkpoint in an object store, on an S3 server of
+this machine.
+"""
 
 import json
 import os
@@ -47,7 +49,10 @@ def safetensors_shards(count: int, nbytes: int) -> Iterator[tuple[str, bytes]]:
         data, keys = shard_of(number, nbytes)
         places |= dict.fromkeys(keys, name)
         yield name, data
-    yield "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": places}).encode()
+    yield (
+        "model.safetensors.index.json",
+        json.dumps({"metadata": {}, "weight_map": places}).encode(),
+    )
 
 
 def torch_shards(count: int, nbytes: int) -> Iterator[tuple[str, bytes]]:
@@ -59,12 +64,17 @@ def torch_shards(count: int, nbytes: int) -> Iterator[tuple[str, bytes]]:
     places: dict[str, str] = {}
     for number in range(count):
         name = f"pytorch_model-{number + 1:05}-of-{count:05}.bin"
-        keys = [f"model.layers.{number}.experts.{index}.down_proj.weight" for index in range(_TENSORS)]
+        keys = [
+            f"model.layers.{number}.experts.{index}.down_proj.weight" for index in range(_TENSORS)
+        ]
         buffer = io.BytesIO()
         torch.save({key: torch.rand(nbytes // _TENSORS // 4) for key in keys}, buffer)
         places |= dict.fromkeys(keys, name)
         yield name, buffer.getvalue()
-    yield "pytorch_model.bin.index.json", json.dumps({"metadata": {}, "weight_map": places}).encode()
+    yield (
+        "pytorch_model.bin.index.json",
+        json.dumps({"metadata": {}, "weight_map": places}).encode(),
+    )
 
 
 @contextmanager
@@ -78,12 +88,16 @@ def counted() -> Iterator[dict[str, list[int]]]:
         one[0] += 1
         one[1] += length
 
-    def reading(self: Store, key: str, offset: int, length: int, *, etag: str | None = None) -> bytes:
+    def reading(
+        self: Store, key: str, offset: int, length: int, *, etag: str | None = None
+    ) -> bytes:
         if not isinstance(self, S3Store):
             count(key, length)
         return read(self, key, offset, length, etag=etag)
 
-    def reading_of_s3(self: S3Store, key: str, offset: int, length: int, etag: str) -> dict[str, object]:
+    def reading_of_s3(
+        self: S3Store, key: str, offset: int, length: int, etag: str
+    ) -> dict[str, object]:
         count(key, length)
         return of_s3(self, key, offset, length, etag)
 
@@ -95,7 +109,9 @@ def counted() -> Iterator[dict[str, list[int]]]:
 
 
 def store_checks(quick: bool) -> None:
-    """``check`` of 200 shards, against listing them, reading their headers alone, and downloading them."""
+    """``check`` of 200 shards, against listing them, reading their headers alone, and downloading
+    them.
+    """
     if reason := why_not("ministack"):
         print(f"stores: skipped: {reason}")
         return
@@ -142,7 +158,12 @@ def _measure(kind: str, url: str, files: Mapping[str, bytes]) -> None:
     most = max(one[0] for one in reads.values())
     largest = max(one[1] for key, one in reads.items() if not key.endswith(".json"))
     what = f"check {SHARDS} shards, {kind}"
-    show(f"{what}: requests of the shard with most", f"{most} ({requests} in all)", "<= 3", most <= 3)
+    show(
+        f"{what}: requests of the shard with most",
+        f"{most} ({requests} in all)",
+        "<= 3",
+        most <= 3,
+    )
     show(
         f"{what}: bytes of the largest reads",
         f"{human_size(largest)} ({human_size(down)} of {human_size(total)})",
@@ -152,7 +173,8 @@ def _measure(kind: str, url: str, files: Mapping[str, bytes]) -> None:
     ideal = listing + headers
     show(
         f"{what}: against listing and reading 64 KiB each",
-        f"{seconds / ideal:.2f}x ({seconds:.2f} s; listing {listing:.2f} s, headers {headers:.2f} s)",
+        f"{seconds / ideal:.2f}x ({seconds:.2f} s; listing {listing:.2f} s, headers "
+        f"{headers:.2f} s)",
         "< 3x",
         seconds < 3 * ideal,
     )

@@ -20,7 +20,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return folders
 
 
-def test_a_missing_folder_is_made(used: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_is_made(
+    used: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "new" / "folder"
     monkeypatch.setattr(sys, "argv", ["run", "--part", "rename", "--folder", str(folder)])
     run.main()
@@ -29,10 +31,15 @@ def test_a_missing_folder_is_made(used: list[Path], tmp_path: Path, monkeypatch:
 
 
 def test_a_folder_that_cannot_be_made_is_a_usage_error(
-    used: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    used: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(sys, "argv", ["run", "--part", "rename", "--folder", str(tmp_path / "file")])
+    monkeypatch.setattr(
+        sys, "argv", ["run", "--part", "rename", "--folder", str(tmp_path / "file")]
+    )
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert ended.value.code == 2

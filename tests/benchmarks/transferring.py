@@ -1,4 +1,6 @@
-"""What safe transfers cost: bandwidth of staging, and time of a forward. On real devices; without any, it says so."""
+"""What safe transfers cost: bandwidth of staging, and time of a forward. On real devices; without
+any, it says so.
+"""
 
 import argparse
 import sys
@@ -39,7 +41,9 @@ def transfer() -> None:
 
 
 def _same_device() -> None:
-    """The pipeline from a device to itself: both ways over the one link at a time, against one way alone."""
+    """The pipeline from a device to itself: both ways over the one link at a time, against one way
+    alone.
+    """
     import torch
 
     from ckptfix.devices.staged_copies import Waiting
@@ -80,7 +84,9 @@ def _pair() -> None:
 
 
 def _forward() -> None:
-    """A model over two devices: as accelerate has it, with nothing to stage, and with everything staged."""
+    """A model over two devices: as accelerate has it, with nothing to stage, and with everything
+    staged.
+    """
     import accelerate
     import torch
     from torch import nn
@@ -115,7 +121,9 @@ def _forward() -> None:
         ratio < 1.05,
     )
     staged = times["everything staged"] / times["as it is"]
-    print(f"  the same, every move staged: {staged:.2f}x ({times['everything staged'] * 1e6:.0f} us)")
+    print(
+        f"  the same, every move staged: {staged:.2f}x ({times['everything staged'] * 1e6:.0f} us)"
+    )
 
 
 def _seconds(work: Callable[[], object], rounds: int = 5) -> float:

@@ -1,4 +1,6 @@
-"""A DeepSpeed ZeRO-2 checkpoint to safetensors in fp32, against the script that DeepSpeed leaves beside it."""
+"""A DeepSpeed ZeRO-2 checkpoint to safetensors in fp32, against the script that DeepSpeed leaves
+beside it.
+"""
 
 import shutil
 from importlib.util import find_spec
@@ -44,7 +46,9 @@ import os; os.sync()
 
 
 def zero(folder: Path, size: int, rounds: int) -> None:
-    """Convert ``size`` bytes of fp32 parameters of two ranks, proved and not; then the peer, if it is there."""
+    """Convert ``size`` bytes of fp32 parameters of two ranks, proved and not; then the peer, if it
+    is there.
+    """
     source, out = folder / "zero", folder / "zero-out"
     tag = source / "pytorch_model"
     tag.mkdir(parents=True)
@@ -75,7 +79,9 @@ def zero(folder: Path, size: int, rounds: int) -> None:
     shutil.rmtree(source)
 
 
-def _against_deepspeed(source: Path, out: Path, ours: dict[bool, tuple[float, float]], rounds: int) -> None:
+def _against_deepspeed(
+    source: Path, out: Path, ours: dict[bool, tuple[float, float]], rounds: int
+) -> None:
     """Print how long DeepSpeed's own conversion takes, to files that are as durable."""
     seconds, peak = _timed(
         out,
@@ -83,8 +89,8 @@ def _against_deepspeed(source: Path, out: Path, ours: dict[bool, tuple[float, fl
         "os.environ['DS_ACCELERATOR'] = 'cpu'\n"
         "import pathlib; from ckptfix.storage.atomic import sync_tree\n"
         "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict",
-        f"convert_zero_checkpoint_to_fp32_state_dict({str(source)!r}, {str(out)!r}, safe_serialization=True)\n"
-        f"sync_tree(pathlib.Path({str(out)!r}))",
+        f"convert_zero_checkpoint_to_fp32_state_dict({str(source)!r}, {str(out)!r}, "
+        f"safe_serialization=True)\nsync_tree(pathlib.Path({str(out)!r}))",
         rounds,
     )
     for verify, (mine, _) in ours.items():

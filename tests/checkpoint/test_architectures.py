@@ -1,4 +1,6 @@
-"""The table of transformers' classes: what it says, and that it is what the installed library says."""
+"""The table of transformers' classes: what it says, and that it is what the installed library
+says.
+"""
 
 import json
 from typing import Any
@@ -48,13 +50,13 @@ def sizes(name: str, model_type: str) -> dict[str, str]:
         ("AlbertForMaskedLM", "albert", "albert.encoder.albert_layer_groups.*", "num_hidden_groups"),
         ("OPTForCausalLM", "opt", "model.decoder.embed_positions.weight 0", "max_position_embeddings+2"),
         (
-            "MllamaForConditionalGeneration", "mllama", "language_model.model.embed_tokens.weight 0",
-            "text_config.vocab_size+8",
+            "MllamaForConditionalGeneration", "mllama",
+            "language_model.model.embed_tokens.weight 0", "text_config.vocab_size+8",
         ),
         ("MllamaForConditionalGeneration", "mllama", "language_model.lm_head.weight 0", "text_config.vocab_size"),
         (
-            "MusicgenForConditionalGeneration", "musicgen", "decoder.model.decoder.embed_tokens.*.weight 0",
-            "decoder.vocab_size+1",
+            "MusicgenForConditionalGeneration", "musicgen",
+            "decoder.model.decoder.embed_tokens.*.weight 0", "decoder.vocab_size+1",
         ),
         ("T5ForConditionalGeneration", "t5", "decoder.block.*", "num_decoder_layers"),
         ("MixtralForCausalLM", "mixtral", "model.layers.*.mlp.experts.*", ""),
@@ -88,12 +90,16 @@ def test_defaults_of_the_version_that_saved(version: object, answer: bool) -> No
 
 
 def test_what_the_table_does_not_know() -> None:
-    assert isinstance(architecture_of({"architectures": ["LlamaForCausalLM"], "model_type": "gpt2"}), Unknown)
+    assert isinstance(
+        architecture_of({"architectures": ["LlamaForCausalLM"], "model_type": "gpt2"}), Unknown
+    )
     assert pattern_of("a.0.b.10.1x.*") == "a.*.b.*.1x.*"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "AlbertForMaskedLM", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "AlbertForMaskedLM", "T5ForConditionalGeneration"]
+)
 def test_the_table_is_what_the_command_records(name: str) -> None:
     if transformers.__version__ != table_version():
         pytest.skip("the table is of another version")
@@ -101,5 +107,7 @@ def test_the_table_is_what_the_command_records(name: str) -> None:
     record = json.loads(json.dumps(architectures.described(cls)))
     table = architectures.packed({name: record}, table_version())
     assert len(table) < TABLE.stat().st_size
-    assert frozenset((*record["keys"], *record.get("inside", ()))) == known(name, record["type"]).keys
+    assert (
+        frozenset((*record["keys"], *record.get("inside", ()))) == known(name, record["type"]).keys
+    )
     assert record["numbers"].keys() == known(name, record["type"]).numbers.keys()

@@ -65,7 +65,10 @@ def test_where_names_stand(tmp_path: Path) -> None:
         "model": {name: torch.ones(2) for name in names},
         "optimizer": {
             "state": {name: {"step": torch.tensor(1.0)} for name in names},
-            "param_groups": [{"params": names[:1], "lr": 0.1}, {"params": names[1:], "param_names": ["x"]}],
+            "param_groups": [
+                {"params": names[:1], "lr": 0.1},
+                {"params": names[1:], "param_names": ["x"]},
+            ],
         },
     }
     save(tmp_path / "all", state)
@@ -120,7 +123,10 @@ def test_models_that_were_cut_otherwise_are_not_compared(tmp_path: Path) -> None
     save(tmp_path / "pytorch_model_fsdp_0", {"model": weights})
     save(tmp_path / "pytorch_model_fsdp_1", {"model": weights}, single_file_per_rank=False)
     save(tmp_path / "pytorch_model_fsdp_2", {"model": weights | {"a": torch.ones(5)}})
-    save(tmp_path / "pytorch_model_fsdp_3", {"model": weights | {"b": torch.tensor([0.0, 1.0, 0.0])}})
+    save(
+        tmp_path / "pytorch_model_fsdp_3",
+        {"model": weights | {"b": torch.tensor([0.0, 1.0, 0.0])}},
+    )
     one, files, shape, value = scan_dcp_folders(scan_folder(tmp_path))
     assert pair_up(one, shape) is None
     for other, difference in ((files, None), (value, "model.b")):

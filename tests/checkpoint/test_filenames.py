@@ -69,7 +69,9 @@ def test_what_accelerate_writes(name: str, role: Role, index: int) -> None:
         ("rng_state_12.pth", Role.RNG_STATE, 12),
     ],
 )
-def test_the_trainers_states_are_what_their_names_say(name: str, role: Role, rank: int | None) -> None:
+def test_the_trainers_states_are_what_their_names_say(
+    name: str, role: Role, rank: int | None
+) -> None:
     parsed = parse_file_name(name)
     assert parsed is not None
     assert (parsed.role, parsed.rank, parsed.model, str(parsed)) == (role, rank, None, name)
@@ -95,13 +97,23 @@ def test_the_trainers_states_are_what_their_names_say(name: str, role: Role, ran
         ("pytorch_lora_weights.safetensors", "pytorch_lora_weights", ""),
         ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model", ""),
         ("diffusion_pytorch_model.non_ema.bin", "diffusion_pytorch_model", "non_ema"),
-        ("diffusion_pytorch_model.fp16-00001-of-00002.safetensors", "diffusion_pytorch_model", "fp16"),
-        ("diffusion_pytorch_model-00001-of-00002.fp16.safetensors", "diffusion_pytorch_model", "fp16"),
+        (
+            "diffusion_pytorch_model.fp16-00001-of-00002.safetensors",
+            "diffusion_pytorch_model",
+            "fp16",
+        ),
+        (
+            "diffusion_pytorch_model-00001-of-00002.fp16.safetensors",
+            "diffusion_pytorch_model",
+            "fp16",
+        ),
         ("diffusion_pytorch_model.safetensors.index.fp16.json", "diffusion_pytorch_model", "fp16"),
         ("diffusion_pytorch_model.safetensors.fp16.index.json", "diffusion_pytorch_model", "fp16"),
     ],
 )
-def test_the_names_of_libraries_say_which_model_and_variant(name: str, stem: str, variant: str) -> None:
+def test_the_names_of_libraries_say_which_model_and_variant(
+    name: str, stem: str, variant: str
+) -> None:
     parsed = parse_file_name(name)
     assert parsed is not None
     assert parsed.model == ModelName(stem, variant)
@@ -252,7 +264,9 @@ def test_other_folders() -> None:
 
 
 RANKS = st.integers(0, 999_999_999)
-STEMS = st.sampled_from(["model", "student", "model.fp16", "diffusion_pytorch_model", "my weights", "a.b"])
+STEMS = st.sampled_from(
+    ["model", "student", "model.fp16", "diffusion_pytorch_model", "my weights", "a.b"]
+)
 STATES = [
     ("optimizer", ".bin", Role.OPTIMIZER),
     ("scheduler", ".bin", Role.SCHEDULER),
@@ -273,15 +287,21 @@ def file_names(draw: st.DrawFn) -> FileName:
     if kind == "rank":
         return FileName(role=Role.RNG_STATE, stem="random_states", suffix=".pkl", rank=draw(RANKS))
     if kind == "trainer":
-        return FileName(role=Role.RNG_STATE, stem="rng_state", suffix=".pth", rank=draw(st.none() | RANKS))
+        return FileName(
+            role=Role.RNG_STATE, stem="rng_state", suffix=".pth", rank=draw(st.none() | RANKS)
+        )
     suffix = draw(st.sampled_from([".safetensors", ".bin"]))
     if kind == "shard":
         shard = (draw(st.integers(1, 99_999)), draw(st.integers(1, 99_999)))
         variant = draw(st.sampled_from(["", "fp16", "non_ema"]))
-        return FileName(role=Role.MODEL, stem=draw(STEMS), suffix=suffix, shard=shard, variant=variant)
+        return FileName(
+            role=Role.MODEL, stem=draw(STEMS), suffix=suffix, shard=shard, variant=variant
+        )
     if kind == "index":
         return FileName(role=Role.WEIGHTS_INDEX, stem=draw(STEMS), suffix=f"{suffix}.index.json")
-    return FileName(role=Role.UNKNOWN, stem="my weights", suffix=draw(st.sampled_from(WEIGHT_SUFFIXES)))
+    return FileName(
+        role=Role.UNKNOWN, stem="my weights", suffix=draw(st.sampled_from(WEIGHT_SUFFIXES))
+    )
 
 
 @given(file_names())
@@ -308,7 +328,9 @@ def test_a_formatted_name_of_a_deepspeed_folder_is_parsed_as_what_it_means(index
 @given(
     st.builds(DcpFileName, part=st.just(DcpPart.DATA), rank=RANKS, number=RANKS)
     | st.builds(
-        DcpFileName, part=st.just(DcpPart.DATA), stem=st.sampled_from(["__ckptfix_0", "weights", "__1"])
+        DcpFileName,
+        part=st.just(DcpPart.DATA),
+        stem=st.sampled_from(["__ckptfix_0", "weights", "__1"]),
     )
     | st.builds(
         DcpFileName,
@@ -338,10 +360,14 @@ def test_a_formatted_name_of_a_dcp_file_is_parsed_as_what_it_means(name: DcpFile
     | st.builds(
         DeepSpeedName,
         part=st.just(DeepSpeedPart.EXPERT),
-        other=st.sampled_from(["layer_0_expert_3_mp_rank_00_model_states.pt", "expp_rank_0_optim_states.pt"]),
+        other=st.sampled_from(
+            ["layer_0_expert_3_mp_rank_00_model_states.pt", "expp_rank_0_optim_states.pt"]
+        ),
     )
     | st.builds(
-        DeepSpeedName, part=st.just(DeepSpeedPart.LAYER), other=st.just("layer_01-model_00-model_states.pt")
+        DeepSpeedName,
+        part=st.just(DeepSpeedPart.LAYER),
+        other=st.just("layer_01-model_00-model_states.pt"),
     )
 )
 def test_a_formatted_name_of_deepspeed_is_parsed_as_what_it_means(name: DeepSpeedName) -> None:
@@ -385,10 +411,14 @@ SAVED = re.compile(r"(\.metadata.*|.*\.(safetensors|bin|pkl|pt|pth|distcp|index\
 
 
 def test_every_saved_file_of_the_fixtures_has_a_meaning_and_that_gives_its_name() -> None:
-    names = {path.name for path in FIXTURES.rglob("*") if path.is_file() and SAVED.fullmatch(path.name)}
+    names = {
+        path.name for path in FIXTURES.rglob("*") if path.is_file() and SAVED.fullmatch(path.name)
+    }
     assert len(names) > 40
     for name in names:
-        meanings = [parse(name) for parse in (parse_file_name, parse_dcp_name, parse_deepspeed_name)]
+        meanings = [
+            parse(name) for parse in (parse_file_name, parse_dcp_name, parse_deepspeed_name)
+        ]
         assert any(meanings), name
         assert {str(meaning) for meaning in meanings if meaning is not None} == {name}
 
@@ -410,7 +440,9 @@ def test_every_saved_file_of_the_fixtures_has_a_meaning_and_that_gives_its_name(
         ("student.pt", None),
     ],
 )
-def test_load_state_looks_for_models_in_this_order(name: str, order: tuple[int, int] | None) -> None:
+def test_load_state_looks_for_models_in_this_order(
+    name: str, order: tuple[int, int] | None
+) -> None:
     parsed = parse_file_name(name)
     assert parsed is not None
     assert parsed.load_order == order

@@ -43,7 +43,9 @@ def test_tensors_and_the_chain_that_all_carry(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", WEIGHTS)
     (component,) = scan_folder(tmp_path).components
     data = (tmp_path / "model.safetensors").read_bytes()
-    found = {tensor.fqn: data[slice(*(tensor.data_offsets or (0, 0)))] for tensor in component.tensors}
+    found = {
+        tensor.fqn: data[slice(*(tensor.data_offsets or (0, 0)))] for tensor in component.tensors
+    }
     assert found == WEIGHTS
     assert component.whole is not None
     assert component.whole.chain == ("module",)
@@ -57,11 +59,14 @@ def test_one_file_alone(tmp_path: Path) -> None:
     (tmp_path / "strange").write_bytes(b"x")
     folder = scan_folder(tmp_path, "model_1.safetensors")
     assert [str(component.path) for component in folder.components] == ["model_1.safetensors"]
-    (strange,) = scan_folder(tmp_path, "strange").components  # asked for by name, so it is looked at
+    # Asked for by name, so it is looked at.
+    (strange,) = scan_folder(tmp_path, "strange").components
     assert (strange.role, strange.problem is not None) == (Role.UNKNOWN, True)
 
 
-def test_files_that_are_not_wanted_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_wanted_are_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in range(3):
         (tmp_path / f"random_states_{rank}.pkl").write_bytes(b"\x80\x02}.")
     write_safetensors(tmp_path / "model.safetensors", WEIGHTS)
@@ -85,7 +90,11 @@ def test_files_that_are_not_wanted_are_not_opened(tmp_path: Path, monkeypatch: p
         ("model.safetensors", b"", ProblemKind.NOT_A_TENSOR_FILE),
         ("model.safetensors", b"\x10\0\0\0\0\0\0\0{}", ProblemKind.TRUNCATED),
         ("model.safetensors", b"\x02\0\0\0\0\0\0\0{]", ProblemKind.MALFORMED),
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", ProblemKind.NOT_A_TENSOR_FILE),
+        (
+            "model.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            ProblemKind.NOT_A_TENSOR_FILE,
+        ),
         ("model.bin", b"\x80\x02}q", ProblemKind.TRUNCATED),
         ("model.bin", b"PK\x03\x04", ProblemKind.TRUNCATED),
         ("model.bin", b"<!doctype html>", ProblemKind.NOT_A_TENSOR_FILE),
@@ -108,7 +117,9 @@ def test_what_cannot_be_opened_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "model.bin").symlink_to("nowhere")
     os.mkfifo(tmp_path / "model.safetensors")
     (tmp_path / "optimizer.bin").symlink_to("optimizer.bin")
-    kinds = {str(component.path): component.problem for component in scan_folder(tmp_path).components}
+    kinds = {
+        str(component.path): component.problem for component in scan_folder(tmp_path).components
+    }
     assert all(kinds.values())
     assert len(kinds) == 3
 
@@ -118,7 +129,9 @@ def test_links_are_noticed(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "b.safetensors", WEIGHTS)
     (tmp_path / "c.safetensors").symlink_to("a.safetensors")
     (tmp_path / "d.safetensors").hardlink_to(tmp_path / "b.safetensors")
-    linked = {str(component.path): component.is_linked for component in scan_folder(tmp_path).components}
+    linked = {
+        str(component.path): component.is_linked for component in scan_folder(tmp_path).components
+    }
     assert linked == {
         "a.safetensors": False,
         "b.safetensors": True,

@@ -16,7 +16,9 @@ from ckptfix.checkpoint.keys import (
     shared_chain,
 )
 
-SEGMENTS = st.sampled_from(["fc", "0", "weight", "modules", "my_module", "größe", "", *sorted(WRAPPERS)])
+SEGMENTS = st.sampled_from(
+    ["fc", "0", "weight", "modules", "my_module", "größe", "", *sorted(WRAPPERS)]
+)
 NAMES = st.lists(SEGMENTS, min_size=1, max_size=5).map(".".join)
 CHAINS = st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=4).map(tuple)
 
@@ -68,7 +70,9 @@ def test_the_shortcut_for_many_names_changes_nothing(names: list[str]) -> None:
 
 @given(st.lists(NAMES, max_size=5, unique=True), CHAINS)
 def test_the_common_chain_can_always_be_taken_off(names: list[str], extra: tuple[str, ...]) -> None:
-    """What the finding promises (a chain that all names carry) is what the map does: to all of them."""
+    """What the finding promises (a chain that all names carry) is what the map does: to all of
+    them.
+    """
     wrapped = [joined(extra) + fqn for fqn in names]
     strip = KeyMap(remove=common_wrappers(wrapped))
     assert [joined(strip.remove) + strip(fqn) for fqn in wrapped] == wrapped
@@ -109,7 +113,9 @@ def test_collapse(chain: tuple[str, ...]) -> None:
     assert not is_nested(short)
     assert collapse(short) == short
     assert is_nested(chain) is (short != chain)
-    assert [chain.index(segment) for segment in short] == sorted(chain.index(segment) for segment in short)
+    assert [chain.index(segment) for segment in short] == sorted(
+        chain.index(segment) for segment in short
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,9 @@ def test_names_of_modules_in_metadata(insert: tuple[str, ...], module: str, new:
 
 
 @given(NAMES, CHAINS, CHAINS)
-def test_a_module_follows_its_parameters(fqn: str, remove: tuple[str, ...], insert: tuple[str, ...]) -> None:
+def test_a_module_follows_its_parameters(
+    fqn: str, remove: tuple[str, ...], insert: tuple[str, ...]
+) -> None:
     key_map = KeyMap(remove=remove, insert=insert)
     assume(not fqn.startswith("."))  # a module with an empty name cannot be told from the root
     module = (joined(remove) + fqn).rpartition(".")[0]

@@ -32,14 +32,21 @@ def loads(folder: Path) -> list[Load]:
         ("adapter_config.json", PEFT, "adapter_model.bin", "peft"),
     ],
 )
-def test_a_load(tmp_path: Path, config: str, content: dict[str, object], weights: str, library: str) -> None:
+def test_a_load(
+    tmp_path: Path, config: str, content: dict[str, object], weights: str, library: str
+) -> None:
     (tmp_path / config).write_text(json.dumps(content))
     if weights.endswith(".bin"):
         torch.save(WEIGHTS, tmp_path / weights)
     else:
         save_file(WEIGHTS, tmp_path / weights, {"format": "pt"})
     (load,) = loads(tmp_path)
-    assert (str(load.path), load.library, load.config, load.is_whole) == (weights, library, content, True)
+    assert (str(load.path), load.library, load.config, load.is_whole) == (
+        weights,
+        library,
+        content,
+        True,
+    )
     assert {key: tensor.shape for key, tensor in load.tensors.items()} == {"a": (2, 3), "b": (4,)}
     assert load.sample("a", SAMPLE) == WEIGHTS["a"].numpy().tobytes()
     assert load.sample("b", 8) == WEIGHTS["b"].numpy().tobytes()[:8]
@@ -66,7 +73,9 @@ def test_no_load(tmp_path: Path, config: str, content: object, weights: str) -> 
 def test_samples_end_with_a_megabyte(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TRANSFORMERS))
     save_file(
-        {"a": torch.ones(1 << 18), "b": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"}
+        {"a": torch.ones(1 << 18), "b": torch.ones(1)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
     )
     (load,) = loads(tmp_path)
     assert load.sample("b", SAMPLE) is not None

@@ -1,4 +1,6 @@
-"""The file that each loader takes, by the names in a folder: the answer is compared with the real loaders."""
+"""The file that each loader takes, by the names in a folder: the answer is compared with the real
+loaders.
+"""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -41,7 +43,9 @@ def folders() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize(("stem", "names"), sampled(list(folders())))
-def test_each_loader_takes_the_name_of_the_answer(tmp_path: Path, stem: str, names: tuple[str, ...]) -> None:
+def test_each_loader_takes_the_name_of_the_answer(
+    tmp_path: Path, stem: str, names: tuple[str, ...]
+) -> None:
     for number, name in enumerate(names):
         write(tmp_path / name, values(number))
     answer = loads(model_names(path.name for path in tmp_path.iterdir()), ModelName(stem))
@@ -68,23 +72,33 @@ def test_two_indexes_of_any_models_are_refused_by_one_loader() -> None:
     names = ["model.safetensors.index.json", "net.safetensors.index.json"]
     assert loads(model_names(names), ModelName("model")).refused_by == ("load_checkpoint_in_model",)
     assert loads(model_names([*names, "model.safetensors"]), ModelName("net")).refused_by == ()
-    assert loads(model_names(names[1:]), ModelName("model")).taken == {"load_checkpoint_in_model": names[1]}
+    assert loads(model_names(names[1:]), ModelName("model")).taken == {
+        "load_checkpoint_in_model": names[1]
+    }
 
 
 @pytest.mark.parametrize("names", [names for stem, names in folders() if stem != "adapter_model"])
-def test_an_index_that_is_added_or_removed_counts_like_one_of_the_folder(names: tuple[str, ...]) -> None:
+def test_an_index_that_is_added_or_removed_counts_like_one_of_the_folder(
+    names: tuple[str, ...],
+) -> None:
     for stem in FAMILIES:
         model = ModelName(stem)
         for index in (name for name in names if name.endswith(".json")):
             others = [name for name in names if name != index]
             is_own = index in FAMILIES[stem]
-            assert loads(model_names(names), model, removed=index) == loads(model_names(others), model)
+            assert loads(model_names(names), model, removed=index) == loads(
+                model_names(others), model
+            )
             if is_own:
-                assert loads(model_names(others), model, added=index) == loads(model_names(names), model)
+                assert loads(model_names(others), model, added=index) == loads(
+                    model_names(names), model
+                )
 
 
 def test_a_second_model_of_a_folder_is_for_load_state_alone() -> None:
     names = ["model.safetensors", "model_1.safetensors", "pytorch_model_1.bin"]
-    assert loads(model_names(names), ModelName("model"), 1).taken == {"load_state": "model_1.safetensors"}
+    assert loads(model_names(names), ModelName("model"), 1).taken == {
+        "load_state": "model_1.safetensors"
+    }
     assert first_loader(ModelName("model"), 1) == "load_state"
     assert first_loader(ModelName("net")) is None

@@ -13,7 +13,13 @@ from accelerate.utils import ProjectConfiguration
 
 from ckptfix import check, repair, undo
 from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder, incomplete
-from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint, missing_files, read_manifest
+from ckptfix.checkpoint.manifest import (
+    Manifest,
+    ManifestEntry,
+    key_fingerprint,
+    missing_files,
+    read_manifest,
+)
 from ckptfix.diagnosis.resumable import newest_complete
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import MANIFEST
@@ -85,13 +91,18 @@ def test_links_are_written_only_where_there_are_any() -> None:
         lambda document: None,
         lambda document: [],
         lambda document: {**document, "version": 2},
-        lambda document: {key: value for key, value in document.items() if key != "files"} | {"files": []},
+        lambda document: (
+            {key: value for key, value in document.items() if key != "files"} | {"files": []}
+        ),
         lambda document: {**document, "unknown": 1},
         lambda document: {**document, "world_size": "2"},
         lambda document: {**document, "models": [{"index": 0}]},
         lambda document: {**document, "models": [{**document["models"][0], "aliases": {"b": 1}}]},
         *(
-            lambda document, wrong=wrong: {**document, "models": [{**document["models"][0], **wrong}]}
+            lambda document, wrong=wrong: {
+                **document,
+                "models": [{**document["models"][0], **wrong}],
+            }
             for wrong in (
                 {"models": 0},
                 {"models": ["0"]},
@@ -112,12 +123,18 @@ def test_links_are_written_only_where_there_are_any() -> None:
         lambda document: {**document, "sha256": {"../a": "a" * 64}},
         lambda document: {**document, "sha256": {"a\0": "a" * 64}},
         lambda document: {**document, "sha256": ["a"]},
-        *(lambda document, name=name: {**document, "sha256": {name: "a" * 64}} for name in ODD_NAMES),
+        *(
+            lambda document, name=name: {**document, "sha256": {name: "a" * 64}}
+            for name in ODD_NAMES
+        ),
         *(lambda document, name=name: {**document, "files": {name: 1}} for name in ODD_NAMES),
         lambda document: {**document, "files": {"a": -1}},
         lambda document: {**document, "world_size": -1},
         lambda document: {**document, "world_size": 1 << 60},
-        lambda document: {**document, "models": [{**document["models"][0], "digests": {"a": "no hex"}}]},
+        lambda document: {
+            **document,
+            "models": [{**document["models"][0], "digests": {"a": "no hex"}}],
+        },
         lambda document: {**document, "models": [{**document["models"][0], "digests": {"a": ""}}]},
     ],
 )
@@ -190,7 +207,8 @@ def test_digests_of_files_are_written_only_where_there_are_any(tmp_path: Path) -
 def test_what_was_sealed_beside_a_save_is_no_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"1234")
     sealed = make(
-        files={"model.safetensors": 4}, sha256=dict.fromkeys(("model.safetensors", "n.txt"), "0" * 64)
+        files={"model.safetensors": 4},
+        sha256=dict.fromkeys(("model.safetensors", "n.txt"), "0" * 64),
     )
     write(tmp_path, sealed.to_bytes())
     assert missing_files(tmp_path, sealed) == []
@@ -199,7 +217,9 @@ def test_what_was_sealed_beside_a_save_is_no_part_of_it(tmp_path: Path) -> None:
     assert incomplete(tmp_path) == "model.safetensors is missing"
 
 
-def test_a_sealed_folder_that_no_save_wrote_is_judged_as_stock_accelerate_leaves_it(tmp_path: Path) -> None:
+def test_a_sealed_folder_that_no_save_wrote_is_judged_as_stock_accelerate_leaves_it(
+    tmp_path: Path,
+) -> None:
     shutil.copyfile(
         WEIGHTS / "clean-safetensors/checkpoint/model.safetensors", tmp_path / "model.safetensors"
     )
@@ -208,14 +228,17 @@ def test_a_sealed_folder_that_no_save_wrote_is_judged_as_stock_accelerate_leaves
     (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     assert incomplete(tmp_path) is None
     (tmp_path / "model.safetensors").unlink()  # as by a save in the other format
-    shutil.copyfile(WEIGHTS / "clean-bin/checkpoint/pytorch_model.bin", tmp_path / "pytorch_model.bin")
+    shutil.copyfile(
+        WEIGHTS / "clean-bin/checkpoint/pytorch_model.bin", tmp_path / "pytorch_model.bin"
+    )
     assert incomplete(tmp_path) is None
     (tmp_path / "pytorch_model.bin").unlink()
     assert incomplete(tmp_path) == "no weights of a model"
 
 
 @pytest.mark.parametrize(
-    "name", ["adapter_model.safetensors", "pytorch_lora_weights.safetensors", "model.fp16.safetensors"]
+    "name",
+    ["adapter_model.safetensors", "pytorch_lora_weights.safetensors", "model.fp16.safetensors"],
 )
 def test_an_adapter_that_a_hook_saved_is_weights_of_a_model(tmp_path: Path, name: str) -> None:
     (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
@@ -256,7 +279,9 @@ def test_zeros_in_front_of_a_number_count_as_accelerate_counts_them(
     for name in names:
         shutil.copytree(tmp_path / "checkpoints" / "checkpoint_0", tmp_path / "checkpoints" / name)
     loaded: list[str] = []
-    accelerator.register_load_state_pre_hook(lambda models, folder: loaded.append(Path(folder).name))
+    accelerator.register_load_state_pre_hook(
+        lambda models, folder: loaded.append(Path(folder).name)
+    )
     accelerator.load_state()
     best = newest_complete(candidates(tmp_path / "checkpoints"))
     assert best is not None

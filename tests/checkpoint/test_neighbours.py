@@ -1,4 +1,6 @@
-"""Costs of neighbours: a run of many checkpoints is listed once, and each is read once for all the others."""
+"""Costs of neighbours: a run of many checkpoints is listed once, and each is read once for all the
+others.
+"""
 
 from collections import Counter
 from pathlib import Path, PurePosixPath
@@ -52,17 +54,25 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_a_fleet_reads_each_checkpoint_once_for_its_neighbours(tmp_path: Path, reads: Counter[str]) -> None:
-    """Each of them listed the run, and read the first one again: 1,000 checkpoints cost 1,000 lists of 1,000 names."""
+def test_a_fleet_reads_each_checkpoint_once_for_its_neighbours(
+    tmp_path: Path, reads: Counter[str]
+) -> None:
+    """Each of them listed the run, and read the first one again: 1,000 checkpoints cost 1,000 lists
+    of 1,000 names.
+    """
     folders = saves(tmp_path)
     siblings = Siblings([tmp_path], is_recursive=True)
-    codes = [{finding.code for finding in check(root, siblings=siblings).findings} for root in folders]
+    codes = [
+        {finding.code for finding in check(root, siblings=siblings).findings} for root in folders
+    ]
     assert ["missing-moments" in found for found in codes] == [False] + [True] * (COUNT - 1)
     assert reads["list"] == 1
     assert max(reads.values()) == 2, "once for its own findings, once for those of all others"
 
 
-def test_latest_checkpoint_reads_each_header_twice_at_most(tmp_path: Path, reads: Counter[str]) -> None:
+def test_latest_checkpoint_reads_each_header_twice_at_most(
+    tmp_path: Path, reads: Counter[str]
+) -> None:
     folders = saves(tmp_path)
     with pytest.warns(UserWarning, match="passed over"):
         assert latest_checkpoint(tmp_path) == folders[0]

@@ -1,4 +1,6 @@
-"""Samples of two saves: each tensor that differs in its first page is noticed, and few bytes are read."""
+"""Samples of two saves: each tensor that differs in its first page is noticed, and few bytes are
+read.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,14 @@ from safetensors.torch import save_file
 
 from ckptfix.checkpoint.dcp import scan_dcp_folders
 from ckptfix.checkpoint.folder import scan_folder
-from ckptfix.checkpoint.samples import Piece, are_equal, digest_of, optimizers_in, samples_of, weights_in
+from ckptfix.checkpoint.samples import (
+    Piece,
+    are_equal,
+    digest_of,
+    optimizers_in,
+    samples_of,
+    weights_in,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -100,13 +109,20 @@ def test_optimizers_are_compared_without_the_weights(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         in_safetensors(tmp_path / name, tensors(float(ord(name))))
         state = {0: {"step": torch.tensor(3.0), "exp_avg": torch.full((2,), value)}}
-        torch.save({"state": state, "param_groups": [{"params": [0]}]}, tmp_path / name / "optimizer.bin")
+        torch.save(
+            {"state": state, "param_groups": [{"params": [0]}]}, tmp_path / name / "optimizer.bin"
+        )
     pieces = optimizers_in(scan_folder(tmp_path / "a"), ())
     assert pieces
-    assert [are_equal(tmp_path / "a", tmp_path / name, samples_of(pieces)) for name in "bc"] == [True, False]
+    assert [are_equal(tmp_path / "a", tmp_path / name, samples_of(pieces)) for name in "bc"] == [
+        True,
+        False,
+    ]
 
 
-@pytest.mark.parametrize(("count", "length"), [(1, 1 << 30), (300, 8192), (100_000, 4096), (3, 2), (2, 0)])
+@pytest.mark.parametrize(
+    ("count", "length"), [(1, 1 << 30), (300, 8192), (100_000, 4096), (3, 2), (2, 0)]
+)
 def test_samples_of_a_folder_have_one_mebibyte_at_most(count: int, length: int) -> None:
     some = samples_of([Piece(Path(f"{number}"), 0, length) for number in range(count)])  # type: ignore[arg-type]
     assert sum(piece.length for piece in some) <= 1 << 20

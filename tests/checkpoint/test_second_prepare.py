@@ -1,4 +1,6 @@
-"""Evidence that a model was prepared twice: of training in an optimizer's pickle, and of other checkpoints."""
+"""Evidence that a model was prepared twice: of training in an optimizer's pickle, and of other
+checkpoints.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -54,7 +56,12 @@ def has_moments(folder: Path) -> bool:
 )
 @pytest.mark.parametrize("gradient", [0.0, -0.0, 1.0])
 def test_gradients_show_in_the_moments(
-    tmp_path: Path, kind: str, options: dict[str, float], shows: bool, gradient: float, legacy: bool
+    tmp_path: Path,
+    kind: str,
+    options: dict[str, float],
+    shows: bool,
+    gradient: float,
+    legacy: bool,
 ) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = getattr(torch.optim, kind)(model.named_parameters(), lr=0.1, **options)
@@ -139,7 +146,9 @@ def scheduled(
     kind: str = "AdamW",
     is_saved: bool = True,
 ) -> Path:
-    """Save a model that was prepared twice, and a scheduler that moves after ``every`` so many steps."""
+    """Save a model that was prepared twice, and a scheduler that moves after ``every`` so many
+    steps.
+    """
     net = Net()
     options = {"momentum": 0.9} if kind == "SGD" else {}
     optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.1, **options)
@@ -262,12 +271,16 @@ def of_a_damaged_optimizer(folder: Path) -> Path:
 
 
 def of_a_generator_that_waits(folder: Path, *, is_first: bool) -> Path:
-    """Save a generator without gradients yet, its average, and a critic of its class, with the optimizers of both."""
+    """Save a generator without gradients yet, its average, and a critic of its class, with the
+    optimizers of both.
+    """
     generator, critic = Net(), Net(1)
     optimizers = [adamw(generator), adamw(critic)]
     step(optimizers[0], scale=0.0)
     step(optimizers[1])
-    return save(folder, [generator, wrap(generator), critic], optimizers if is_first else optimizers[::-1])
+    return save(
+        folder, [generator, wrap(generator), critic], optimizers if is_first else optimizers[::-1]
+    )
 
 
 def of_a_head_with_shapes_of_its_backbone(folder: Path) -> Path:
@@ -285,7 +298,10 @@ def of_a_head_with_shapes_of_its_backbone(folder: Path) -> Path:
         (lambda folder: of_gradients(folder, 0.0), "no optimizer shows"),
         (lambda folder: of_dtype(folder, torch.bfloat16, torch.bfloat16), "no optimizer shows"),
         (lambda folder: of_dtype(folder, torch.float16, torch.float16), "no optimizer shows"),
-        (lambda folder: of_dtype(folder, torch.float32, torch.float32, lr=1e-8), "no optimizer shows"),
+        (
+            lambda folder: of_dtype(folder, torch.float32, torch.float32, lr=1e-8),
+            "no optimizer shows",
+        ),
         (of_plain_sgd, "no optimizer shows"),
         (lambda folder: of_a_generator_that_waits(folder, is_first=True), "no optimizer shows"),
         (lambda folder: of_a_generator_that_waits(folder, is_first=False), "no optimizer shows"),
@@ -293,7 +309,10 @@ def of_a_head_with_shapes_of_its_backbone(folder: Path) -> Path:
         (of_a_damaged_optimizer, "the steps of optimizer.bin cannot be read"),
         (of_twin_towers, "optimizer.bin has parameters of both"),
         (lambda folder: of_twin_towers(folder, "SGD"), "optimizer.bin has parameters of both"),
-        (lambda folder: beside_a_trained_net(folder, empty(0, 3)), "they hold no byte that could differ"),
+        (
+            lambda folder: beside_a_trained_net(folder, empty(0, 3)),
+            "they hold no byte that could differ",
+        ),
         (lambda folder: beside_a_trained_net(folder, of_buffers()), "no optimizer shows"),
         (lambda folder: beside_a_trained_net(folder, empty()), "no optimizer shows"),
         (lambda folder: beside_a_trained_net(folder, torch.nn.LayerNorm(3)), "no optimizer shows"),
@@ -326,7 +345,10 @@ def test_without_positive_evidence_equal_models_are_asked_about(
         (of_function(partial(waiting, delay=6)), {}),
         (of_function(Waiting()), {}),
         (partial(lr_scheduler.LinearLR, start_factor=1e-9, total_iters=4), {"steps": 1}),
-        (partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100, div_factor=float("inf")), {}),
+        (
+            partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100, div_factor=float("inf")),
+            {},
+        ),
         (WaitingWithoutAttributes, {}),
         (of_sequence(lr_scheduler.ConstantLR, factor=0, total_iters=10), {}),
         (of_sequence(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.0), {}),
@@ -387,7 +409,9 @@ def test_positive_evidence_is_enough(tmp_path: Path, make: Callable[[Path], Path
 
 
 def run_of(folder: Path, *, is_copy: bool, kind: str = "AdamW") -> list[Path]:
-    """Save three checkpoints of a model that is prepared twice, or whose copy is made anew at the third step."""
+    """Save three checkpoints of a model that is prepared twice, or whose copy is made anew at the
+    third step.
+    """
     net, copy = Net(), Net(7)
     options = {} if kind == "SGD" else {"weight_decay": 0.0}
     optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.1, **options)
@@ -413,7 +437,9 @@ def verdict(folder: Path | str) -> tuple[str, str]:
 def test_a_folder_of_very_many_entries_is_asked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The evidence matches each optimizer with each model for each duplicate: 600 of each would take hours."""
+    """The evidence matches each optimizer with each model for each duplicate: 600 of each would
+    take hours.
+    """
     *_, last = run_of(tmp_path / "run", is_copy=False)
     assert verdict(last)[0] == "doubled-model"
     # Two models and an optimizer.
@@ -458,7 +484,9 @@ def test_plain_sgd_moves_the_values_between_two_checkpoints(tmp_path: Path) -> N
 
 
 def test_a_repair_changes_no_verdict_by_another_number(tmp_path: Path) -> None:
-    """After the first duplicate is gone, the copy has another number than in the other checkpoints."""
+    """After the first duplicate is gone, the copy has another number than in the other
+    checkpoints.
+    """
     folders = []
     net, copied, copy = Net(0), Net(1, width=5), Net(9, width=5)
     optimizers = [adamw(net), adamw(copied)]
@@ -470,7 +498,9 @@ def test_a_repair_changes_no_verdict_by_another_number(tmp_path: Path) -> None:
         models = [net, wrap(net), copied, wrap(copy)]
         folders.append(save(tmp_path / f"checkpoint_{number}", models, optimizers))
     receipt = repair(folders[1])
-    dropped = [str(step.action.path) for step in receipt.steps if isinstance(step.action, DropEntry)]
+    dropped = [
+        str(step.action.path) for step in receipt.steps if isinstance(step.action, DropEntry)
+    ]
     assert dropped == ["pytorch_model_1.bin"]
     assert (folders[1] / "pytorch_model_2.bin").exists()
     assert repair(folders[1]).steps == ()
@@ -507,7 +537,9 @@ def test_what_may_not_be_read_softens_no_verdict(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_would_add_a_finding_is_rolled_back(tmp_path: Path) -> None:
-    """The optimizer of two towers would have parameters that no weights of the checkpoint belong to."""
+    """The optimizer of two towers would have parameters that no weights of the checkpoint belong
+    to.
+    """
     folder = of_twin_towers(tmp_path / "checkpoint")
     before = snapshot(folder)
     with pytest.raises(RolledBackError, match=r"there is a new finding: optimizer\.bin"):
@@ -518,7 +550,9 @@ def test_a_plan_that_would_add_a_finding_is_rolled_back(tmp_path: Path) -> None:
     assert not (tmp_path / "copy").exists()
 
 
-def test_a_save_that_lands_during_a_repair_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_lands_during_a_repair_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = doubled(tmp_path / "checkpoint")
     before = snapshot(folder)
     real = comparing.first_difference

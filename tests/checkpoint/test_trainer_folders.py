@@ -57,7 +57,9 @@ def folder(root: Path, step: int, *names: str, processes: int = 0) -> Path:
         ((*FULL, *(f"rng_state_{rank}.pth" for rank in range(4))), 2, []),
     ],
 )
-def test_states(tmp_path: Path, names: tuple[str, ...], processes: int, missing: list[Role]) -> None:
+def test_states(
+    tmp_path: Path, names: tuple[str, ...], processes: int, missing: list[Role]
+) -> None:
     found = missing_states(folder(tmp_path, 4, *names), processes=processes, ranks=range(processes))
     assert [one.role for one in found] == missing
     assert is_model_alone(found) == (names == ())

@@ -1,9 +1,10 @@
-"""``python struck_rank.py RANK UNITS HOW STORE ARGUMENTS``: run ckptfix, and end this rank after so many units.
+"""``python struck_rank.py RANK UNITS HOW STORE ARGUMENTS``: run ckptfix, and end this rank after so
+many units.
 
-HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``interrupt`` (Ctrl-C), ``stop-in-repair``, ``error`` (of the disk),
-``error-in-files``, ``error-in-uploads``, ``change-in-the-end`` (UNITS: the look at the source that finds it),
-``older`` (another version), ``none``.
-STORE: a folder that is the store of the team, so that its processes start without torch; ``torch`` for torch's.
+HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``interrupt`` (Ctrl-C), ``stop-in-repair``, ``error``
+(of the disk), ``error-in-files``, ``error-in-uploads``, ``change-in-the-end`` (UNITS: the look at
+the source that finds it), ``older`` (another version), ``none``. STORE: a folder that is the store
+of the team, so that its processes start without torch; ``torch`` for torch's.
 """
 
 import errno

@@ -1,4 +1,6 @@
-"""SARIF and the commands of GitHub workflows: the same findings and sentences as in text, in the form of each."""
+"""SARIF and the commands of GitHub workflows: the same findings and sentences as in text, in the
+form of each.
+"""
 
 import json
 import os
@@ -41,13 +43,18 @@ OBJECTS: dict[str, tuple[set[str], dict[str, str]]] = {
     "place": ({"artifactLocation"}, {"artifactLocation": "artifact"}),
     "artifact": (set(), {"uri": "uri"}),
 }  # fmt: skip
-"""Of SARIF 2.1.0 (sections 3.13 to 3.58), what a log of ours may have: object -> (required, property -> kind)."""
+"""Of SARIF 2.1.0 (sections 3.13 to 3.58), what a log of ours may have: object -> (required,
+property -> kind).
+"""
 
 
 def ensure_valid(value: Any, kind: str) -> None:
     if kind.endswith("[]"):
         assert isinstance(value, list)
-        assert len({json.dumps(one, sort_keys=True) for one in value}) == len(value) or kind == "result[]"
+        assert (
+            len({json.dumps(one, sort_keys=True) for one in value}) == len(value)
+            or kind == "result[]"
+        )
         for one in value:
             ensure_valid(one, kind.removesuffix("[]"))
     elif kind in OBJECTS:
@@ -78,7 +85,9 @@ def log_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
-def test_check_says_the_same_in_every_form(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_the_same_in_every_form(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(folder / "checkpoint")
     status = run(["check", path, "--json"])
     (document,) = json.loads(capsys.readouterr().out)["checkpoints"]
@@ -101,7 +110,9 @@ def test_check_says_the_same_in_every_form(folder: Path, capsys: pytest.CaptureF
     matches = [match for match in map(LINE.fullmatch, lines) if match]
     assert len(matches) == len(lines)
     levels = {"error": "error", "warning": "warning", "notice": "note"}
-    found = [(levels[match[1]], match[2].rpartition("title=ckptfix")[2].strip()) for match in matches]
+    found = [
+        (levels[match[1]], match[2].rpartition("title=ckptfix")[2].strip()) for match in matches
+    ]
     assert sorted(one for one in found if one[1]) == expected
 
 
@@ -115,7 +126,9 @@ def test_a_finding_is_at_its_file(
         assert run(["check", str(path), "--format", "sarif"]) == 1
         result, *_ = log_of(capsys)["results"]
         uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
-        assert unquote_to_bytes(uri.removeprefix("file://")) == os.fsencode(path / "model_1.safetensors")
+        assert unquote_to_bytes(uri.removeprefix("file://")) == os.fsencode(
+            path / "model_1.safetensors"
+        )
         assert uri.startswith("file:///") is path.is_absolute()
         assert run(["check", str(path), "--format", "github"]) == 1
         line, *_ = capsys.readouterr().out.split("\n")
@@ -151,7 +164,9 @@ def test_a_run_that_failed_prints_its_form_still(
     assert run([*arguments, "--format", "sarif"]) == 2
     only = log_of(capsys)
     assert not only["results"]
-    assert [one["level"] for one in only["invocations"][0]["toolExecutionNotifications"]] == ["error"]
+    assert [one["level"] for one in only["invocations"][0]["toolExecutionNotifications"]] == [
+        "error"
+    ]
     assert run([*arguments, "--format=github"]) == 2
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -175,11 +190,14 @@ def test_verify_annotates_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
     assert uris == {weights.as_uri()}
     assert run(["verify", str(folder), "--format", "github"]) == 1
     assert (
-        f"::error file={weights},title=ckptfix digest-changed::model.safetensors: " in capsys.readouterr().out
+        f"::error file={weights},title=ckptfix digest-changed::model.safetensors: "
+        in capsys.readouterr().out
     )
 
 
-def test_verify_says_that_nothing_was_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_that_nothing_was_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["verify", str(DOUBLED), "--format", "github"]) == 1, "check finds damage"
     assert "::nothing was verified: there is no manifest" in capsys.readouterr().out
     folder = Path(shutil.copytree(DOUBLED, tmp_path / "checkpoint"))

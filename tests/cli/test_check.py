@@ -1,4 +1,6 @@
-"""The words of ``check`` and ``repair``: what to type next, and what is said of files that are no part of it."""
+"""The words of ``check`` and ``repair``: what to type next, and what is said of files that are no
+part of it.
+"""
 
 import os
 import pickle
@@ -33,7 +35,9 @@ def shorten(path: Path, count: int) -> None:
     os.truncate(path, path.stat().st_size - count)
 
 
-def test_what_is_whole_of_a_cut_file_is_to_be_salvaged(folder: Path, said: Said, tmp_path: Path) -> None:
+def test_what_is_whole_of_a_cut_file_is_to_be_salvaged(
+    folder: Path, said: Said, tmp_path: Path
+) -> None:
     assert "salvage" not in said("check", folder)[1]
     shorten(folder / "model.safetensors", 5)
     next_line = f"next, to recover what is intact: ckptfix salvage {folder} NEW_FOLDER\n"
@@ -112,7 +116,9 @@ def test_salvage_comes_before_a_repair_that_brings_nothing_back(said: Said, tmp_
     assert f"next, to recover what is intact: {salvage}\nthen: {repair}\n" in out
     assert f"; next: {salvage}\n" in said("verify", folder)[1]
     assert f"next: {salvage}, to recover what is intact\n" in said("seal", folder)[1]
-    compare = next(one for one in out.splitlines() if "nothing is lost" in one).partition("then: ckptfix ")[2]
+    compare = next(one for one in out.splitlines() if "nothing is lost" in one).partition(
+        "then: ckptfix "
+    )[2]
     new = tmp_path / "new"
     assert said("salvage", folder, new)[0] == 1
     verb, *paths = compare.replace("NEW_FOLDER", str(new)).split()
@@ -140,7 +146,10 @@ def test_what_recursive_looks_into_is_not_called_unchecked(folder: Path, said: S
 def test_a_broken_link_is_called_one(folder: Path, said: Said) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("../../blobs/abc")
-    assert "model.safetensors is a broken link: ../../blobs/abc does not exist" in said("check", folder)[1]
+    assert (
+        "model.safetensors is a broken link: ../../blobs/abc does not exist"
+        in said("check", folder)[1]
+    )
 
 
 def test_checksums_are_left_unchecked_only_where_there_are_any(tmp_path: Path, said: Said) -> None:
@@ -180,11 +189,16 @@ def test_what_the_trainer_pickles_is_a_note(folder: Path, said: Said) -> None:
     assert "unloadable-pickle: training.bin" in said("check", folder)[1]
 
 
-def test_names_that_could_not_be_read_for_one_reason_are_said_once(tmp_path: Path, said: Said) -> None:
+def test_names_that_could_not_be_read_for_one_reason_are_said_once(
+    tmp_path: Path, said: Said
+) -> None:
     groups = [{"params": [f"{number}.w"], "lr": 0.1} for number in range(9)]
     state = {"optimizer": {"state": {}, "param_groups": groups}}
     save(tmp_path / "optimizer_0", state)
-    save(tmp_path / "pytorch_model_fsdp_0", {"model": {f"{number}.w": torch.ones(1) for number in range(9)}})
+    save(
+        tmp_path / "pytorch_model_fsdp_0",
+        {"model": {f"{number}.w": torch.ones(1) for number in range(9)}},
+    )
     for path in (tmp_path / "optimizer_0").glob("*.distcp"):
         path.unlink()
     out = said("check", "-v", tmp_path)[1]
@@ -203,9 +217,15 @@ def test_a_dcp_folder_is_not_called_a_dot(tmp_path: Path, said: Said) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_folder_is_checked_without_what_takes_longer_to_import_than_it_to_read(folder: Path) -> None:
-    """One module each that drags in many: concurrent.futures logging, shutil bz2 and lzma, secrets random."""
-    code = "import sys; from ckptfix.cli import run; run(['check', sys.argv[1]]); print(*sys.modules)"
+def test_a_small_folder_is_checked_without_what_takes_longer_to_import_than_it_to_read(
+    folder: Path,
+) -> None:
+    """One module each that drags in many: concurrent.futures logging, shutil bz2 and lzma, secrets
+    random.
+    """
+    code = (
+        "import sys; from ckptfix.cli import run; run(['check', sys.argv[1]]); print(*sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)],
         capture_output=True,
@@ -215,7 +235,16 @@ def test_a_small_folder_is_checked_without_what_takes_longer_to_import_than_it_t
     )
     imported = set(done.stdout.splitlines()[-1].split())
     assert "ckptfix.diagnosis.check" in imported
-    heavy = {"concurrent.futures", "logging", "random", "secrets", "shutil", "socket", "subprocess", "torch"}
+    heavy = {
+        "concurrent.futures",
+        "logging",
+        "random",
+        "secrets",
+        "shutil",
+        "socket",
+        "subprocess",
+        "torch",
+    }
     assert not imported & heavy
     assert "ckptfix.storage.journal" not in imported, "what writes a repair"
 
@@ -263,4 +292,7 @@ def test_a_file_that_is_a_link_to_itself(
     assert "optimizer.bin is a symbolic link that leads to itself" in said("check", folder)[1]
     page = folder / "optimizer.bin" / "page.html"
     assert run(["diff", str(CLEAN), str(CLEAN), "--html", str(page)]) == 2
-    assert f"{folder / 'optimizer.bin'} is a symbolic link that leads to itself" in capsys.readouterr().err
+    assert (
+        f"{folder / 'optimizer.bin'} is a symbolic link that leads to itself"
+        in capsys.readouterr().err
+    )

@@ -38,7 +38,9 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_status_0_1_2_3_with_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", str(folder), "--json"]) == 1
     document = printed(capsys)
-    assert [finding["code"] for finding in document["checkpoints"][0]["findings"]] == ["doubled-model"]
+    assert [finding["code"] for finding in document["checkpoints"][0]["findings"]] == [
+        "doubled-model"
+    ]
     with folder_lock(folder):
         assert run(["repair", str(folder), "--json"]) == 3
     assert str(folder) in printed(capsys)["error"]
@@ -88,14 +90,18 @@ def test_a_folder_without_a_checkpoint_is_no_healthy_one(
         assert "holds no file of a checkpoint" in printed(capsys)["error"]
         assert run([verb, str(folder.parent), "--json"]) == 2
         next_step = (
-            f"check --recursive {folder.parent}" if verb == "check" else f"next: ckptfix repair {folder}"
+            f"check --recursive {folder.parent}"
+            if verb == "check"
+            else f"next: ckptfix repair {folder}"
         )
         assert next_step in printed(capsys)["error"]
     assert run(["check", "--recursive", str(empty), "--json"]) == 2
     assert "no checkpoint found" in printed(capsys)["error"]
 
 
-def test_one_bad_folder_does_not_stop_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_bad_folder_does_not_stop_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = folder.parent / "broken"
     shutil.copytree(folder, broken)
     (broken / ".ckptfix").write_text("a file where the journal should be")
@@ -111,7 +117,9 @@ def test_one_bad_folder_does_not_stop_the_others(folder: Path, capsys: pytest.Ca
     assert str(broken) in err
 
 
-def test_commands_can_be_pasted_into_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_can_be_pasted_into_a_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "my checkpoint"
     shutil.copytree(FIXTURE, folder)
     assert run(["check", str(folder)]) == 1
@@ -125,7 +133,9 @@ def test_commands_can_be_pasted_into_a_shell(tmp_path: Path, capsys: pytest.Capt
     assert f"ckptfix repair '{folder}' --keys bare" in note["advice"]
 
 
-def test_next_is_not_a_repair_that_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_next_is_not_a_repair_that_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shard = "model-00001-of-00001.safetensors"
     write_safetensors(tmp_path / shard, {"a": b"1"})
     index = {"metadata": {}, "weight_map": {"a": shard, "lost": shard}}
@@ -135,7 +145,12 @@ def test_next_is_not_a_repair_that_does_nothing(tmp_path: Path, capsys: pytest.C
 
 
 def test_every_advice_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("optimizer.bin", "optimizer_1.bin", "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"):
+    for name in (
+        "optimizer.bin",
+        "optimizer_1.bin",
+        "custom_checkpoint_0.pkl",
+        "custom_checkpoint_1.pkl",
+    ):
         torch.save({"state": {}, "param_groups": []}, tmp_path / name)
     write_safetensors(tmp_path / "model.safetensors", {"a": b"1"})
     assert run(["check", str(tmp_path)]) == 1  # two equal optimizers for one model
@@ -164,7 +179,10 @@ def test_each_output_says_once_when_a_deletion_is_wrong(
     [
         ("1.15.0/wrapper-safetensors", "looks for pytorch_model_1.bin"),
         ("1.12.0/triple-bin", "looks for pytorch_model_1.bin"),
-        ("1.15.0/student-teacher-wrapper-safetensors", "finds another model in model_1.safetensors"),
+        (
+            "1.15.0/student-teacher-wrapper-safetensors",
+            "finds another model in model_1.safetensors",
+        ),
         ("1.15.0/lone-nested-safetensors", "looks for the old keys"),
     ],
 )
@@ -212,13 +230,17 @@ def test_output_says_where_the_copy_is(folder: Path, capsys: pytest.CaptureFixtu
     assert f"an unchanged copy is in {folder.parent / 'copy'}" in capsys.readouterr().out
 
 
-def test_an_undo_that_is_refused_says_how_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undo_that_is_refused_says_how_to_go_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["repair", str(folder)]) == 0
     write_safetensors(folder / "model.safetensors", {"newer": b"save"})
     capsys.readouterr()
     assert run(["undo", str(folder)]) == 3
     (folder / ".ckptfix/manifest.json").write_text("{}")
-    (advice,) = re.findall(r"as they are now: (rm -r .*?)(?:;|$)", capsys.readouterr().err, re.MULTILINE)
+    (advice,) = re.findall(
+        r"as they are now: (rm -r .*?)(?:;|$)", capsys.readouterr().err, re.MULTILINE
+    )
     subprocess.run(["sh", "-c", advice], check=True)
     assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
     assert run(["undo", str(folder)]) == 2
@@ -284,7 +306,9 @@ def test_the_worst_of_many_is_the_status(folder: Path, capsys: pytest.CaptureFix
     assert [checked["status"] for checked in printed(capsys)["checkpoints"]] == [0, 1]
 
 
-def test_recursive_finds_nothing_in_a_journal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recursive_finds_nothing_in_a_journal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["repair", str(folder)]) == 0
     capsys.readouterr()
     assert run(["check", "-r", str(folder.parent), "--json"]) == 0
@@ -313,7 +337,9 @@ def test_an_interrupt_is_130_and_the_folder_is_as_it_was(
     assert run([verb, str(folder)]) == 0
 
 
-def test_only_restricts_and_reports_what_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_restricts_and_reports_what_stays(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = files(folder)
     assert run(["repair", str(folder), "--only", "nested-prefix", "--json"]) == 1
     document = printed(capsys)
@@ -323,7 +349,14 @@ def test_only_restricts_and_reports_what_stays(folder: Path, capsys: pytest.Capt
 
 
 def test_messages_and_json_never_mix(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["check"], ["repair", "--dry-run"], ["repair"], ["repair"], ["undo"], ["undo"]):
+    for arguments in (
+        ["check"],
+        ["repair", "--dry-run"],
+        ["repair"],
+        ["repair"],
+        ["undo"],
+        ["undo"],
+    ):
         run([arguments[0], str(folder), *arguments[1:], "--json"])
         out, err = capsys.readouterr()
         assert err == ""
@@ -331,7 +364,9 @@ def test_messages_and_json_never_mix(folder: Path, capsys: pytest.CaptureFixture
         json.loads(out)
 
 
-def test_the_plan_says_what_to_type_to_take_it_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_what_to_type_to_take_it_back(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(["repair", str(folder)])
     out = capsys.readouterr().out
     assert f"ckptfix undo {folder}" in out
@@ -389,14 +424,18 @@ def test_the_module_is_the_command(folder: Path) -> None:
     assert json.loads(result.stdout)["version"] == 2
 
 
-def test_no_colour_and_no_bar_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_colour_and_no_bar_without_a_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(["repair", str(folder)])
     out, err = capsys.readouterr()
     assert "\x1b" not in out
     assert err == ""
 
 
-def test_many_broken_files_are_collapsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_broken_files_are_collapsed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in range(1, 31):
         (tmp_path / f"model-{number:05}-of-00030.safetensors").write_bytes(b"")
     assert run(["check", str(tmp_path)]) == 1
@@ -407,7 +446,9 @@ def test_many_broken_files_are_collapsed(tmp_path: Path, capsys: pytest.CaptureF
     assert len(printed(capsys)["checkpoints"][0]["findings"]) == 30
 
 
-def test_a_lost_layer_range_is_collapsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_layer_range_is_collapsed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shard = "model-00001-of-00001.safetensors"
     write_safetensors(tmp_path / shard, {"head": b"1"})
     lost = {f"layers.{layer}.w": shard for layer in range(48)}
@@ -449,17 +490,25 @@ def test_what_is_no_checkpoint_is_called_what_it_is(
     assert words in capsys.readouterr().err
 
 
-def test_a_broken_link_is_damage_of_that_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_link_is_damage_of_that_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = folder / "model.safetensors"
     model.unlink()
     model.symlink_to("../blobs/abc")
     assert run(["check", str(model)]) == 1
-    assert "model.safetensors is a broken link: ../blobs/abc does not exist" in capsys.readouterr().out
+    assert (
+        "model.safetensors is a broken link: ../blobs/abc does not exist" in capsys.readouterr().out
+    )
 
 
-def test_an_empty_folder_is_called_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_folder_is_called_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["check", str(tmp_path)]) == 2
-    assert f"{tmp_path} holds no file of a checkpoint: the folder is empty" in capsys.readouterr().err
+    assert (
+        f"{tmp_path} holds no file of a checkpoint: the folder is empty" in capsys.readouterr().err
+    )
     (tmp_path / "README.md").write_text("")
     assert run(["check", str(tmp_path)]) == 2
     assert "holds no file of a checkpoint: only 'README.md'" in capsys.readouterr().err
@@ -468,14 +517,18 @@ def test_an_empty_folder_is_called_empty(tmp_path: Path, capsys: pytest.CaptureF
 NOT_UTF8 = os.fsdecode(b"a\xff '\n1")
 
 
-def test_a_name_that_is_not_utf8_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_not_utf8_can_be_pasted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / NOT_UTF8
     shutil.copytree(FIXTURE, folder)
     assert run(["check", str(folder)]) == 1
     out = capsys.readouterr().out
     assert out.startswith(f"{tmp_path}/a\\xff '\\n1: ")
     (pasted,) = re.findall("next: ckptfix repair (.*)", out)
-    echoed = subprocess.run(["bash", "-c", f"printf %s {pasted}"], capture_output=True, check=True).stdout
+    echoed = subprocess.run(
+        ["bash", "-c", f"printf %s {pasted}"], capture_output=True, check=True
+    ).stdout
     assert os.fsdecode(echoed) == str(folder)
     assert run(["repair", str(folder)]) == 0
     assert f"ckptfix undo {pasted}" in capsys.readouterr().out
@@ -494,13 +547,19 @@ def test_json_of_a_name_that_is_not_utf8_is_unicode(
         if arguments == ["check"]:
             (checked,) = document["checkpoints"]
             assert checked["path"] == f"{tmp_path}/a\\xff '\n1"
-            assert "\\xfe\\udcff\N{GRINNING FACE}.bin" in {one["path"] for one in checked["components"]}
+            assert "\\xfe\\udcff\N{GRINNING FACE}.bin" in {
+                one["path"] for one in checked["components"]
+            }
 
 
 @pytest.mark.parametrize("url", ["file://", "file://checkpoint"])
 @pytest.mark.parametrize("verb", ["check", "repair", "undo", "verify"])
 def test_a_url_without_a_path_is_never_the_current_folder(
-    verb: str, url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: str,
+    url: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
     assert run([verb, url]) == 2
@@ -524,9 +583,14 @@ def test_a_folder_may_be_called_like_the_scheme_of_a_url(folder: Path, tmp_path:
     ],
 )
 def test_a_file_to_write_is_no_url(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It would be written to a folder called s3: in the working directory, and missed in the bucket."""
+    """It would be written to a folder called s3: in the working directory, and missed in the
+    bucket.
+    """
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "runs"):
         (tmp_path / name).mkdir()

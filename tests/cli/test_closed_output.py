@@ -1,4 +1,6 @@
-"""A reader of the output that goes away early, as ``| head -1`` does: no verb that writes is stopped by it."""
+"""A reader of the output that goes away early, as ``| head -1`` does: no verb that writes is
+stopped by it.
+"""
 
 import json
 import os
@@ -39,7 +41,9 @@ def prepared(folder: Path, verb: str) -> list[object]:
     shutil.copytree(FIXTURES / fixture / "checkpoint", folder / "c")
     if verb == "undo":
         subprocess.run(
-            [sys.executable, "-m", "ckptfix", "repair", folder / "c"], check=True, stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "ckptfix", "repair", folder / "c"],
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
     if verb == "salvage":
         os.truncate(folder / "c" / "model.safetensors", 600)
@@ -51,7 +55,11 @@ def prepared(folder: Path, verb: str) -> list[object]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def outcome(folder: Path) -> dict[str, bytes]:
@@ -92,7 +100,9 @@ def test_a_verb_that_writes_ends_as_with_a_reader(tmp_path: Path, verb: str) -> 
         (["repair", "--help"], 0),
     ],
 )  # fmt: skip
-def test_the_exit_status_does_not_depend_on_the_reader(arguments: list[object], status: int) -> None:
+def test_the_exit_status_does_not_depend_on_the_reader(
+    arguments: list[object], status: int
+) -> None:
     result = ckptfix(*arguments)
     assert (result.returncode, result.stderr) == (status, "")
 
@@ -102,7 +112,9 @@ def test_a_full_disk_under_the_output_is_reported_and_stops_no_repair(tmp_path: 
     arguments = prepared(tmp_path, "repair")
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "ckptfix", *map(str, arguments)]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        result = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
     assert result.returncode == 0
     assert result.stderr.count("No space left on device") == 1
     assert "its result is not printed" in result.stderr
@@ -112,7 +124,9 @@ def test_a_full_disk_under_the_output_is_reported_and_stops_no_repair(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed_from_the_start(tmp_path: Path, closed: str) -> None:
-    """The number of a closed stream goes to the next file that is opened: nothing may be printed into that."""
+    """The number of a closed stream goes to the next file that is opened: nothing may be printed
+    into that.
+    """
     arguments = prepared(tmp_path, "repair")
     line = f'"$0" "$@" {closed}'
     command = ["sh", "-c", line, sys.executable, "-m", "ckptfix", *map(str, arguments)]

@@ -59,7 +59,11 @@ def test_json_is_one_object_at_every_status(
 ) -> None:
     assert run(["diff", *files, "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert (document["version"], document["status"], len(document["models"][0]["tensors"])) == (2, 1, 7)
+    assert (document["version"], document["status"], len(document["models"][0]["tensors"])) == (
+        2,
+        1,
+        7,
+    )
     assert run(["diff", *files, "--rtol", "0.5", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["summary"]["within tolerance"] == 3
     assert run(["diff", files[0], str(tmp_path / "none"), "--json"]) == 2
@@ -81,7 +85,9 @@ def test_within_tolerance_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "tolerance: |a - b| <= 1e-05 + 0 * |a|" in out
 
 
-def test_the_page(files: "tuple[str, str]", tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page(
+    files: "tuple[str, str]", tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.html"
     assert run(["diff", *files, "--html", str(page)]) == 1
     assert f"page: {page}" in capsys.readouterr().out
@@ -94,7 +100,10 @@ def test_folders_say_what_was_not_compared(capsys: pytest.CaptureFixture[str]) -
     assert run(["diff", folder, str(FIXTURES / "clean-bin" / "checkpoint")]) == 1
     out = capsys.readouterr().out
     assert "model_1.safetensors against (none)" in out
-    assert "optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by position" in out
+    assert (
+        "optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by position"
+        in out
+    )
     assert "not compared: 2 other files in B: " in out
 
 
@@ -120,7 +129,13 @@ def test_a_page_never_replaces_what_is_compared_or_another_file(
     (tmp_path / "link").symlink_to(files[0])
     (tmp_path / "notes.html").write_text("<!DOCTYPE html>\n<title>mine</title>")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for page in (files[0], files[1], str(tmp_path / "link"), str(folder / "new.html"), str(folder)):
+    for page in (
+        files[0],
+        files[1],
+        str(tmp_path / "link"),
+        str(folder / "new.html"),
+        str(folder),
+    ):
         assert run(["diff", files[0], str(folder), "--html", page]) == 2
     for other in ("notes.html", "b.safetensors"):
         assert run(["diff", files[0], str(folder), "--html", str(tmp_path / other)]) == 2
@@ -145,14 +160,21 @@ def test_a_page_replaces_an_older_one_whole(
     monkeypatch.setattr("os.replace", full)
     assert run(["diff", *files, "--html", str(page)]) == 3
     assert page.read_bytes() == second
-    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "b.safetensors", "page.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a.safetensors",
+        "b.safetensors",
+        "page.html",
+    }
 
 
 def test_a_model_of_values_that_cannot_be_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(
-        {"a": {"x.w": torch.ones(2), "x.b": torch.ones(2)}, "b": {"x.w": torch.eye(2).to_sparse()}},
+        {
+            "a": {"x.w": torch.ones(2), "x.b": torch.ones(2)},
+            "b": {"x.w": torch.eye(2).to_sparse()},
+        },
         tmp_path / "m.pt",
     )
     assert run(["diff", str(tmp_path / "m.pt"), str(tmp_path / "m.pt")]) == 1

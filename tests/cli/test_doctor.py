@@ -25,7 +25,12 @@ Say = Callable[..., None]
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings of whoever runs the tests are not theirs."""
-    for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "CUDA_VISIBLE_DEVICES", "ACCELERATE_CONFIG_FILE"):
+    for name in (
+        "NCCL_P2P_DISABLE",
+        "NCCL_P2P_LEVEL",
+        "CUDA_VISIBLE_DEVICES",
+        "ACCELERATE_CONFIG_FILE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -40,8 +45,9 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
     def make(count: int = 0, **changes: Any) -> None:
         devices = [{"index": index, "name": "NVIDIA L4", "pci": ""} for index in range(count)]
         said = {
-            "version": "2.13.0", "builds": [], "kind": "cuda" if count else None, "devices": devices, "warnings": [],
-            "stage": "done", "problem": "", "verdicts": None, **changes,
+            "version": "2.13.0", "builds": [], "kind": "cuda" if count else None,
+            "devices": devices, "warnings": [], "stage": "done", "problem": "", "verdicts": None,
+            **changes,
         }  # fmt: skip
         monkeypatch.setattr(environment_of_torch, "look", lambda *, in_process: said)
 
@@ -100,7 +106,10 @@ def test_what_bites_is_status_1(
 
 
 def test_a_broken_driver_is_said_and_no_error(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    say(stage="devices", problem="no answer in 120 s, so it was killed (while torch looked for its devices)")
+    say(
+        stage="devices",
+        problem="no answer in 120 s, so it was killed (while torch looked for its devices)",
+    )
     assert run(["doctor", "--json"]) == 1
     document = printed(capsys)
     assert "driver-unusable" in codes(document)
@@ -118,15 +127,20 @@ def test_a_folder_is_looked_into_and_left_alone(
     assert snapshot(folder) == before
 
 
-def test_the_line_for_the_users_script_is_printed_whole(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_for_the_users_script_is_printed_whole(
+    say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["doctor", str(GOLDEN / "unloadable-pickle-class" / "checkpoint")]) == 1
     line = (
-        "import fixtures.models, torch; torch.serialization.add_safe_globals([fixtures.models.RunSettings])"
+        "import fixtures.models, torch; "
+        "torch.serialization.add_safe_globals([fixtures.models.RunSettings])"
     )
     assert f"to do: if you trust the file: {line}\n" in capsys.readouterr().out
 
 
-def test_a_script_and_a_command(say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_and_a_command(
+    say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "my train.py"
     script.write_text(f"from accelerate import PartialSate\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
     assert run(["doctor", "--script", str(script), "--json"]) == 1
@@ -174,7 +188,10 @@ def test_the_variables_of_the_command_are_those_that_count(
     config = tmp_path / "own" / "accelerate" / "default_config.yaml"
     config.parent.mkdir(parents=True)
     config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\n")
-    command = f"CUDA_VISIBLE_DEVICES=0 HF_HOME={tmp_path}/own NCCL_P2P_DISABLE=1 accelerate launch train.py"
+    command = (
+        f"CUDA_VISIBLE_DEVICES=0 HF_HOME={tmp_path}/own NCCL_P2P_DISABLE=1 accelerate launch "
+        "train.py"
+    )
     run(["doctor", "--launch", command, "--json"])
     document = printed(capsys)
     assert seen == ["0"]
@@ -189,9 +206,13 @@ def test_a_misspelt_name_below_accelerate(
 ) -> None:
     """Compared with the source of the installed one."""
     script = tmp_path / "train.py"
-    script.write_text("from accelerate.state import PartialSate\nfrom accelerate.utils import set_seed\n")
+    script.write_text(
+        "from accelerate.state import PartialSate\nfrom accelerate.utils import set_seed\n"
+    )
     assert run(["doctor", "--script", str(script), "--json"]) == 1
-    (advice,) = (one for one in printed(capsys)["advice"] if one["code"] == "unknown-accelerate-name")
+    (advice,) = (
+        one for one in printed(capsys)["advice"] if one["code"] == "unknown-accelerate-name"
+    )
     assert advice["message"] == "accelerate.state has no PartialSate; did you mean PartialState?"
 
 
@@ -202,7 +223,9 @@ def test_a_device_map_with_and_without_its_folder(
     folder.mkdir()
     alias = {"format": "pt", "head.weight": "embed.weight"}
     write_safetensors(
-        folder / "model.safetensors", {"embed.weight": b"1", "layers.0.weight": b"2"}, metadata=alias
+        folder / "model.safetensors",
+        {"embed.weight": b"1", "layers.0.weight": b"2"},
+        metadata=alias,
     )
     (tmp_path / "map.json").write_text(json.dumps({"embed": 0, "head": 1}))
     assert run(["doctor", str(folder), "--device-map", str(tmp_path / "map.json"), "--json"]) == 1
@@ -233,7 +256,9 @@ def test_a_device_map_with_and_without_its_folder(
         ["--nonsense"],
     ],
 )
-def test_wrong_usage_is_status_2(arguments: list[str], say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_status_2(
+    arguments: list[str], say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["doctor", *arguments, "--json"]) == 2
     assert printed(capsys)["error"]
 
@@ -246,7 +271,9 @@ def test_a_script_in_the_place_of_a_folder_names_the_option(
     script.write_text("x = 1\n")
     assert run(["doctor", str(script), "--json"]) == 2
     next_command = f"ckptfix doctor --script {shlex.quote(str(script))}"
-    assert f"is a training script, not a checkpoint; next: {next_command}" in printed(capsys)["error"]
+    assert (
+        f"is a training script, not a checkpoint; next: {next_command}" in printed(capsys)["error"]
+    )
 
 
 def test_a_folder_without_a_checkpoint_is_status_2(
@@ -271,7 +298,9 @@ def test_what_cannot_be_read_is_status_3(
     assert "Permission denied" in printed(capsys)["error"]
 
 
-def test_names_from_files_are_escaped(say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_from_files_are_escaped(
+    say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "map.json").write_text(json.dumps({"\x1b[31mlayers": "disk"}))
     script = tmp_path / "train.py"
     script.write_text(
@@ -284,7 +313,9 @@ def test_names_from_files_are_escaped(say: Say, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_peer_copies_take_two_devices(count: int, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peer_copies_take_two_devices(
+    count: int, say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Not measured is said, and neither an error nor a success of the copies."""
     say(count)
     assert run(["doctor", "--peer-copies", "--json"]) == 0
@@ -297,7 +328,9 @@ def test_peer_copies_take_two_devices(count: int, say: Say, capsys: pytest.Captu
     assert "NOT exercised: copies between devices" in out
 
 
-def test_peer_copies_of_a_broken_driver_are_status_3(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peer_copies_of_a_broken_driver_are_status_3(
+    say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
     say(stage="devices", problem="it was ended by SIGSEGV")
     assert run(["doctor", "--peer-copies", "--json"]) == 3
     assert "SIGSEGV" in printed(capsys)["error"]
@@ -305,8 +338,13 @@ def test_peer_copies_of_a_broken_driver_are_status_3(say: Say, capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_the_command_itself_asks_a_real_torch_and_imports_none() -> None:
-    code = "import sys; from ckptfix.cli import run; run(['doctor', '--json']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    code = (
+        "import sys; from ckptfix.cli import run; run(['doctor', '--json']); print('torch' in "
+        "sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     document, imported = done.stdout.splitlines()
     assert json.loads(document)["environment"]["packages"]["torch"]
     assert imported == "False"

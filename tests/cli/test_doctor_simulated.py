@@ -15,12 +15,18 @@ pytestmark = [pytest.mark.slow, requires_simulator]
 def doctor(
     home: Path, *arguments: str, count: int = 2, faults: Faults | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Run the command; return its status and its JSON object. What is remembered lies under ``home``."""
+    """Run the command; return its status and its JSON object. What is remembered lies under
+    ``home``.
+    """
     done = start_simulated(
         ["-m", "ckptfix", "doctor", *arguments, "--json"],
         count,
         faults=faults,
-        environment={"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "HF_HOME": str(home / "hf")},
+        environment={
+            "HOME": str(home),
+            "XDG_CACHE_HOME": str(home / "cache"),
+            "HF_HOME": str(home / "hf"),
+        },
     )
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
@@ -40,7 +46,8 @@ def test_devices_are_seen(tmp_path: Path) -> None:
     assert "accelerate launch starts 3 processes here" in advice["message"]
     assert codes(document)["pairs-unproven"] == "note"
     assert (
-        "whether copies between devices are right (ckptfix doctor --peer-copies)" in document["not_checked"]
+        "whether copies between devices are right (ckptfix doctor --peer-copies)"
+        in document["not_checked"]
     )
 
 
@@ -55,7 +62,9 @@ def test_a_broken_pair_is_found_named_and_remembered(tmp_path: Path) -> None:
     status, document = doctor(tmp_path)
     assert status == 1
     unhealthy = [advice for advice in document["advice"] if advice["code"] == "pair-not-healthy"]
-    assert any("from device 1 to device 0 arrive wrong" in advice["message"] for advice in unhealthy)
+    assert any(
+        "from device 1 to device 0 arrive wrong" in advice["message"] for advice in unhealthy
+    )
     assert "pairs-unproven" not in codes(document)
 
 

@@ -1,4 +1,6 @@
-"""The help of the command line: groups, whole summaries, examples, suggestions, and the completion of a shell."""
+"""The help of the command line: groups, whole summaries, examples, suggestions, and the completion
+of a shell.
+"""
 
 import os
 import subprocess
@@ -25,7 +27,10 @@ def command(verb: str) -> click.Command:
 
 
 def help_of(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str, columns: int = 80
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *arguments: str,
+    columns: int = 80,
 ) -> str:
     monkeypatch.setenv("COLUMNS", str(columns))
     assert run([*arguments, "--help"]) == 0
@@ -81,7 +86,8 @@ def test_help_is_wrapped_to_the_width_of_the_terminal(
 ) -> None:
     made = command("doctor")
     assert isinstance(made, Verb)
-    commands = {f"  {example}" for example, _ in made.examples}  # a command to paste is never broken
+    # A command to paste is never broken.
+    commands = {f"  {example}" for example, _ in made.examples}
     printed = help_of(capsys, monkeypatch, "doctor", columns=columns)
     widest = max(len(line) for line in printed.splitlines() if line not in commands)
     assert columns - 15 < widest <= columns
@@ -100,21 +106,29 @@ def test_help_on_a_very_wide_terminal_stays_readable(
         (["Verify", "x"], "no verb 'Verify'; did you mean 'verify'?"),
         (["repiar", "x"], "did you mean 'repair'?"),
         (["zzz"], "no verb 'zzz'\n"),
-        (["fixtures"], "'fixtures' is a path, and the verb is missing; next: ckptfix check fixtures\n"),
+        (
+            ["fixtures"],
+            "'fixtures' is a path, and the verb is missing; next: ckptfix check fixtures\n",
+        ),
         (["check", "--josn", "x"], "Did you mean '--json'?"),
         (["repair", "--dryrun", "x"], "Did you mean '--dry-run'?"),
         (["--versoin"], "'--version'"),
     ],
 )
 def test_what_is_mistyped_is_suggested(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert run(arguments) == 2
     assert words in capsys.readouterr().err
 
 
-def completed(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def completed(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     monkeypatch.setenv("_CKPTFIX_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
@@ -125,7 +139,11 @@ def completed(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def test_a_shell_completes_verbs_options_choices_and_paths(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert completed("ckptfix s", capsys, monkeypatch) == ["plain,salvage", "plain,seal", "plain,scrub"]
+    assert completed("ckptfix s", capsys, monkeypatch) == [
+        "plain,salvage",
+        "plain,seal",
+        "plain,scrub",
+    ]
     assert completed("ckptfix check --rec", capsys, monkeypatch) == ["plain,--recursive"]
     assert completed("ckptfix repair --keys b", capsys, monkeypatch) == ["plain,bare"]
     assert completed("ckptfix check run", capsys, monkeypatch) == ["file,run"]
@@ -157,7 +175,13 @@ def test_completing_a_verb_imports_none() -> None:
     imported = {line.rpartition("|")[2].strip() for line in asked.stderr.splitlines()}
     assert not imported & {f"ckptfix.cli.{verb}" for verb in SUMMARIES}
     packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
-    assert not packages & {"torch", "numpy", "safetensors", "tqdm", "accelerate"}, "a person waits for them"
+    assert not packages & {
+        "torch",
+        "numpy",
+        "safetensors",
+        "tqdm",
+        "accelerate",
+    }, "a person waits for them"
 
 
 def test_the_group_is_completed_by_its_own_options() -> None:

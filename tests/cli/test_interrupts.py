@@ -1,4 +1,6 @@
-"""An interrupt at any moment is reported, and one that comes while cleaning up does not cut that short."""
+"""An interrupt at any moment is reported, and one that comes while cleaning up does not cut that
+short.
+"""
 
 import json
 import os
@@ -59,8 +61,17 @@ def lone(tmp_path: Path) -> Path:
     ids=["during-the-imports", "while-cleaning-up"],
 )
 def test_one_object_and_nothing_left(lone: Path, code: str, words: str) -> None:
-    arguments = ["migrate", str(lone), str(lone.parent / "b.safetensors"), "--to", "safetensors", "--json"]
-    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    arguments = [
+        "migrate",
+        str(lone),
+        str(lone.parent / "b.safetensors"),
+        "--to",
+        "safetensors",
+        "--json",
+    ]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True
+    )
     document = json.loads(result.stdout)
     assert result.returncode == document["status"] == 130
     assert document["error"] == words.format(lone.parent)

@@ -1,4 +1,6 @@
-"""The keys of every verb's JSON, in their order: scripts of users read them, and no refactoring may change one."""
+"""The keys of every verb's JSON, in their order: scripts of users read them, and no refactoring may
+change one.
+"""
 
 import json
 import shutil
@@ -18,42 +20,54 @@ FINDING = ["code", "severity", "action", "message", "advice", "path"]
 ITEM = ["kind", "name", "file", "outcome", "change", "message", "other"]
 
 CHECKPOINT = [
-    "path", "status", "verdict", "counts", "understood", "components", "sharded", "deepspeed", "findings",
-    "not_checked", "unfinished",
+    "path", "status", "verdict", "counts", "understood", "components", "sharded", "deepspeed",
+    "findings", "not_checked", "unfinished",
 ]  # fmt: skip
 COUNTS = ["files", "tensors", "bytes", "errors", "warnings", "notes", "not_checked"]
 UNDERSTOOD = ["models", "optimizers", "processes", "problems"]
 MODEL = ["path", "is_model", "files", "unread", "tensors", "bytes", "dtypes"]
 OPTIMIZER = ["path", "class", "parameters", "states"]
 REPAIR = [
-    "path", "status", "dry_run", "output", "recovered", "transaction", "found", "steps", "unplanned", "left",
-    "not_checked", "advice",
+    "path", "status", "dry_run", "output", "recovered", "transaction", "found", "steps",
+    "unplanned", "left", "not_checked", "advice",
 ]  # fmt: skip
 SEAL = [
-    "path", "status", "written", "manifest", "files", "tensors", "ranges", "bytes", "findings", "differing",
-    "unreadable", "special", "transaction", "statements", "signed_by",
+    "path", "status", "written", "manifest", "files", "tensors", "ranges", "bytes", "findings",
+    "differing", "unreadable", "special", "transaction", "statements", "signed_by",
 ]  # fmt: skip
 VERIFY = [
-    "path", "status", "sealed", "verified", "no_digest", "against", "findings", "items", "crossed", "values",
-    "not_checked", "unfinished", "statements", "notes",
+    "path", "status", "sealed", "verified", "no_digest", "against", "findings", "items", "crossed",
+    "values", "not_checked", "unfinished", "statements", "notes",
 ]  # fmt: skip
 SHARE = ["path", "share", "units", "resumed", "bytes", "unread", "status"]
 SCRUB = [
-    "path", "status", "verdict", "looked", "kept", "findings", "differences", "unfinished", "not_checked", "data",
+    "path", "status", "verdict", "looked", "kept", "findings", "differences", "unfinished",
+    "not_checked", "data",
 ]  # fmt: skip
-SCRUB_DATA = ["files", "bytes", "read", "read_bytes", "before", "never", "due", "stopped", "oldest"]
+SCRUB_DATA = [
+    "files",
+    "bytes",
+    "read",
+    "read_bytes",
+    "before",
+    "never",
+    "due",
+    "stopped",
+    "oldest",
+]
 UNDO = ["path", "status", "transaction", "steps", "remaining", "recovered", "unproven"]
 MIGRATE = [
-    "path", "status", "output", "to", "dry_run", "verified", "bytes", "models", "carried", "left_out", "rewritten",
-    "warnings", "removed", "not_checked", "state", "processes", "optimizers",
+    "path", "status", "output", "to", "dry_run", "verified", "bytes", "models", "carried",
+    "left_out", "rewritten", "warnings", "removed", "not_checked", "state", "processes",
+    "optimizers",
 ]  # fmt: skip
 SALVAGE = [
-    "source", "output", "saved", "copied", "lost", "doubtful", "damaged", "left_out", "notes", "next", "not_checked",
-    "status",
+    "source", "output", "saved", "copied", "lost", "doubtful", "damaged", "left_out", "notes",
+    "next", "not_checked", "status",
 ]  # fmt: skip
 DIFF = [
-    "a", "b", "tolerance", "verdict", "summary", "models", "optimizers", "crossed", "one_sided", "notes",
-    "not_compared", "status",
+    "a", "b", "tolerance", "verdict", "summary", "models", "optimizers", "crossed", "one_sided",
+    "notes", "not_compared", "status",
 ]  # fmt: skip
 
 
@@ -82,7 +96,14 @@ def test_the_keys_of_every_verb_stay(
     assert list(understood) == UNDERSTOOD
     assert (list(understood["models"][0]), list(understood["optimizers"][0])) == (MODEL, OPTIMIZER)
     assert all(list(one)[: len(FINDING)] == FINDING for one in checkpoint["findings"])
-    assert list(checkpoint["components"][0]) == ["path", "role", "index", "rank", "bytes", "tensors"]
+    assert list(checkpoint["components"][0]) == [
+        "path",
+        "role",
+        "index",
+        "rank",
+        "bytes",
+        "tensors",
+    ]
     assert checkpoint["findings"][0]["path"] == "model_1.safetensors"
 
     repaired = asked(capsys, "repair", folder)
@@ -101,21 +122,28 @@ def test_the_keys_of_every_verb_stay(
     assert list(checkpoint) == SCRUB
     assert list(checkpoint["data"]) == list(scrubbed["summary"]["data"]) == SCRUB_DATA
     assert list(scrubbed["summary"]) == [
-        "checkpoints", "damaged", "kept", "unknown", "gone", "without_digests", "complete", "subset", "since", "data",
+        "checkpoints", "damaged", "kept", "unknown", "gone", "without_digests", "complete",
+        "subset", "since", "data",
     ]  # fmt: skip
     assert asked(capsys, "seal", folder, "--force", "--oms")["statements"] == [
         "model.oms.json",
         "tensors.oms.json",
     ]
-    (statement,) = asked(capsys, "verify", folder, "--oms", folder / "tensors.oms.json")["statements"]
+    (statement,) = asked(capsys, "verify", folder, "--oms", folder / "tensors.oms.json")[
+        "statements"
+    ]
     assert list(statement) == ["file", "kind", "signed", "verified", "signer", "problem", "notes"]
     assert (
-        list(asked(capsys, "migrate", DOUBLED, tmp_path / "new", "--to", "bin", "--allow-damage")) == MIGRATE
+        list(asked(capsys, "migrate", DOUBLED, tmp_path / "new", "--to", "bin", "--allow-damage"))
+        == MIGRATE
     )
     uploaded = asked(capsys, "upload", DOUBLED, f"memory://{tmp_path.name}/checkpoint")
     assert list(uploaded) == ["path", "url", "files", "bytes", "status"]
     salvaged = asked(
-        capsys, "salvage", FIXTURES / "golden" / "truncated-file" / "checkpoint", tmp_path / "saved"
+        capsys,
+        "salvage",
+        FIXTURES / "golden" / "truncated-file" / "checkpoint",
+        tmp_path / "saved",
     )
     assert list(salvaged) == SALVAGE
     assert list(salvaged["saved"][0]) == ["path", "source", "bytes", "tensors"]

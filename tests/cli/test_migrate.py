@@ -27,7 +27,9 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_shows_its_plan_and_what_it_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_shows_its_plan_and_what_it_did(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = folder.parent / "b"
     assert run(["migrate", str(folder), str(target), "--to", "safetensors"]) == 0
     size = sum((target / name).stat().st_size for name in names_below(target))
@@ -38,8 +40,11 @@ def test_it_shows_its_plan_and_what_it_did(folder: Path, capsys: pytest.CaptureF
         "  copied unchanged: 2 files (optimizer.bin and random_states_0.pkl)",
         "  left out: pytorch_model_1.bin: weights of a model that is converted from other files",
         f"done and verified: 2 models, {size / 1024:.1f} KiB in {target}",
-        "warning: the source has identical-models: pytorch_model_1.bin equals pytorch_model.bin in keys and in every "
-        f"sampled byte (3 tensors, 96 B); next: ckptfix check {folder}",
+        (
+            "warning: the source has identical-models: pytorch_model_1.bin equals "
+            "pytorch_model.bin in keys and in every sampled byte (3 tensors, 96 B); next: "
+            f"ckptfix check {folder}"
+        ),
     ]
     assert names_below(target) == {
         "model.safetensors",
@@ -57,15 +62,23 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert document["status"] == 0
     assert document["verified"] is False
     assert document["models"][0] == {
-        "label": "pytorch_model.bin", "tensors": 2, "nbytes": 96, "ties": 1, "files": ["pytorch_model.bin"],
+        "label": "pytorch_model.bin", "tensors": 2, "nbytes": 96, "ties": 1,
+        "files": ["pytorch_model.bin"],
     }  # fmt: skip
     assert document["left_out"] == [
-        {"what": "pytorch_model_1.bin", "reason": "weights of a model that is converted from other files"}
+        {
+            "what": "pytorch_model_1.bin",
+            "reason": "weights of a model that is converted from other files",
+        }
     ]
-    assert document["not_checked"][0] == "that the new files hold what the old ones do (--no-verify)"
+    assert (
+        document["not_checked"][0] == "that the new files hold what the old ones do (--no-verify)"
+    )
 
 
-def test_a_duplicate_model_is_refused_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_duplicate_model_is_refused_or_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target = str(GOLDEN / "doubled-model" / "checkpoint"), tmp_path / "b"
     arguments = ["migrate", source, str(target), "--to", "dcp"]
     assert run(arguments) == 3
@@ -82,7 +95,9 @@ def test_a_duplicate_model_is_refused_or_named(tmp_path: Path, capsys: pytest.Ca
     assert not target.exists()
     assert run([*arguments, "--allow-damage", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["warnings"][0].startswith("--allow-damage: the copy keeps doubled-model of the source: ")
+    assert document["warnings"][0].startswith(
+        "--allow-damage: the copy keeps doubled-model of the source: "
+    )
 
 
 def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +128,13 @@ def test_wrong_usage(
     as_json: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = ["migrate", str(folder), str(folder.parent / "b"), *arguments, *(["--json"] if as_json else [])]
+    given = [
+        "migrate",
+        str(folder),
+        str(folder.parent / "b"),
+        *arguments,
+        *(["--json"] if as_json else []),
+    ]
     assert run(given) == status
     captured = capsys.readouterr()
     if as_json:
@@ -125,7 +146,9 @@ def test_wrong_usage(
     assert os.listdir(folder.parent) == ["a"]
 
 
-def test_what_cannot_be_done_says_what_to_type(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_done_says_what_to_type(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = (folder / "model_1.safetensors").read_bytes()
     (folder / "model_1.safetensors").write_bytes(data[:-1])
     assert run(["migrate", str(folder), str(folder.parent / "b"), "--to", "bin"]) == 3
@@ -147,11 +170,16 @@ def test_overwrite_replaces_a_checkpoint(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_names_and_dtype(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "a.safetensors", {"module.w": torch.ones(3), "module.n": torch.arange(3)})
+    write_safetensors(
+        tmp_path / "a.safetensors", {"module.w": torch.ones(3), "module.n": torch.arange(3)}
+    )
     given = ["migrate", str(tmp_path / "a.safetensors"), str(tmp_path / "b.bin"), "--to", "bin"]
     assert run([*given, "--keys", "bare", "--dtype", "bf16"]) == 0
     loaded = torch.load(tmp_path / "b.bin", weights_only=True)
-    assert {name: value.dtype for name, value in loaded.items()} == {"w": torch.bfloat16, "n": torch.int64}
+    assert {name: value.dtype for name, value in loaded.items()} == {
+        "w": torch.bfloat16,
+        "n": torch.int64,
+    }
 
 
 def test_a_hostile_name_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +205,11 @@ def test_an_interruption_says_what_is_at_dst(
 
 def test_what_is_replaced_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = folder.parent / "b"
-    assert run(["migrate", str(folder / "model_1.safetensors"), str(target), "--to", "safetensors"]) == 0
-    assert run(["migrate", str(folder), str(target), "--to", "bin", "--overwrite", "--dry-run"]) == 0
+    assert (
+        run(["migrate", str(folder / "model_1.safetensors"), str(target), "--to", "safetensors"])
+        == 0
+    )
+    assert (
+        run(["migrate", str(folder), str(target), "--to", "bin", "--overwrite", "--dry-run"]) == 0
+    )
     assert f"  to be replaced in {target}: model.safetensors" in capsys.readouterr().out

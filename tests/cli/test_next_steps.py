@@ -21,13 +21,20 @@ HELP = re.compile(r"^ {8}\S|\bnext\b|\bto undo: ", re.MULTILINE)
 """Advice below a finding, a next step in words or as a command, or the way back."""
 
 STARTS = (
-    "check CK", "check CK --data", "repair CK", "undo CK", "seal CK", "verify CK", "verify CK --data", "salvage CK NEW",
-    "migrate CK NEW --to safetensors", "diff CK OTHER",
+    "check CK", "check CK --data", "repair CK", "undo CK", "seal CK", "verify CK",
+    "verify CK --data", "salvage CK NEW", "migrate CK NEW --to safetensors", "diff CK OTHER",
 )  # fmt: skip
-FEW = ("truncated-file", "truncated-file-zip", "missing-shard", "not-a-tensor-file-lfs", "doubled-model")
+FEW = (
+    "truncated-file",
+    "truncated-file-zip",
+    "missing-shard",
+    "not-a-tensor-file-lfs",
+    "doubled-model",
+)
 STARTS_OF_FEW = (
-    "verify CK --device-map auto", "diff CK EMPTY", "merge CK", "merge EMPTY", "check EMPTY", "verify EMPTY",
-    "check -r RUN", "check RUN", "repair RUN", "undo RUN", "seal RUN", "verify RUN", "salvage RUN NEW",
+    "verify CK --device-map auto", "diff CK EMPTY", "merge CK", "merge EMPTY", "check EMPTY",
+    "verify EMPTY", "check -r RUN", "check RUN", "repair RUN", "undo RUN", "seal RUN", "verify RUN",
+    "salvage RUN NEW",
 )  # fmt: skip
 PLACES = {"CK": "run/checkpoint", "RUN": "run", "OTHER": "other", "EMPTY": "empty", "NEW": "new"}
 
@@ -41,12 +48,18 @@ class Step(NamedTuple):
 
 
 def steps_after(text: str) -> list[str]:
-    """Return the commands that a message names as the next step. Others, such as a command to undo, are no step."""
-    return [command[0] for place in NEXT.finditer(text) if (command := COMMAND.match(text, place.end()))]
+    """Return the commands that a message names as the next step. Others, such as a command to undo,
+    are no step.
+    """
+    return [
+        command[0] for place in NEXT.finditer(text) if (command := COMMAND.match(text, place.end()))
+    ]
 
 
 def chains(said: Said, home: Path, start: str, depth: int = 3) -> Iterator[list[Step]]:
-    """Run a command and every next step after it, each in the state that the one before left; yield each chain."""
+    """Run a command and every next step after it, each in the state that the one before left; yield
+    each chain.
+    """
 
     def follow(command: str, before: list[Step]) -> Iterator[list[Step]]:
         status, out, err = said(*shlex.split(PLACEHOLDER.sub(f"{home}/new", command))[1:])
@@ -74,12 +87,16 @@ def problems(chain: list[Step]) -> Iterator[str]:
     if last.status and any(step.text == last.text for step in chain[:-1]):
         yield "the same message again"
     # That two checkpoints differ is what `diff` was asked for.
-    if last.status in (1, 3) and not last.command.startswith("ckptfix diff") and not HELP.search(last.text):
+    if (
+        last.status in (1, 3)
+        and not last.command.startswith("ckptfix diff")
+        and not HELP.search(last.text)
+    ):
         yield "no next step"
     if first.status == 2 and "next" not in first.text and "to look into" not in first.text:
-        assert first.command.startswith(("ckptfix undo", "ckptfix check empty", "ckptfix verify empty")), (
-            first
-        )
+        assert first.command.startswith(
+            ("ckptfix undo", "ckptfix check empty", "ckptfix verify empty")
+        ), first
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)

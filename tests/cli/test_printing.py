@@ -1,4 +1,6 @@
-"""``str()`` of every report and receipt is what the terminal prints for it; ``repr()`` is one short line."""
+"""``str()`` of every report and receipt is what the terminal prints for it; ``repr()`` is one short
+line.
+"""
 
 import errno
 import os
@@ -36,8 +38,8 @@ CASES: dict[str, tuple[list[str], Call]] = {
         lambda folder, new: diff(folder / "model.safetensors", folder / "model_2.safetensors"),
     ),
     "migrate-dry": (
-        ["migrate", "{}", "{}-new", "--to", "bin", "--dry-run", "--allow-damage"],
-        lambda folder, new: migrate(folder, f"{folder}-new", to="bin", dry_run=True, allow_damage=True),
+        ["migrate", "{}", "{}-new", "--to", "bin", "--dry-run", "--allow-damage"], lambda folder,
+        new: migrate(folder, f"{folder}-new", to="bin", dry_run=True, allow_damage=True),
     ),
 }  # fmt: skip
 
@@ -71,7 +73,9 @@ def test_str_of_an_undo_and_of_a_salvage(
     assert str(undone).startswith(f"undid the last repair of {folder}:\n  undone: ")
     receipt = salvage(CUT, tmp_path / "a")
     run(["salvage", str(CUT), str(tmp_path / "b")])
-    assert capsys.readouterr().out == f"{receipt}\n".replace(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert capsys.readouterr().out == f"{receipt}\n".replace(
+        str(tmp_path / "a"), str(tmp_path / "b")
+    )
 
 
 def test_str_of_a_diagnosis_names_the_problems_and_what_was_not_checked() -> None:
@@ -115,7 +119,10 @@ def test_text_of_a_report_moves_no_cursor(tmp_path: Path) -> None:
     ("number", "words"),
     [
         (errno.ENOSPC, "No space left on device; next: make room on that disk, and run it again"),
-        (errno.EROFS, "Read-only file system; next: name a folder on a disk that can be written to"),
+        (
+            errno.EROFS,
+            "Read-only file system; next: name a folder on a disk that can be written to",
+        ),
     ],
 )
 def test_an_error_of_a_disk_names_what_was_to_be_written_and_not_the_temporary_name(
@@ -123,7 +130,10 @@ def test_an_error_of_a_disk_names_what_was_to_be_written_and_not_the_temporary_n
 ) -> None:
     temporary = tmp_path / temporary_name(tmp_path / "new")
     try:
-        for path, named in ((temporary, "new"), (temporary / "below" / "a.bin", "new/below/a.bin")):
+        for path, named in (
+            (temporary, "new"),
+            (temporary / "below" / "a.bin", "new/below/a.bin"),
+        ):
             said = ending_of(OSError(number, os.strerror(number), str(path))).message
             assert said == f"{tmp_path / named}: {words}"
     finally:

@@ -1,4 +1,6 @@
-"""``ckptfix prove-resume``: the runs of the user's own command, and what is said where nothing can be proven."""
+"""``ckptfix prove-resume``: the runs of the user's own command, and what is said where nothing can
+be proven.
+"""
 
 import json
 import os
@@ -39,10 +41,19 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
             ["--", "train.py"],
             "write {dir} where the command names the folder (-- train.py --output_dir {dir})",
         ),
-        (["--output", "taken", "--", "train.py"], "taken exists, and the runs would write into it"),
-        (["--steps", "4", "--save-at", "4", "--", "train.py", "{dir}"], "expected more than --save-at 4"),
+        (
+            ["--output", "taken", "--", "train.py"],
+            "taken exists, and the runs would write into it",
+        ),
+        (
+            ["--steps", "4", "--save-at", "4", "--", "train.py", "{dir}"],
+            "expected more than --save-at 4",
+        ),
         (["--resume-args", "'", "--", "train.py", "{dir}"], "No closing quotation"),
-        (["--keep", "taken", "--", "train.py", "{dir}"], "taken exists and is not an empty folder"),
+        (
+            ["--keep", "taken", "--", "train.py", "{dir}"],
+            "taken exists and is not an empty folder",
+        ),
         (["--html", "none/page.html", "--", "train.py", "{dir}"], "cannot be written"),
         (["--", "no-such-program", "{dir}"], "no-such-program: cannot be run"),
     ],
@@ -63,8 +74,12 @@ def test_an_option_of_the_script_is_not_one_of_ours(capsys: pytest.CaptureFixtur
     assert text.startswith("ckptfix: train.py: each run needs an output folder of its own")
 
 
-def test_a_script_that_fails_or_never_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "fails.py").write_text("import sys\nraise ValueError('no data in ' + sys.argv[1][:0])")
+def test_a_script_that_fails_or_never_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fails.py").write_text(
+        "import sys\nraise ValueError('no data in ' + sys.argv[1][:0])"
+    )
     status, text = said(capsys, "--", "fails.py", "{dir}")
     assert status == 3
     assert "fails.py: the interrupted run failed with status 1: ValueError: no data in" in text
@@ -72,7 +87,9 @@ def test_a_script_that_fails_or_never_trains(tmp_path: Path, capsys: pytest.Capt
     status, text = said(capsys, "--", "idle.py", "{dir}")
     assert status == 2
     assert "idle.py: no optimizer step of an Accelerator was seen" in text
-    (tmp_path / "hangs.py").write_text("import pathlib, time\ntime.sleep(60)\npathlib.Path('late').touch()")
+    (tmp_path / "hangs.py").write_text(
+        "import pathlib, time\ntime.sleep(60)\npathlib.Path('late').touch()"
+    )
     status, text = said(capsys, "--timeout", "1", "--", "hangs.py", "{dir}")
     assert status == 3
     assert "a run took more than 1 seconds (--timeout)" in text
@@ -80,9 +97,23 @@ def test_a_script_that_fails_or_never_trains(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_interrupt_ends_every_process_of_the_run(tmp_path: Path) -> None:
-    (tmp_path / "hangs.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)")
-    command = [sys.executable, "-m", "ckptfix", "prove-resume", "--keep", "kept", "--", "hangs.py", "{dir}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    (tmp_path / "hangs.py").write_text(
+        "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "ckptfix",
+        "prove-resume",
+        "--keep",
+        "kept",
+        "--",
+        "hangs.py",
+        "{dir}",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         end = time.monotonic() + 60
         while not (tmp_path / "begun").exists() and time.monotonic() < end:
             time.sleep(0.02)
@@ -98,10 +129,10 @@ def test_the_script_sees_what_it_sees_without_a_proof(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     looks = (
-        "import json, os, sys\n"
-        "where = os.environ.get('CKPTFIX_RUN_DIR')\n"
-        "seen = [sys.argv[1:], sys.path, '__main__' == __name__, sorted({'torch', 'accelerate'} & set(sys.modules))]\n"
-        "json.dump(seen, open('plain.json' if where is None else 'proof.json', 'w'))\n"
+        "import json, os, sys\nwhere = os.environ.get('CKPTFIX_RUN_DIR')\nseen = [sys.argv[1:], "
+        "sys.path, '__main__' == __name__, sorted({'torch', 'accelerate'} & "
+        "set(sys.modules))]\njson.dump(seen, open('plain.json' if where is None else "
+        "'proof.json', 'w'))\n"
     )
     (tmp_path / "looks.py").write_text(looks)
     subprocess.run([sys.executable, "looks.py", "--json", "a b"], check=True)
@@ -126,7 +157,8 @@ def test_two_ranks_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     assert 'class="eq"' in (tmp_path / "page.html").read_text()
     assert not _left(tmp_path), "no process of the runs may be left"
-    # One digest of the record that is another one is found: the certificate does not come from nowhere.
+    # One digest of the record that is another one is found: the certificate does not come from
+    # nowhere.
     from ckptfix.training.resume_proofs.recorded_runs import read_run
     from ckptfix.training.resume_proofs.resume_verdict import compare
 
@@ -136,7 +168,8 @@ def test_two_ranks_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[
     row["states"]["moments"]["exp_avg of 3.weight"] = "0" * 12
     record.write_text("".join(json.dumps(row) + "\n" for row in rows))
     runs = [
-        read_run(tmp_path / "kept" / f"records-{name}") for name in ("interrupted", "reference", "resumed")
+        read_run(tmp_path / "kept" / f"records-{name}")
+        for name in ("interrupted", "reference", "resumed")
     ]
     (difference,) = compare(*runs).differences
     assert (difference.step, difference.rank, difference.state) == (12, 1, "moments")
@@ -170,10 +203,21 @@ SCRIPTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "kind", "case"),
-    sampled([(launcher, kind, case) for launcher in LAUNCHERS for kind in SCRIPTS for case in SCRIPTS[kind]]),
+    sampled(
+        [
+            (launcher, kind, case)
+            for launcher in LAUNCHERS
+            for kind in SCRIPTS
+            for case in SCRIPTS[kind]
+        ]
+    ),
 )
 def test_two_processes(
-    launcher: str, kind: str, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    launcher: str,
+    kind: str,
+    case: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if kind == "trainer":
         pytest.importorskip("transformers", reason="transformers is not installed")
@@ -195,9 +239,9 @@ def _left(folder: Path) -> list[str]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if os.fsencode(f"{folder}/kept") in (entry / "environ").read_bytes() and entry.name != str(
-                os.getpid()
-            ):
+            if os.fsencode(f"{folder}/kept") in (
+                entry / "environ"
+            ).read_bytes() and entry.name != str(os.getpid()):
                 found.append((entry / "cmdline").read_text())
         except OSError:
             continue
@@ -223,8 +267,8 @@ def test_a_script_with_a_fixed_folder_that_resumes_itself(
     status, text = said(capsys, "--output", "out", "--", "fixed.py")
     assert status == 1, text
     assert (
-        "NOT EXACT: fixed.py: killed after step 4 and resumed, the run diverges from the uninterrupted one"
-        in text
+        "NOT EXACT: fixed.py: killed after step 4 and resumed, the run diverges from the "
+        "uninterrupted one" in text
     )
     assert "step 5: batch: the one that the uninterrupted run used at step 1" in text
     assert "cause: the script does not skip the batches that were used" in text
@@ -235,7 +279,9 @@ def test_a_script_with_a_fixed_folder_that_resumes_itself(
 @pytest.mark.slow
 def test_the_guard_makes_a_cut_epoch_exact(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--guard", "--resume-args=--resume", "--steps", "8"]
-    status, text = said(capsys, *options, "--", SCRIPT, '{"dropout": 0.5, "shuffle": true}', "{dir}")
+    status, text = said(
+        capsys, *options, "--", SCRIPT, '{"dropout": 0.5, "shuffle": true}', "{dir}"
+    )
     assert status == 0, text
     assert "EXACT: " in text
     assert "not checked: what follows step 8: --steps ended the runs there" in text
@@ -245,8 +291,16 @@ def test_the_guard_makes_a_cut_epoch_exact(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("variant", "options", "words"),
     [
-        ('{"save": 0, "epochs": 1}', [], "no save at step 1 or later in 16 steps (it never saves)"),
-        ('{"save": -1, "epochs": 1}', [], "it ends after the save at step 16; nothing is left to compare"),
+        (
+            '{"save": 0, "epochs": 1}',
+            [],
+            "no save at step 1 or later in 16 steps (it never saves)",
+        ),
+        (
+            '{"save": -1, "epochs": 1}',
+            [],
+            "it ends after the save at step 16; nothing is left to compare",
+        ),
         (
             '{"save": 4, "epochs": 1}',
             [],

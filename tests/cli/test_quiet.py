@@ -1,4 +1,6 @@
-"""``--quiet`` prints no line of a result, no bar and no remark; failures, documents and the exit status stay."""
+"""``--quiet`` prints no line of a result, no bar and no remark; failures, documents and the exit
+status stay.
+"""
 
 import json
 import shutil

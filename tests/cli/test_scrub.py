@@ -1,4 +1,6 @@
-"""``scrub``: every checkpoint of a fleet is looked at, the data over many runs, and what was left out is in numbers."""
+"""``scrub``: every checkpoint of a fleet is looked at, the data over many runs, and what was left
+out is in numbers.
+"""
 
 import fcntl
 import json
@@ -30,8 +32,20 @@ from tests.diagnosis.test_completeness import give_own_values
 from tests.repairs.builders import write_safetensors
 from tests.stores.servers import QUICK, upload_folder
 
-CLEAN = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
-DOUBLED = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"
+CLEAN = (
+    Path(__file__).parents[2]
+    / "fixtures"
+    / "accelerate-1.15.0"
+    / "clean-single-process"
+    / "checkpoint"
+)
+DOUBLED = (
+    Path(__file__).parents[2]
+    / "fixtures"
+    / "accelerate-1.15.0"
+    / "wrapper-safetensors"
+    / "checkpoint"
+)
 FILES = 3
 """Files of a checkpoint that a seal has digests of."""
 
@@ -54,7 +68,9 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def scrubbed(capsys: Capture, *arguments: object, status: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+def scrubbed(
+    capsys: Capture, *arguments: object, status: int = 0
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Scrub, and return the checkpoints by their names and the summary."""
     capsys.readouterr()
     assert run(["scrub", *map(str, arguments), "--format", "jsonl"]) == status
@@ -90,7 +106,10 @@ def test_everything_is_looked_at_and_read(runs: Path, capsys: Capture) -> None:
     assert any(line.startswith("not checked: values of tensors") for line in lines)
     assert not any("digests in" in line for line in lines)
     assert run(["scrub", str(runs), "-q"]) == 1
-    assert capsys.readouterr().out.splitlines() == [str(runs / "one" / "checkpoint_3"), str(runs / "other")]
+    assert capsys.readouterr().out.splitlines() == [
+        str(runs / "one" / "checkpoint_3"),
+        str(runs / "other"),
+    ]
 
 
 def test_five_nights_of_a_fifth_read_everything_once(runs: Path, capsys: Capture) -> None:
@@ -101,8 +120,8 @@ def test_five_nights_of_a_fifth_read_everything_once(runs: Path, capsys: Capture
         read += summary["data"]["read"]
         assert summary["data"]["before"] + summary["data"]["read"] == read
         assert summary["data"]["never"] == 5 * FILES - read
-    # A fifth is chosen by hashes of paths, and this one lies in a folder of chance: one of 28 times the last fifth of
-    # 15 files is empty, so that nothing is said of the nights before it.
+    # A fifth is chosen by hashes of paths, and this one lies in a folder of chance: one of 28 times
+    # the last fifth of 15 files is empty, so that nothing is said of the nights before it.
     assert read == 5 * FILES
     assert sorted(subsets) == [f"{number}/5" for number in range(5)]
     assert scrubbed(capsys, runs, "--read-data-subset", "20%")[1]["subset"] == subsets[0]
@@ -119,12 +138,16 @@ def test_a_difference_is_remembered_until_the_file_is_another(runs: Path, capsys
     assert list(ones["checkpoint_2"]["differences"]) == ["model.safetensors"]
     os.utime(file)
     ones, _ = scrubbed(capsys, runs, "--read-data-subset", "0%")
-    assert ones["checkpoint_2"]["data"]["never"] == 1, "it is another file, and nothing is known of it"
+    assert ones["checkpoint_2"]["data"]["never"] == 1, (
+        "it is another file, and nothing is known of it"
+    )
     file.write_bytes(original)
     assert scrubbed(capsys, runs)[0]["checkpoint_2"]["verdict"] == "clean"
 
 
-def test_what_is_missing_or_more_than_was_sealed_differs_unread(runs: Path, capsys: Capture) -> None:
+def test_what_is_missing_or_more_than_was_sealed_differs_unread(
+    runs: Path, capsys: Capture
+) -> None:
     (runs / "one" / "checkpoint_1" / "random_states_0.pkl").unlink()
     (runs / "one" / "checkpoint_2" / "notes.txt").write_text("by hand")
     ones, _ = scrubbed(capsys, runs, "--read-data-subset", "0%", status=1)
@@ -157,7 +180,11 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
     def now() -> float:
         return time.time() + (left.pop(0) if len(left) > 1 else left[0])
 
-    for module in ("ckptfix.cli.scrub", "ckptfix.verification.scrub", "ckptfix.verification.scrub_state"):
+    for module in (
+        "ckptfix.cli.scrub",
+        "ckptfix.verification.scrub",
+        "ckptfix.verification.scrub_state",
+    ):
         monkeypatch.setattr(f"{module}.time", now)
 
 
@@ -165,7 +192,9 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
 def test_what_was_read_by_a_clock_that_was_wrong_is_read_again(
     runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
-    """A machine that starts before its clock is set: its readings would count for years, and its subset be the last."""
+    """A machine that starts before its clock is set: its readings would count for years, and its
+    subset be the last.
+    """
     set_clock(monkeypatch, 10 * 365 * 86400)
     scrubbed(capsys, runs, *options)
     scrubbed(capsys, runs, *options)
@@ -202,7 +231,9 @@ def test_nothing_is_forgotten_where_the_clock_is_set_back_meanwhile(
     assert scrubbed(capsys, runs, "--max-age", "30d")[1]["kept"] == 5
 
 
-def test_a_checkpoint_without_digests_that_changed_is_looked_at_again(runs: Path, capsys: Capture) -> None:
+def test_a_checkpoint_without_digests_that_changed_is_looked_at_again(
+    runs: Path, capsys: Capture
+) -> None:
     folder = Path(shutil.copytree(CLEAN, runs / "two"))
     scrubbed(capsys, runs)
     os.truncate(folder / "model.safetensors", 100)
@@ -227,13 +258,17 @@ def test_the_next_run_goes_on_where_the_time_was_over(
     assert looked == ["checkpoint_1", "checkpoint_2"]
     assert [one["verdict"] for one in ones.values()] == ["clean"] * 2 + ["not reached"] * 3
     assert ones["checkpoint_2"]["data"]["due"] == FILES, "its structure alone was looked at"
-    assert (summary["not reached"], summary["complete"], summary["data"]["due"]) == (3, False, FILES)
+    assert (summary["not reached"], summary["complete"], summary["data"]["due"]) == (
+        3,
+        False,
+        FILES,
+    )
     assert summary["unknown"] == 3
     run(["scrub", str(runs), "--max-duration", "0s"])
     said = capsys.readouterr().out
     assert (
-        "the time is over, left: 5 checkpoints (3 never looked at); to continue from here, run the same command again\n"
-        in said
+        "the time is over, left: 5 checkpoints (3 never looked at); to continue from here, run the "
+        "same command again\n" in said
     )
     ones, summary = scrubbed(capsys, runs)
     assert looked == [f"checkpoint_{number}" for number in range(1, 6)], "each once"
@@ -245,7 +280,9 @@ def test_the_next_run_goes_on_where_the_time_was_over(
 
 @pytest.fixture
 def long(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of 4 MiB in a fleet of one checkpoint; each MiB that is read takes 100 s of each run."""
+    """A file of 4 MiB in a fleet of one checkpoint; each MiB that is read takes 100 s of each
+    run.
+    """
     clock = [0.0]
     begin = scrub.Scrub.__init__
 
@@ -274,21 +311,37 @@ def test_a_file_is_stopped_halfway_and_takes_not_the_time_of_every_run(
     seal(long.parent)
     options = (runs, "--max-age", "1d", "--max-duration")
     ones, summary = scrubbed(capsys, *options, "2m30s")
-    assert (summary["data"]["read"], summary["data"]["due"], summary["data"]["stopped"]) == (0, 4, 1)
+    assert (summary["data"]["read"], summary["data"]["due"], summary["data"]["stopped"]) == (
+        0,
+        4,
+        1,
+    )
     assert ones["checkpoint_1"]["differences"] == {}
     assert summary["data"]["never"] == 4
     _, summary = scrubbed(capsys, *options, "2m30s")
-    assert (summary["data"]["read"], summary["data"]["due"], summary["data"]["stopped"]) == (3, 1, 1)
+    assert (summary["data"]["read"], summary["data"]["due"], summary["data"]["stopped"]) == (
+        3,
+        1,
+        1,
+    )
     assert (summary["complete"], summary["data"]["read_bytes"] < 1 << 20) == (False, True)
     run(["scrub", *map(str, options), "2m30s"])
     said = capsys.readouterr().out
-    assert "stopped halfway: 1 file; the next run continues in a file with digests of ranges" in said
+    assert (
+        "stopped halfway: 1 file; the next run continues in a file with digests of ranges" in said
+    )
     assert "3 before since" in said
     assert "1 never (1 stopped halfway)" in said
-    assert scrubbed(capsys, *options, "4m50s")[1]["data"]["stopped"] == 1, "300 s were needed, and not had"
+    assert scrubbed(capsys, *options, "4m50s")[1]["data"]["stopped"] == 1, (
+        "300 s were needed, and not had"
+    )
     assert scrubbed(capsys, *options, "5m15s")[1]["data"]["stopped"] == 1, "hardly more than before"
     _, summary = scrubbed(capsys, runs, "--max-age", "1d")
-    assert (summary["data"]["read"], summary["data"]["stopped"], summary["complete"]) == (1, 0, True)
+    assert (summary["data"]["read"], summary["data"]["stopped"], summary["complete"]) == (
+        1,
+        0,
+        True,
+    )
 
 
 @pytest.mark.parametrize("damaged", [None, 0, 3])
@@ -305,7 +358,9 @@ def test_a_file_with_digests_of_ranges_goes_on_where_it_was_stopped(
     found: list[tuple[int, int]] = []
     for _ in range(4):
         status = int(damaged == 0 or (damaged == 3 and len(found) == 3))
-        ones, summary = scrubbed(capsys, runs, "--max-age", "1d", "--max-duration", "2m30s", status=status)
+        ones, summary = scrubbed(
+            capsys, runs, "--max-age", "1d", "--max-duration", "2m30s", status=status
+        )
         found.append((summary["data"]["read"], summary["data"]["stopped"]))
         assert list(ones["checkpoint_1"]["differences"]) == ["big.dat"] * status
     if damaged == 0:
@@ -328,7 +383,11 @@ def test_tensors_are_stopped_halfway_too(long: Path, runs: Path, capsys: Capture
     manifest.write_text(json.dumps(document))
     options = (runs, "--max-age", "1d")
     _, summary = scrubbed(capsys, *options, "--max-duration", "2m30s")
-    assert (summary["data"]["files"], summary["data"]["stopped"], summary["data"]["never"]) == (1, 1, 1)
+    assert (summary["data"]["files"], summary["data"]["stopped"], summary["data"]["never"]) == (
+        1,
+        1,
+        1,
+    )
     _, summary = scrubbed(capsys, *options)
     assert (summary["data"]["read"], summary["data"]["stopped"]) == (1, 0)
 
@@ -357,7 +416,8 @@ def test_a_killed_run_loses_nothing_that_it_has_printed(runs: Path, capsys: Capt
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
-        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # so that it cannot have ended before the kill
+        # So that it cannot have ended before the kill.
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
         done = [json.loads(process.stdout.readline()) for _ in range(10)]
         process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -367,7 +427,9 @@ def test_a_killed_run_loses_nothing_that_it_has_printed(runs: Path, capsys: Capt
     assert (summary["data"]["never"], summary["complete"]) == (0, True)
 
 
-def test_an_interrupted_run_goes_on(runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(path: Path, **options: Any) -> Any:
         if path.name == "checkpoint_3":
             raise KeyboardInterrupt
@@ -426,7 +488,9 @@ def test_what_cannot_be_read_is_not_ok_and_read_again(
     runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(scrub, "hash_all", lambda jobs, **options: [Hashed("", problem="Input/output error")])
+        patch.setattr(
+            scrub, "hash_all", lambda jobs, **options: [Hashed("", problem="Input/output error")]
+        )
         ones, summary = scrubbed(capsys, runs, status=3)
     assert summary["not finished"] == 5
     assert "could not be read: Input/output error" in ones["checkpoint_1"]["differences"].values()
@@ -448,7 +512,10 @@ def test_a_share_without_a_checkpoint_says_so(runs: Path, capsys: Capture) -> No
     for number in range(64):
         assert run(["scrub", str(runs), "--read-data-subset", "0%", "--shard", f"{number}/64"]) == 0
         said = capsys.readouterr().out
-        empty = f"nothing to do: share {number}/64 has no checkpoint (their paths decide to which share they belong)\n"
+        empty = (
+            f"nothing to do: share {number}/64 has no checkpoint (their paths decide to which "
+            "share they belong)\n"
+        )
         if "checkpoint_" not in said:
             assert said == f"{empty}0 checkpoints\n"
             return
@@ -478,7 +545,9 @@ def test_what_is_not_mounted_is_not_forgotten(runs: Path, capsys: Capture) -> No
     other.rename(runs.parent / "away")
     _, summary = scrubbed(capsys, runs, other, status=2)
     assert (summary["failed"], summary["gone"], summary["complete"]) == (1, 0, False)
-    assert scrubbed(capsys, runs, other, status=2)[1]["data"]["read"] == 5 * FILES, "a round of its own"
+    assert scrubbed(capsys, runs, other, status=2)[1]["data"]["read"] == 5 * FILES, (
+        "a round of its own"
+    )
     (runs.parent / "away").rename(other)
     _, summary = scrubbed(capsys, runs, other, "--max-age", "1d")
     assert (summary["kept"], summary["data"]["read"]) == (10, 0)
@@ -498,7 +567,9 @@ def test_what_check_could_not_read_is_looked_at_again(
     assert scrubbed(capsys, runs, "--max-age", "1d")[1]["kept"] == 0
 
 
-def test_the_tensors_of_a_save_without_digests_of_files_are_read(runs: Path, capsys: Capture) -> None:
+def test_the_tensors_of_a_save_without_digests_of_files_are_read(
+    runs: Path, capsys: Capture
+) -> None:
     folder = runs / "one" / "checkpoint_1"
     manifest = folder / ".ckptfix" / "manifest.json"
     document = json.loads(manifest.read_text())
@@ -555,7 +626,9 @@ def test_a_run_is_one_row_even_where_runs_lie_in_a_checkpoint(runs: Path, tmp_pa
     assert text.count(">checkpoint_1<") == text.count(">checkpoint_7<") == 1
 
 
-def test_a_state_that_cannot_be_written_is_said(runs: Path, capsys: Capture, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_written_is_said(
+    runs: Path, capsys: Capture, tmp_path: Path
+) -> None:
     file = tmp_path / "state.sqlite"
     assert run(["scrub", str(runs), "--state", str(file)]) == 0
     state = State(file)
@@ -568,7 +641,9 @@ def test_a_state_that_cannot_be_written_is_said(runs: Path, capsys: Capture, tmp
     assert "cannot be made" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_state_is_refused_as_it_is(runs: Path, capsys: Capture, tmp_path: Path) -> None:
+def test_a_file_that_is_no_state_is_refused_as_it_is(
+    runs: Path, capsys: Capture, tmp_path: Path
+) -> None:
     file = tmp_path / "mine"
     file.write_text("notes of mine, which are not a database")
     assert run(["scrub", str(runs), "--state", str(file)]) == 2

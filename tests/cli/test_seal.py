@@ -1,4 +1,6 @@
-"""``ckptfix seal`` and ``ckptfix verify`` from the command line: what they print, their status, their JSON."""
+"""``ckptfix seal`` and ``ckptfix verify`` from the command line: what they print, their status,
+their JSON.
+"""
 
 import json
 import os
@@ -72,11 +74,16 @@ def test_a_flipped_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["verify", str(folder)]) == 0
 
 
-def test_values_are_printed_with_their_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_are_printed_with_their_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_file({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "model.safetensors")
     assert run(["verify", str(tmp_path), "--data"]) == 1
     out = capsys.readouterr().out
-    assert "warning nonfinite: model.safetensors: 'w' (F32 [2]) holds 1 NaN, the first at index 1" in out
+    assert (
+        "warning nonfinite: model.safetensors: 'w' (F32 [2]) holds 1 NaN, the first at index 1"
+        in out
+    )
     assert run(["verify", str(tmp_path), "--data", "--json"]) == 1
     assert printed(capsys)["values"][0]["code"] == "nonfinite"
 
@@ -92,9 +99,14 @@ def test_against(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_many_items_are_not_all_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({f"w.{number}": torch.ones(2) for number in range(50)}, tmp_path / "model.safetensors")
+    save_file(
+        {f"w.{number}": torch.ones(2) for number in range(50)}, tmp_path / "model.safetensors"
+    )
     assert run(["seal", str(tmp_path)]) == 0
-    save_file({f"w.{number}": torch.full((2,), 2.0) for number in range(50)}, tmp_path / "model.safetensors")
+    save_file(
+        {f"w.{number}": torch.full((2,), 2.0) for number in range(50)},
+        tmp_path / "model.safetensors",
+    )
     capsys.readouterr()
     assert run(["verify", str(tmp_path)]) == 1
     out = capsys.readouterr().out
@@ -160,5 +172,6 @@ def test_a_damaged_folder_says_what_to_do(
     mend = f"ckptfix repair {folder}, then: ckptfix seal {folder}"
     assert f"next: {mend if damage == 'doubled' else f'ckptfix salvage {folder} NEW_FOLDER'}" in out
     assert (
-        f"or seal it as it is, and verify takes this for the original: ckptfix seal --force {folder}" in out
+        "or seal it as it is, and verify takes this for the original: ckptfix seal --force "
+        f"{folder}" in out
     )

@@ -1,4 +1,6 @@
-"""Several paths in one call: each on its own, the worst exit status, one JSON object, a summary, and pipelines."""
+"""Several paths in one call: each on its own, the worst exit status, one JSON object, a summary,
+and pipelines.
+"""
 
 import json
 import os
@@ -31,7 +33,9 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A run with a clean checkpoint, two that are doubled, one of them with a name to be quoted, and one cut short."""
+    """A run with a clean checkpoint, two that are doubled, one of them with a name to be quoted,
+    and one cut short.
+    """
     for name, source in (("1", CLEAN), ("2", DOUBLED), ("my 'third'", DOUBLED), ("4", CLEAN)):
         shutil.copytree(source, tmp_path / "runs" / name)
     cut = tmp_path / "runs" / "4" / "model.safetensors"
@@ -49,27 +53,35 @@ def last_line(capsys: Capture) -> str:
     return capsys.readouterr().out.splitlines()[-1]
 
 
-def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(runs: Path, capsys: Capture) -> None:
+def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(
+    runs: Path, capsys: Capture
+) -> None:
     write_safetensors(runs / "1" / "lone.safetensors", {"module.x": b"1"})
     assert run(["check", "-r", str(runs)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "4 checkpoints: 3 damaged, 1 clean"
-    assert lines[-2] == (
-        "not checked: values of tensors, checksums of tensor records in torch zip files, whether all files are of one "
-        f"save, 2 pairs in full; for details: ckptfix check -v -r {runs}"
+    assert (
+        lines[-2]
+        == "not checked: values of tensors, checksums of tensor records in torch zip files, "
+        "whether all files are of one save, 2 pairs in full; for details: ckptfix check -v -r "
+        f"{runs}"
     )
     assert sum(line.startswith("not checked") for line in lines) == 1
     (clean,) = (line for line in lines if line.startswith(f"{runs}/1: "))
-    assert clean == f"{runs}/1: no error found, 1 note (4 files, 5 tensors, 19.8 KiB): wrapper-prefix"
-    assert not any(line.startswith("  model") for line in lines), "of each checkpoint only what is wrong"
+    assert (
+        clean == f"{runs}/1: no error found, 1 note (4 files, 5 tensors, 19.8 KiB): wrapper-prefix"
+    )
+    assert not any(line.startswith("  model") for line in lines), (
+        "of each checkpoint only what is wrong"
+    )
 
     assert run(["check", "-r", "-v", str(runs)]) == 1
     lines = capsys.readouterr().out.splitlines()
     unchecked = [line for line in lines if line.startswith("not checked")]
     assert lines[-1 - len(unchecked) : -1] == unchecked
     assert (
-        "not checked: 2 pairs in full: compared by samples only; ckptfix check --data reads every byte"
-        in unchecked
+        "not checked: 2 pairs in full: compared by samples only; ckptfix check --data reads every "
+        "byte" in unchecked
     )
     assert len({line.split(";")[0].split("(")[0] for line in unchecked}) == len(unchecked)
     assert "  model      lone.safetensors: 1 tensor, U8, 1 B" in lines
@@ -92,7 +104,9 @@ def test_the_command_for_details_can_be_pasted(words: str, tmp_path: Path, capsy
     for name in ("1", "2"):
         shutil.copytree(DOUBLED, root / name)
     run([part.format(root, root / "1", root / "2") for part in words.split()])
-    (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("not checked: "))
+    (line,) = (
+        one for one in capsys.readouterr().out.splitlines() if one.startswith("not checked: ")
+    )
     topics, _, command = line.removeprefix("not checked: ").partition("; for details: ")
     run(shlex.split(command)[1:])
     details = capsys.readouterr().out
@@ -100,7 +114,9 @@ def test_the_command_for_details_can_be_pasted(words: str, tmp_path: Path, capsy
     assert details.count("not checked: ") == len(topics.split(", "))
 
 
-def test_of_many_paths_the_command_for_details_is_described(tmp_path: Path, capsys: Capture) -> None:
+def test_of_many_paths_the_command_for_details_is_described(
+    tmp_path: Path, capsys: Capture
+) -> None:
     paths = [str(shutil.copytree(CLEAN, tmp_path / str(number))) for number in range(5)]
     assert run(["check", *paths]) == 0
     assert "; for details: the same command with -v\n" in capsys.readouterr().out
@@ -141,12 +157,20 @@ def test_quiet_prints_paths_alone(option: str, runs: Path, capsys: Capture) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(("listing", "taking"), [("-q", "xargs"), ("-0", "xargs -0")])
 def test_damaged_paths_can_be_piped_to_repair(listing: str, taking: str, runs: Path) -> None:
-    odd = Path(shutil.copytree(DOUBLED, runs / os.fsdecode(b"-a\xff b\n"))) if listing == "-0" else runs / "2"
+    odd = (
+        Path(shutil.copytree(DOUBLED, runs / os.fsdecode(b"-a\xff b\n")))
+        if listing == "-0"
+        else runs / "2"
+    )
     shutil.rmtree(runs / "4")
     ckptfix = f"{sys.executable} -m ckptfix"
-    pipeline = f"{ckptfix} check -r . {listing} | (cd {Path.cwd()}; cd {runs}; {taking} {ckptfix} repair)"
+    pipeline = (
+        f"{ckptfix} check -r . {listing} | (cd {Path.cwd()}; cd {runs}; {taking} {ckptfix} repair)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(["sh", "-c", pipeline], cwd=runs, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        ["sh", "-c", pipeline], cwd=runs, capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert [check(path).status for path in (runs / "2", runs / "my 'third'", odd)] == [0, 0, 0]
 
@@ -157,7 +181,10 @@ def test_repair_and_undo_go_on_after_a_failure(runs: Path, capsys: Capture) -> N
     with folder_lock(runs / "my 'third'"):
         assert run(["repair", *paths]) == 3
     out, err = capsys.readouterr()
-    assert out.splitlines()[-1] == "5 checkpoints: 1 left damaged, 1 repaired, 1 without damage, 2 failed"
+    assert (
+        out.splitlines()[-1]
+        == "5 checkpoints: 1 left damaged, 1 repaired, 1 without damage, 2 failed"
+    )
     assert f"{runs}/nowhere does not exist" in err
     assert out.count("not checked: values of tensors") == 1
     assert check(runs / "2").status == 0
@@ -207,7 +234,9 @@ def test_json_of_several_is_one_object(verb: str, runs: Path, capsys: Capture) -
     document = printed(capsys)
     assert document == {"version": 2, "reports": expected, "status": status}
     worst = {"verify": 3}.get(verb, 2)
-    assert status == max(one["status"] for one in expected) == worst, "verify compared nothing of the second"
+    assert status == max(one["status"] for one in expected) == worst, (
+        "verify compared nothing of the second"
+    )
 
 
 def test_one_copy_of_several_is_refused(runs: Path, capsys: Capture) -> None:
@@ -263,7 +292,10 @@ def test_what_an_interrupt_says_is_so(
             continue
         assert status == 130
         words = (
-            capsys.readouterr().err.strip().removeprefix("ckptfix: interrupted: ").replace(str(folder), "DIR")
+            capsys.readouterr()
+            .err.strip()
+            .removeprefix("ckptfix: interrupted: ")
+            .replace(str(folder), "DIR")
         )
         said.add(words)
         is_pending = any(one.state is State.PENDING for one in transactions(folder))
@@ -286,7 +318,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def interrupt_at(point: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Interrupt at one of the calls that change what is in a folder: the odd points once it is done."""
+    """Interrupt at one of the calls that change what is in a folder: the odd points once it is
+    done.
+    """
     calls: list[str] = []
 
     def interrupting(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -401,7 +435,12 @@ def test_an_interrupt_leaves_documents_that_can_be_read(
 @pytest.mark.parametrize("verb", ["check", "scrub"])
 @pytest.mark.parametrize("form", ["json", "jsonl", "text"])
 def test_an_error_that_nobody_has_foreseen_ends_one_checkpoint_alone(
-    form: str, verb: str, runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    form: str,
+    verb: str,
+    runs: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     options = ["--state", str(tmp_path / "state.sqlite")] if verb == "scrub" else ["-r"]
     module = "ckptfix.verification.scrub" if verb == "scrub" else "ckptfix.cli.check"
@@ -433,7 +472,10 @@ def test_an_error_that_nobody_has_foreseen_ends_one_checkpoint_alone(
             assert words in err
         else:
             assert words in json.loads(out.splitlines()[-1])["error"]
-    assert run([verb, *options, str(runs), "-q", *(["--max-age", "1d"] if verb == "scrub" else [])]) == 1
+    assert (
+        run([verb, *options, str(runs), "-q", *(["--max-age", "1d"] if verb == "scrub" else [])])
+        == 1
+    )
 
 
 def test_an_error_between_two_checkpoints_leaves_a_document(

@@ -1,4 +1,6 @@
-"""Entries in accelerate's own folder of checkpoints that stock ``load_state()`` takes for the newest one."""
+"""Entries in accelerate's own folder of checkpoints that stock ``load_state()`` takes for the
+newest one.
+"""
 
 import json
 import shutil

@@ -1,4 +1,6 @@
-"""Several processes of torchrun, Slurm or a job array do what one does, byte for byte; one that fails ends all."""
+"""Several processes of torchrun, Slurm or a job array do what one does, byte for byte; one that
+fails ends all.
+"""
 
 import json
 import os
@@ -52,7 +54,9 @@ def with_a_large_number(folder: Path) -> Path:
 
 def variables(**more: str) -> dict[str, str]:
     kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "TORCHELASTIC"))
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         kept.pop(name, None)
@@ -78,10 +82,13 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     """Run ckptfix, or a script, in two processes of torchrun."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1",
-        f"--master_port={next(PORTS)}", *map(str, script), *map(str, arguments),
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+        "--master_addr=127.0.0.1", f"--master_port={next(PORTS)}", *map(str, script),
+        *map(str, arguments),
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables())
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=variables()
+    )
 
 
 def ranks(
@@ -90,16 +97,17 @@ def ranks(
 ) -> list[subprocess.CompletedProcess[str]]:  # fmt: skip
     """Run ckptfix in two tasks as Slurm starts them, without its own help when one dies.
 
-    ``at``: the working folder of each, as two nodes have other files below one path. ``last``: the last word of each.
-    ``strike``: rank, units and how. ``torch``: with its store, which takes long.
+    ``at``: the working folder of each, as two nodes have other files below one path. ``last``: the
+    last word of each. ``strike``: rank, units and how. ``torch``: with its store, which takes long.
     """
     port = next(PORTS)
     started = []
     with TemporaryDirectory() as store:
         for rank in range(2):
             slurm = {
-                "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12", "SLURM_NTASKS": "2",
-                "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1",
+                "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12",
+                "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port), "RANK": str(rank),
             }  # fmt: skip
             command = [
@@ -128,7 +136,9 @@ def ranks(
         finally:
             for process in started:  # where the other has hung
                 process.kill()
-    return [subprocess.CompletedProcess(one.args, one.returncode, out, err) for one, out, err in ended]
+    return [
+        subprocess.CompletedProcess(one.args, one.returncode, out, err) for one, out, err in ended
+    ]
 
 
 def test_torchrun_seals_as_one_process_does(tmp_path: Path) -> None:
@@ -163,7 +173,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ],
     ids=" ".join,
 )
-def test_slurm_prints_what_one_process_prints(pair: tuple[Path, Path], arguments: tuple[str, ...]) -> None:
+def test_slurm_prints_what_one_process_prints(
+    pair: tuple[Path, Path], arguments: tuple[str, ...]
+) -> None:
     _, changed = pair
     one, two = run(*arguments, changed), ranks(*arguments, changed)
     assert two[0].stdout == one.stdout, two[0].stderr
@@ -171,10 +183,16 @@ def test_slurm_prints_what_one_process_prints(pair: tuple[Path, Path], arguments
     assert [process.returncode for process in two] == [one.returncode] * 2
 
 
-def test_two_processes_compare_as_one_does_and_go_on_after_what_all_refuse(pair: tuple[Path, Path]) -> None:
+def test_two_processes_compare_as_one_does_and_go_on_after_what_all_refuse(
+    pair: tuple[Path, Path],
+) -> None:
     for arguments in (("diff", "--json", *pair), ("verify", "nowhere", *pair)):
         one, two = run(*arguments), ranks(*arguments)
-        assert (two[0].stdout, two[0].stderr, two[0].returncode) == (one.stdout, one.stderr, one.returncode)
+        assert (two[0].stdout, two[0].stderr, two[0].returncode) == (
+            one.stdout,
+            one.stderr,
+            one.returncode,
+        )
         assert (two[1].stdout, two[1].stderr, two[1].returncode) == ("", "", one.returncode)
 
 
@@ -235,7 +253,9 @@ def test_two_processes_migrate_a_complete_state_as_one_does(tmp_path: Path) -> N
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_migration_that_one_rank_fails_writes_nothing(tmp_path: Path, rank: int) -> None:
     source = checkpoint(tmp_path / "source")
-    ended = ranks("migrate", source, tmp_path / "new", "--to", "dcp", strike=(rank, 1, "error-in-files"))
+    ended = ranks(
+        "migrate", source, tmp_path / "new", "--to", "dcp", strike=(rank, 1, "error-in-files")
+    )
     assert [process.returncode for process in ended] == [3, 3]
     assert "Input/output error" in ended[0].stderr
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -262,14 +282,19 @@ def test_a_migration_goes_on_from_the_complete_files_of_the_run_before(
     assert "next: the same command continues from what was written" in ended[1 - rank].stderr
     (staging,) = tmp_path.glob(".ckptfix-*")
     noted = [
-        line for path in (tmp_path / "partial").glob("*.jsonl") for line in path.read_text().splitlines()
+        line
+        for path in (tmp_path / "partial").glob("*.jsonl")
+        for line in path.read_text().splitlines()
     ]
     files = [json.loads(line.partition("\t")[0])[1]["file"] for line in noted]
     kept = {(staging / "new" / file).stat().st_ino for file in files}
     assert len(kept) == len(noted) >= units
     assert run("check", source).returncode == 0  # nothing sweeps the folder away
     resumed = run(*command)
-    assert (resumed.returncode, resumed.stdout) == (0, one.stdout.replace("/alone", "/new")), resumed.stderr
+    assert (resumed.returncode, resumed.stdout) == (
+        0,
+        one.stdout.replace("/alone", "/new"),
+    ), resumed.stderr
     assert not noted or f"resuming: {len(noted)} of " in resumed.stderr
     assert kept <= {path.stat().st_ino for path in (tmp_path / "new").iterdir()}
     mine, theirs = contents(tmp_path / "new"), contents(tmp_path / "alone")
@@ -281,7 +306,9 @@ def test_a_migration_goes_on_from_the_complete_files_of_the_run_before(
 
 
 @pytest.mark.parametrize("change", ["source", "kept file", "other options", "folder removed"])
-def test_a_migration_keeps_no_file_of_another_source_or_of_unknown_bytes(tmp_path: Path, change: str) -> None:
+def test_a_migration_keeps_no_file_of_another_source_or_of_unknown_bytes(
+    tmp_path: Path, change: str
+) -> None:
     source = checkpoint(tmp_path / "source")
     command = ["migrate", source, tmp_path / "new", *MIGRATE, "--partial", tmp_path / "partial"]
     ranks(*command, strike=(1, 2, "error"))
@@ -334,7 +361,15 @@ def test_a_proof_reads_what_was_kept_and_a_wrong_byte_begins_all_again(tmp_path:
 def test_a_migration_of_one_file_goes_on_too(tmp_path: Path) -> None:
     source = tmp_path / "one.safetensors"
     (checkpoint(tmp_path / "source") / "model-00001-of-00002.safetensors").rename(source)
-    command = ("migrate", source, tmp_path / "new.bin", "--to", "bin", "--partial", tmp_path / "partial")
+    command = (
+        "migrate",
+        source,
+        tmp_path / "new.bin",
+        "--to",
+        "bin",
+        "--partial",
+        tmp_path / "partial",
+    )
     # The first result is that of the file, the next one of its proof.
     killed = ranks(*command, strike=(0, 1, "kill"), CKPTFIX_TEAM_TIMEOUT="4")
     assert [process.returncode for process in killed] == [-9, 3]
@@ -344,7 +379,11 @@ def test_a_migration_of_one_file_goes_on_too(tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming: 1 of 1 unit" in resumed.stderr
     assert (tmp_path / "new.bin").stat().st_ino == inode
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.bin", "one.safetensors", "source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "new.bin",
+        "one.safetensors",
+        "source",
+    ]
 
 
 def test_a_migration_in_one_process_goes_on_after_an_error_of_the_disk(tmp_path: Path) -> None:
@@ -353,14 +392,19 @@ def test_a_migration_in_one_process_goes_on_after_an_error_of_the_disk(tmp_path:
     script = [sys.executable, STRUCK, "0", "3", "error", "none", *map(str, command)]
     env = variables(RANK="0", CKPTFIX_TEAM="0")
     ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False, env=env)
-    assert (ended.returncode, ended.stdout.splitlines()[0]) == (3, f"plan for {source}:"), ended.stderr
+    assert (ended.returncode, ended.stdout.splitlines()[0]) == (
+        3,
+        f"plan for {source}:",
+    ), ended.stderr
     resumed = run(*command)
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming: 3 of " in resumed.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source"]
 
 
-def test_after_ctrl_c_a_verb_that_reads_says_that_it_goes_on(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_after_ctrl_c_a_verb_that_reads_says_that_it_goes_on(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     command = ("verify", "--data", pair[0], "--partial", tmp_path / "partial")
     script = [sys.executable, STRUCK, "0", "3", "interrupt", "none", *map(str, command)]
     env = variables(RANK="0", CKPTFIX_TEAM="0")
@@ -380,13 +424,16 @@ def strikes() -> Sequence[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("rank", "units"), strikes())
-def test_a_killed_rank_ends_all_and_the_next_run_goes_on(tmp_path: Path, rank: int, units: int) -> None:
+def test_a_killed_rank_ends_all_and_the_next_run_goes_on(
+    tmp_path: Path, rank: int, units: int
+) -> None:
     folder = checkpoint(tmp_path / "checkpoint")
     ended = torchrun(rank, units, "kill", "torch", "seal", folder, script=(STRUCK,))
     assert ended.returncode != 0
     assert not (folder / MANIFEST).exists()
     left = sum(
-        len(path.read_text().splitlines()) for path in (folder / ".ckptfix" / "partial").glob("*.jsonl")
+        len(path.read_text().splitlines())
+        for path in (folder / ".ckptfix" / "partial").glob("*.jsonl")
     )
     assert left >= units
     resumed = run("seal", folder, "--partial", folder / ".ckptfix" / "partial")
@@ -413,7 +460,9 @@ def test_a_rank_that_dies_without_a_launcher_ends_the_other(tmp_path: Path, rank
 
 
 def test_a_rank_0_that_is_stopped_ends_the_other(tmp_path: Path) -> None:
-    """It runs the store, too: stopped, swapped out or hung, it takes what the others send, and never answers."""
+    """It runs the store, too: stopped, swapped out or hung, it takes what the others send, and
+    never answers.
+    """
     folder = checkpoint(tmp_path / "checkpoint")
     two = ranks("seal", folder, strike=(0, 2, "stop"), torch=True, CKPTFIX_TEAM_TIMEOUT="5")
     assert two[1].returncode == 3
@@ -424,7 +473,9 @@ def test_a_rank_0_that_is_stopped_ends_the_other(tmp_path: Path) -> None:
 
 
 def test_the_first_rank_may_end_before_the_others_hear_of_it(tmp_path: Path) -> None:
-    """A leader that works for all and dies leaves no status: the others end with 3, and say what to do."""
+    """A leader that works for all and dies leaves no status: the others end with 3, and say what to
+    do.
+    """
     folder = checkpoint(tmp_path / "checkpoint")
     two = ranks("repair", folder, strike=(0, 0, "stop-in-repair"), CKPTFIX_TEAM_TIMEOUT="4")
     assert two[1].returncode == 3
@@ -457,11 +508,14 @@ def test_nodes_with_another_version_are_refused(tmp_path: Path, rank: int) -> No
 
 
 @pytest.mark.parametrize("verb", ["seal", "migrate"])
-def test_nothing_is_written_where_one_rank_sees_a_change_in_the_end(tmp_path: Path, verb: str) -> None:
+def test_nothing_is_written_where_one_rank_sees_a_change_in_the_end(
+    tmp_path: Path, verb: str
+) -> None:
     """The first rank saw none, and would have written by the time that the other one looks."""
     folder = checkpoint(tmp_path / "checkpoint")
     options = () if verb == "seal" else (tmp_path / "new", *MIGRATE)
-    # seal: the look after the digests, which are all there by then; migrate: the first one is before the work.
+    # seal: the look after the digests, which are all there by then; migrate: the first one is
+    # before the work.
     looks = 1 if verb == "seal" else 2
     ended = ranks(verb, folder, *options, strike=(1, looks, "change-in-the-end"))
     assert [one.returncode for one in ended] == [3, 3], ended[0].stdout
@@ -473,7 +527,9 @@ def test_nothing_is_written_where_one_rank_sees_a_change_in_the_end(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return the disks of two nodes: the files have the same names and sizes, and one file is another one."""
+    """Return the disks of two nodes: the files have the same names and sizes, and one file is
+    another one.
+    """
     place = tmp_path_factory.mktemp("nodes")
     folder = checkpoint(place / "a" / "run" / "checkpoint_1")
     assert run("seal", folder).returncode == 0
@@ -508,12 +564,16 @@ def test_nodes_with_disks_of_their_own_are_told_apart(
     assert [contents(node) for node in nodes] == before
 
 
-def test_nodes_with_copies_of_one_checkpoint_are_told_apart(nodes: tuple[Path, Path], tmp_path: Path) -> None:
+def test_nodes_with_copies_of_one_checkpoint_are_told_apart(
+    nodes: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Each would read its share of its own copy, and the rest of both copies nobody."""
     shutil.copytree(nodes[0], tmp_path / "copy")  # with the times, as rsync does
     ended = ranks("verify", "run/checkpoint_1", at=(nodes[0], tmp_path / "copy"))
     assert [process.returncode for process in ended] == [3, 3]
-    assert "is another file of the same size and time, on a disk of its own; next: " in ended[0].stderr
+    assert (
+        "is another file of the same size and time, on a disk of its own; next: " in ended[0].stderr
+    )
     (tmp_path / "link").symlink_to(nodes[0])
     ended = ranks("verify", "run/checkpoint_1", at=(nodes[0], tmp_path / "link"))
     assert [process.returncode for process in ended] == [0, 0]
@@ -524,7 +584,9 @@ def test_nodes_whose_runs_have_other_checkpoints_are_told_apart(
 ) -> None:
     shutil.copytree(nodes[0], tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    shutil.copytree(tmp_path / "a" / "run" / "checkpoint_1", tmp_path / "b" / "run" / "checkpoint_2")
+    shutil.copytree(
+        tmp_path / "a" / "run" / "checkpoint_1", tmp_path / "b" / "run" / "checkpoint_2"
+    )
     for at in ((tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")):
         ended = ranks("check", "-r", "run", at=at)
         assert [process.returncode for process in ended] == [3, 3]
@@ -540,16 +602,22 @@ def test_ranks_with_other_arguments_are_refused(nodes: tuple[Path, Path]) -> Non
 
 
 def test_the_first_rank_alone_repairs_and_undoes(tmp_path: Path) -> None:
-    source = ROOT / "fixtures" / "accelerate-1.15.0" / "student-teacher-wrapper-safetensors" / "checkpoint"
+    source = (
+        ROOT
+        / "fixtures"
+        / "accelerate-1.15.0"
+        / "student-teacher-wrapper-safetensors"
+        / "checkpoint"
+    )
     folder, alone = (Path(shutil.copytree(source, tmp_path / name)) for name in ("a", "b"))
     for verb in ("repair", "undo"):
         one, two = run(verb, alone), ranks(verb, folder)
         assert two[0].stdout == one.stdout.replace(str(alone), str(folder)), two[0].stderr
         assert (two[1].stdout, two[1].stderr) == ("", "")
         assert [process.returncode for process in two] == [one.returncode] * 2 == [0, 0]
-        assert {name: data for name, (_, data) in contents(folder).items() if ".ckptfix" not in name} == {
-            name: data for name, (_, data) in contents(alone).items() if ".ckptfix" not in name
-        }
+        assert {
+            name: data for name, (_, data) in contents(folder).items() if ".ckptfix" not in name
+        } == {name: data for name, (_, data) in contents(alone).items() if ".ckptfix" not in name}
     assert contents(folder) == contents(source)
     refused = ranks("undo", folder)
     assert [process.returncode for process in refused] == [run("undo", folder).returncode] * 2
@@ -565,11 +633,16 @@ def test_the_first_rank_alone_repairs_and_undoes(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_one_process_cannot_do_for_all_is_refused(arguments: tuple[str, ...], words: str) -> None:
+def test_what_one_process_cannot_do_for_all_is_refused(
+    arguments: tuple[str, ...], words: str
+) -> None:
     ended = ranks(*arguments)
     assert [process.returncode for process in ended] == [2, 2]
     assert words in ended[0].stderr
-    assert "next: run it in one process, without the launcher, or with CKPTFIX_TEAM=0" in ended[0].stderr
+    assert (
+        "next: run it in one process, without the launcher, or with CKPTFIX_TEAM=0"
+        in ended[0].stderr
+    )
 
 
 def test_shares_of_a_job_array_become_one_result(tmp_path: Path) -> None:
@@ -592,7 +665,9 @@ def test_shares_of_a_job_array_become_one_result(tmp_path: Path) -> None:
     assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
 
 
-@pytest.mark.parametrize("arguments", [("verify", "--data"), ("check", "--data"), ("diff",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [("verify", "--data"), ("check", "--data"), ("diff",)], ids=" ".join
+)
 def test_other_verbs_have_shares_too(
     pair: tuple[Path, Path], tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
@@ -601,7 +676,12 @@ def test_other_verbs_have_shares_too(
     assert refused.returncode == 2
     assert "add --partial FOLDER" in refused.stderr
     slip = run(
-        *arguments, *(f"{path}x" for path in paths), "--shard", "0/2", "--partial", tmp_path / "partial"
+        *arguments,
+        *(f"{path}x" for path in paths),
+        "--shard",
+        "0/2",
+        "--partial",
+        tmp_path / "partial",
     )
     assert (slip.returncode, (tmp_path / "partial").exists()) == (2, False), slip.stderr
     for number in range(2):
@@ -617,9 +697,22 @@ def test_a_migration_has_shares_too(tmp_path: Path) -> None:
     assert run("seal", source).returncode == 0
     one = run("migrate", source, tmp_path / "alone", *MIGRATE)
     command = ("migrate", source, tmp_path / "new", *MIGRATE, "--partial", tmp_path / "partial")
-    killed = [sys.executable, STRUCK, "0", "2", "kill", "none", *map(str, command), "--shard", "2/3"]
+    killed = [
+        sys.executable,
+        STRUCK,
+        "0",
+        "2",
+        "kill",
+        "none",
+        *map(str, command),
+        "--shard",
+        "2/3",
+    ]
     env = variables(RANK="0", CKPTFIX_TEAM="0")
-    assert subprocess.run(killed, capture_output=True, timeout=60, check=False, env=env).returncode == -9
+    assert (
+        subprocess.run(killed, capture_output=True, timeout=60, check=False, env=env).returncode
+        == -9
+    )
     for number in (2, 0):
         share = run(*command, "--shard", f"{number}/3")
         assert share.returncode == 0, share.stderr
@@ -631,7 +724,10 @@ def test_a_migration_has_shares_too(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     assert run(*command, "--shard", "1/3").returncode == 0
     merged = run("merge", tmp_path / "partial")
-    assert (merged.returncode, merged.stdout) == (0, one.stdout.replace("/alone", "/new")), merged.stderr
+    assert (merged.returncode, merged.stdout) == (
+        0,
+        one.stdout.replace("/alone", "/new"),
+    ), merged.stderr
     mine, theirs = contents(tmp_path / "new"), contents(tmp_path / "alone")
     assert {name for name in mine | theirs if mine.get(name) != theirs.get(name)} <= {
         ".ckptfix/migrated.json"
@@ -680,23 +776,38 @@ def test_a_file_that_changed_makes_its_share_missing(tmp_path: Path) -> None:
 
 
 def test_a_child_of_a_rank_works_alone(tmp_path: Path) -> None:
-    """A training script that calls ckptfix hands its own rank on; the other ranks would never come."""
+    """A training script that calls ckptfix hands its own rank on; the other ranks would never
+    come.
+    """
     folder = checkpoint(tmp_path / "checkpoint")
-    code = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-m', 'ckptfix', 'check', sys.argv[1]]))"
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(PORTS))}
+    code = (
+        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-m', 'ckptfix', "
+        "'check', sys.argv[1]]))"
+    )
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(next(PORTS)),
+    }
     child = subprocess.run(
         [sys.executable, "-c", code, str(folder)],
         capture_output=True, text=True, timeout=60, check=False, env=variables(**place),
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
-    assert child.stderr == (
-        "ckptfix: works alone, as the process that started it has the same rank (0 of 2); for 2 processes that share "
-        "the work: export CKPTFIX_TEAM=1; for one: export CKPTFIX_TEAM=0\n"
+    assert (
+        child.stderr
+        == "ckptfix: works alone, as the process that started it has the same rank (0 of 2); for 2 "
+        "processes that share the work: export CKPTFIX_TEAM=1; for one: export "
+        "CKPTFIX_TEAM=0\n"
     )
     alone = run("check", folder, **place, CKPTFIX_TEAM="0")
     assert (alone.returncode, alone.stderr) == (0, "")
     refused = run("check", folder, CKPTFIX_TEAM="maybe", **place)
-    assert (refused.returncode, refused.stderr) == (2, "ckptfix: CKPTFIX_TEAM=maybe: expected 1 or 0\n")
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "ckptfix: CKPTFIX_TEAM=maybe: expected 1 or 0\n",
+    )
 
 
 def test_a_verb_whose_work_has_no_shares_is_refused(pair: tuple[Path, Path]) -> None:
@@ -716,7 +827,9 @@ def test_results_go_into_a_folder_of_this_machine(tmp_path: Path, partial: str) 
 
 @pytest.mark.parametrize("below", ["", "partial", "link"])
 def test_results_do_not_go_into_the_checkpoint(tmp_path: Path, below: str) -> None:
-    """There they would be sealed with it, and be missed by the next verify: they are removed in the end."""
+    """There they would be sealed with it, and be missed by the next verify: they are removed in the
+    end.
+    """
     folder = checkpoint(tmp_path / "checkpoint")
     (tmp_path / "link").symlink_to(folder)
     partial = tmp_path / "link" / "partial" if below == "link" else folder / below
@@ -724,7 +837,9 @@ def test_results_do_not_go_into_the_checkpoint(tmp_path: Path, below: str) -> No
     for verb in (("seal", folder), ("migrate", folder, tmp_path / "new", *MIGRATE)):
         refused = run(*verb, "--partial", partial)
         assert refused.returncode == 2, refused.stdout
-        assert f"--partial {partial} lies in {folder}, where its files would count" in refused.stderr
+        assert (
+            f"--partial {partial} lies in {folder}, where its files would count" in refused.stderr
+        )
     assert sorted(folder.iterdir()) == before
 
 

@@ -69,7 +69,8 @@ def test_a_terminal_gets_colours_unless_it_is_told_not_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_terminal", "term", "drawn"), [(True, "xterm", True), (True, "dumb", False), (False, "xterm", False)]
+    ("is_terminal", "term", "drawn"),
+    [(True, "xterm", True), (True, "dumb", False), (False, "xterm", False)],
 )
 def test_a_bar_is_drawn_only_where_it_can_be_drawn_again(
     is_terminal: bool, term: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +99,9 @@ def test_colours_can_be_asked_for_in_a_pipe(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_that_reports_takes_the_option(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_that_reports_takes_the_option(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run([verb, "--help"])
     assert "--color [auto|always|never]" in capsys.readouterr().out
     assert run([verb, "--color", "sometimes", "x"]) == 2

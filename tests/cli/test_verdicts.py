@@ -1,4 +1,6 @@
-"""What ``ckptfix verify`` prints: one line for what happened once, what to type next, and how much is wrong."""
+"""What ``ckptfix verify`` prints: one line for what happened once, what to type next, and how much
+is wrong.
+"""
 
 import os
 import shutil
@@ -20,7 +22,9 @@ Capture = pytest.CaptureFixture[str]
 
 
 def two_models(folder: Path) -> Path:
-    """Two sealed models with the same names and other values; each has zeros, and two equal tensors."""
+    """Two sealed models with the same names and other values; each has zeros, and two equal
+    tensors.
+    """
     folder.mkdir()
     for number, name in enumerate(("model.safetensors", "model_1.safetensors")):
         tensors = {f"l.{i}.weight": bytes([10 * number + i, 7]) * 40 for i in range(4)}
@@ -58,7 +62,9 @@ def test_a_renamed_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     out(capsys)
     assert run(["verify", str(folder)]) == 1
     printed = out(capsys)
-    assert " differ a.safetensors: renamed: it is now b.safetensors, with its 2 tensors\n" in printed
+    assert (
+        " differ a.safetensors: renamed: it is now b.safetensors, with its 2 tensors\n" in printed
+    )
     assert printed.splitlines()[-1] == "wrong: 1 file that differs, 2 tensors that differ"
     moved = [item for item in verify.verify(folder).items if item.name == "x"]
     assert [(item.text, item.other) for item in moved] == [
@@ -113,8 +119,8 @@ def test_an_interrupted_dcp_save_is_not_sent_to_seal(tmp_path: Path, capsys: Cap
     assert run(["verify", str(tmp_path / "c")]) == 1
     printed = out(capsys)
     assert (
-        "nothing was verified: there is no manifest, and seal refuses a damaged or incomplete folder"
-        in printed
+        "nothing was verified: there is no manifest, and seal refuses a damaged or incomplete "
+        "folder" in printed
     )
     assert "ckptfix seal" not in printed
 
@@ -151,7 +157,8 @@ def test_a_sealed_folder_without_its_files(tmp_path: Path, capsys: Capture) -> N
     assert printed.splitlines()[-1] == "wrong: 2 files that differ, 4 tensors that differ"
     assert run(["salvage", str(folder), str(tmp_path / "new")]) == 2
     assert (
-        f"though its manifest lists 2 files; to see which: ckptfix verify {folder}" in capsys.readouterr().err
+        f"though its manifest lists 2 files; to see which: ckptfix verify {folder}"
+        in capsys.readouterr().err
     )
 
 
@@ -174,10 +181,17 @@ def test_models_in_each_others_place_are_one_line(tmp_path: Path, capsys: Captur
             write_safetensors(folder / name, {which: which.encode()})
     assert run(["verify", str(tmp_path / "a"), "--against", str(tmp_path / "b")]) == 1
     lines = out(capsys).splitlines()
-    assert [line for line in lines if line.startswith(" differ positions of models: model.safetensors in ")]
+    assert [
+        line
+        for line in lines
+        if line.startswith(" differ positions of models: model.safetensors in ")
+    ]
     assert lines[-1] == "wrong: positions of models that differ"
     assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    assert "\npositions of models differ: model.safetensors in A is model_1.safetensors in B, " in out(capsys)
+    assert (
+        "\npositions of models differ: model.safetensors in A is model_1.safetensors in B, "
+        in out(capsys)
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +208,9 @@ def test_an_interrupted_verb_says_what_is_so(
         raise KeyboardInterrupt
 
     make_sharded(tmp_path)
-    monkeypatch.setattr(f"ckptfix.cli.{'seal.seal' if verb == 'seal' else 'report.Report.progress'}", stop)
+    monkeypatch.setattr(
+        f"ckptfix.cli.{'seal.seal' if verb == 'seal' else 'report.Report.progress'}", stop
+    )
     assert run([verb, str(tmp_path)]) == 130
     assert capsys.readouterr().err.lstrip() == f"ckptfix: {words.format(tmp_path)}\n"
 

@@ -1,4 +1,6 @@
-"""``ckptfix verify --device-map`` from the command line: what it prints, its status, its JSON and its page."""
+"""``ckptfix verify --device-map`` from the command line: what it prints, its status, its JSON and
+its page.
+"""
 
 import json
 import shutil
@@ -27,7 +29,8 @@ MODEL = "tests.devices.reload_models:two_layer"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     shutil.copytree(
-        FIXTURES / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint", tmp_path / "checkpoint"
+        FIXTURES / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint",
+        tmp_path / "checkpoint",
     )
     return tmp_path / "checkpoint"
 
@@ -71,7 +74,9 @@ def test_the_folder_is_the_one_at_hand_by_default(
     assert printed(capsys)["reload"]["path"] == "."
 
 
-def test_options_come_in_the_order_of_the_manual(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_come_in_the_order_of_the_manual(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [
         "verify", str(folder), "--device-map", "auto", "--max-memory", '{"0":"4GiB","cpu":"8GiB"}',
         "--model", MODEL, "--repeats", "8", "--json",
@@ -85,11 +90,16 @@ def test_options_come_in_the_order_of_the_manual(folder: Path, capsys: pytest.Ca
     assert {proof["outcome"] for proof in reload["proofs"]} == {"proven", "not exercised"}
 
 
-def test_proof_of_transfers_can_be_required(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_proof_of_transfers_can_be_required(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["verify", str(folder), "--require-transfer-proof"]) == 1
     out = capsys.readouterr().out
     assert out.splitlines()[-2:] == [
-        "the reload is not proven: 1 line about transfers not exercised (--require-transfer-proof)",
+        (
+            "the reload is not proven: 1 line about transfers not exercised "
+            "(--require-transfer-proof)"
+        ),
         "next: run it where the accelerators are, or leave out --require-transfer-proof",
     ]
     assert "no fault found" not in out
@@ -132,9 +142,9 @@ def test_every_golden_folder_gets_an_answer(
     if case["repair_args"] is not None and case["after_status"] == 0 and not is_sharded:
         assert run(["repair", str(tmp_path / "checkpoint"), *case["repair_args"], "--json"]) == 0
         capsys.readouterr()
-        assert run(["verify", str(tmp_path / "checkpoint"), "--device-map", "auto", "--json"]) == 0, (
-            capsys.readouterr().out
-        )
+        assert (
+            run(["verify", str(tmp_path / "checkpoint"), "--device-map", "auto", "--json"]) == 0
+        ), capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -154,7 +164,10 @@ def test_every_golden_folder_gets_an_answer(
     ],
 )
 def test_wrong_usage_is_status_2(
-    arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
     assert run(["verify", *arguments, "--json"]) == 2
@@ -187,7 +200,9 @@ def test_the_page_says_what_was_printed(folder: Path, capsys: pytest.CaptureFixt
 def test_names_from_files_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    write_safetensors(folder / "model.safetensors", {"\x1b[2J<b>.weight": b"1234", "\u202eb.weight": b"5"})
+    write_safetensors(
+        folder / "model.safetensors", {"\x1b[2J<b>.weight": b"1234", "\u202eb.weight": b"5"}
+    )
     page = tmp_path / "page.html"
     assert run(["verify", str(folder), "--device-map", "auto", "--html", str(page)]) == 0
     out = capsys.readouterr().out
@@ -201,17 +216,23 @@ def test_names_from_files_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_model_beside_the_user_is_found_by_the_installed_command(folder: Path) -> None:
     (folder.parent / "mine.py").write_text(
         "import torch\n"
-        "class Two(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.fc1, self.fc2 = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)\n"
-        "    def forward(self, x):\n"
-        "        print('the model prints')\n"
-        "        return self.fc2(self.fc1(x))\n"
-        "def build():\n"
-        "    return Two(), {'x': torch.ones(2, 6)}\n"
+        "class Two(torch.nn.Module):\n    "
+        "def __init__(self):\n        "
+        "super().__init__()\n        "
+        "self.fc1, self.fc2 = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)\n    "
+        "def forward(self, x):\n        "
+        "print('the model prints')\n        "
+        "return self.fc2(self.fc1(x))\n"
+        "def build():\n    "
+        "return Two(), {'x': torch.ones(2, 6)}\n"
     )
-    command = [str(Path(sys.executable).parent / "ckptfix"), "verify", "checkpoint", "--model", "mine:build"]
+    command = [
+        str(Path(sys.executable).parent / "ckptfix"),
+        "verify",
+        "checkpoint",
+        "--model",
+        "mine:build",
+    ]
     done = subprocess.run(
         [*command, "--json"], cwd=folder.parent, capture_output=True, text=True, check=False
     )

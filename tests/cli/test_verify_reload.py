@@ -1,4 +1,6 @@
-"""``ckptfix verify --device-map``: user code that ends the process, pages that cannot be written, what a page says."""
+"""``ckptfix verify --device-map``: user code that ends the process, pages that cannot be written,
+what a page says.
+"""
 
 import json
 import os
@@ -33,10 +35,19 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_a_module_that_ends_the_process_gets_an_answer(folder: Path) -> None:
     (folder.parent / "leaving.py").write_text("import sys\ndef build(): ...\nsys.exit(0)\n")
-    command = [sys.executable, "-m", "ckptfix", "verify", "checkpoint", "--model", "leaving:build", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "ckptfix",
+        "verify",
+        "checkpoint",
+        "--model",
+        "leaving:build",
+        "--json",
+    ]
     done = subprocess.run(
-        command, cwd=folder.parent, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        check=False,
+        command, cwd=folder.parent, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "SystemExit: 0" in json.loads(done.stdout)["error"]
@@ -86,7 +97,14 @@ def test_a_page_that_cannot_be_written_after_all_costs_no_result(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    arguments = ["verify", str(folder), "--device-map", "auto", "--html", str(folder.parent / "page.html")]
+    arguments = [
+        "verify",
+        str(folder),
+        "--device-map",
+        "auto",
+        "--html",
+        str(folder.parent / "page.html"),
+    ]
     assert run([*arguments, "--json"]) == 3
     document = printed(capsys)
     assert "No space left on device" in document["error"]
@@ -137,15 +155,30 @@ def test_the_page_says_why_it_failed(folder: Path, capsys: pytest.CaptureFixture
     page = folder.parent / "page.html"
     assert run(["verify", str(folder), "--require-transfer-proof", "--html", str(page)]) == 1
     text = Page(page.read_text(encoding="utf-8")).text
-    verdict = "the reload is not proven: 1 line about transfers not exercised (--require-transfer-proof)"
+    verdict = (
+        "the reload is not proven: 1 line about transfers not exercised (--require-transfer-proof)"
+    )
     assert verdict in text
     assert "no run of a split model" in text
     assert (
-        run(["verify", str(folder), "--model", f"{MODEL.rpartition(':')[0]}:half", "--html", str(page)]) == 1
+        run(
+            [
+                "verify",
+                str(folder),
+                "--model",
+                f"{MODEL.rpartition(':')[0]}:half",
+                "--html",
+                str(page),
+            ]
+        )
+        == 1
     )
     text = Page(page.read_text(encoding="utf-8")).text
     assert "the reload is not proven: 3 failed lines (names)" in text
-    assert "next: give --model, or config.json, the model whose weights these are, in their dtype" in text
+    assert (
+        "next: give --model, or config.json, the model whose weights these are, in their dtype"
+        in text
+    )
 
 
 def poisoned(folder: Path) -> Path:
@@ -182,7 +215,9 @@ def test_data_and_a_device_map_do_both(folder: Path, capsys: pytest.CaptureFixtu
     arguments = ["verify", str(folder), "--data", "--device-map", "auto"]
     assert run(arguments) == 0
     out = capsys.readouterr().out
-    assert out.index("values: no problem in 16 tensors") < out.index("proven  file bytes -> tensors")
+    assert out.index("values: no problem in 16 tensors") < out.index(
+        "proven  file bytes -> tensors"
+    )
     assert out.splitlines()[-1] == "no fault found in what was exercised"
     assert run(["verify", str(folder), "--data", "--json"]) == 0
     alone = printed(capsys)
@@ -202,7 +237,9 @@ def test_data_and_a_device_map_do_both(folder: Path, capsys: pytest.CaptureFixtu
 def test_the_structure_is_checked_once(
     folder: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --data it was checked twice, which costs a large folder seconds, and a store its requests."""
+    """With --data it was checked twice, which costs a large folder seconds, and a store its
+    requests.
+    """
     calls: list[Any] = []
 
     def counted(*given: Any, **named: Any) -> CheckReport:
@@ -283,6 +320,8 @@ def test_the_page_says_how_often_the_model_ran(folder: Path) -> None:
     arguments = ["verify", str(folder), "--model", MODEL, "--html", str(page)]
     assert run(arguments) == 0
     text = Page(page.read_text(encoding="utf-8")).text
-    assert "split model: 1 run\n" in text, "without an accelerator one run is made, of 8 that may be"
+    assert "split model: 1 run\n" in text, (
+        "without an accelerator one run is made, of 8 that may be"
+    )
     assert "time beyond 1 run" in text
     assert "each way" not in text

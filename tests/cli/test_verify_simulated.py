@@ -22,7 +22,16 @@ def test_the_command_finds_the_pair_on_simulated_devices(tmp_path: Path, fault: 
     folder = save_transformer(tmp_path / "checkpoint")
     device_map, page = tmp_path / "map.json", tmp_path / "report.html"
     device_map.write_text(json.dumps(THREE))
-    arguments = ["-m", "ckptfix", "verify", str(folder), "--device-map", str(device_map), "--model", MODEL]
+    arguments = [
+        "-m",
+        "ckptfix",
+        "verify",
+        str(folder),
+        "--device-map",
+        str(device_map),
+        "--model",
+        MODEL,
+    ]
     options = ["--repeats", "2", "--require-transfer-proof", "--html", str(page)]
     faults = {} if fault is None else {(0, 1): fault}
     done = start_simulated([*arguments, *options], 3, faults=faults)

@@ -1,8 +1,8 @@
 """The memory of FSDP1 by fqn, and what lets it gather full state dicts on the CPU.
 
-FSDP1 lays the parameters of a wrapped module end to end into one flat parameter, and cuts that among the ranks. With
-``use_orig_params`` the optimizer has a view for each parameter, of the elements that lie on its rank; without, it has
-the flat parameter alone.
+FSDP1 lays the parameters of a wrapped module end to end into one flat parameter, and cuts that
+among the ranks. With ``use_orig_params`` the optimizer has a view for each parameter, of the
+elements that lie on its rank; without, it has the flat parameter alone.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,11 @@ LOWEST = float("-inf")
 
 
 class Parameter(NamedTuple):
-    """A parameter of a wrapped model. ``mine``: its elements on this rank; ``held``: where the flat parameter has them.
+    """A parameter of a wrapped model. ``mine``: its elements on this rank; ``held``: where the flat
+    parameter has them.
 
-    ``owner``: the parameter that the optimizer knows. Without ``use_orig_params`` that is the flat one.
+    ``owner``: the parameter that the optimizer knows. Without ``use_orig_params`` that is the flat
+    one.
     """
 
     shape: torch.Size
@@ -30,7 +32,9 @@ class Parameter(NamedTuple):
     held: slice
 
     def _values(self, optimizer: Any, key: str | None) -> torch.Tensor | None:
-        """Return this rank's elements of the weight, or of a moment; None where it has no moments."""
+        """Return this rank's elements of the weight, or of a moment; None where it has no
+        moments.
+        """
         if key is None:
             return self.flat.detach()[self.held]
         state = optimizer.state.get(self.owner, {})
@@ -55,7 +59,9 @@ class Parameter(NamedTuple):
             values.copy_(value.flatten()[self.mine])
 
     def number(self, optimizer: Any, key: str) -> float:
-        """Return a state that a parameter has one number for: that of the ranks that have elements of it."""
+        """Return a state that a parameter has one number for: that of the ranks that have elements
+        of it.
+        """
         found = float(optimizer.state.get(self.owner, {}).get(key, LOWEST))
         both = torch.tensor([found, -found if found != LOWEST else LOWEST], dtype=torch.float64)
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
@@ -89,8 +95,9 @@ def parameters_of(model: Any) -> dict[str, Parameter]:
 def gathering_on_the_cpu() -> Iterator[None]:
     """Let FSDP1 gather full state dicts on the CPU.
 
-    It frees or reuses what it gathered once ``cpu()`` has made a copy, and that makes none of a tensor on the CPU:
-    torch 2.13.0 ends in a segmentation fault, or gives all moments the values of the last one.
+    It frees or reuses what it gathered once ``cpu()`` has made a copy, and that makes none of a
+    tensor on the CPU: torch 2.13.0 ends in a segmentation fault, or gives all moments the values of
+    the last one.
     """
     with (
         mock.patch.object(FlatParamHandle, "to_cpu", return_value=nullcontext()),

@@ -2,8 +2,9 @@
 
     python -m tests.conversion.fsdp_full_run FOLDER
 
-FOLDER gets what ``accelerator.save_state`` writes; FOLDER.json the digests of the whole weights in memory. (FSDP1 of
-torch 2.13.0 ends in a segmentation fault when it gathers a full state dict of parameters on the CPU.)
+FOLDER gets what ``accelerator.save_state`` writes; FOLDER.json the digests of the whole weights in
+memory. (FSDP1 of torch 2.13.0 ends in a segmentation fault when it gathers a full state dict of
+parameters on the CPU.)
 """
 
 import json
@@ -50,7 +51,8 @@ def work(folder: Path) -> None:
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if accelerator.process_index == 0:
         folder.with_suffix(".json").write_text(json.dumps(tensor_digests(whole)))
-    torch.distributed.barrier()  # a process that leaves first can break what the other still waits for
+    # A process that leaves first can break what the other still waits for.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

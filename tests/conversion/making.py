@@ -19,9 +19,10 @@ FORMATS = ("safetensors", "bin", "dcp")
 SUFFIXES = {"safetensors": ".safetensors", "bin": ".bin", "dcp": ""}
 
 COMMON = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.uint16, torch.uint32, torch.uint64,
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
 """Dtypes that every format has."""
 
@@ -38,7 +39,9 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
 
 @st.composite
 def state_dicts(draw: st.DrawFn) -> StateDict:
-    """State dicts with all that others get wrong: no dimension, no element, strides, ties, views, odd names."""
+    """State dicts with all that others get wrong: no dimension, no element, strides, ties, views,
+    odd names.
+    """
     names = draw(
         st.lists(
             st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
@@ -72,7 +75,9 @@ def digests(weights: Weights) -> dict[str, str]:
     """Return the digest of every tensor by every name it has."""
     buffer = memoryview(bytearray(1 << 16))
     with OpenFiles() as files:
-        return {name: tensor_digest(tensor, files, buffer) for name, tensor in weights.named().items()}
+        return {
+            name: tensor_digest(tensor, files, buffer) for name, tensor in weights.named().items()
+        }
 
 
 def digests_at(path: Path) -> dict[str, str]:

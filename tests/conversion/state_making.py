@@ -1,4 +1,6 @@
-"""Complete states of a small model as each strategy of PyTorch saves them, and the loads that prove them."""
+"""Complete states of a small model as each strategy of PyTorch saves them, and the loads that prove
+them.
+"""
 
 import random
 from pathlib import Path
@@ -25,7 +27,9 @@ def net() -> torch.nn.Module:
 
 
 def trained(*, seed: int = 0, skipped: str = "") -> Trained:
-    """Return a model and its optimizer after three steps; ``skipped``: a parameter that never gets a gradient."""
+    """Return a model and its optimizer after three steps; ``skipped``: a parameter that never gets
+    a gradient.
+    """
     model = net()
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -46,7 +50,9 @@ def trained(*, seed: int = 0, skipped: str = "") -> Trained:
 
 
 def save_state(root: Path, strategy: str, *runs: Trained, processes: int = 2) -> Path:
-    """Save as ``save_state`` does with a strategy. Its schedulers, random states and other objects are stand-ins."""
+    """Save as ``save_state`` does with a strategy. Its schedulers, random states and other objects
+    are stand-ins.
+    """
     root.mkdir()
     for index, (model, optimizer) in enumerate(runs):
         end = f"_{index}" if index else ""
@@ -88,7 +94,8 @@ def assert_loads(root: Path, strategy: str, *runs: Trained) -> None:
             assert_same(fresh.state_dict(), optimizer.state_dict())
         elif strategy == "fsdp-full":
             assert_same(
-                dict(torch.load(root / f"pytorch_model_fsdp{end}.bin", weights_only=True)), dict(weights)
+                dict(torch.load(root / f"pytorch_model_fsdp{end}.bin", weights_only=True)),
+                dict(weights),
             )
             assert_same(torch.load(root / f"optimizer{end}.bin", weights_only=True), named)
         else:

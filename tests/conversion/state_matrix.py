@@ -2,9 +2,10 @@
 
     python -m tests.conversion.state_matrix [--case C] [--from A] [--to B] [--processes M] [--saved-by N] [--verbose]
 
-Stock accelerate trains and saves with every strategy (A) on N processes; ``ckptfix.migrate`` writes the checkpoint for
-every strategy (B) and M processes; stock accelerate loads it there, and ``state_training`` says what it finds. Each
-option may be repeated; without any the whole table is proven, 3,000 cells in one to two hours on two cores.
+Stock accelerate trains and saves with every strategy (A) on N processes; ``ckptfix.migrate`` writes
+the checkpoint for every strategy (B) and M processes; stock accelerate loads it there, and
+``state_training`` says what it finds. Each option may be repeated; without any the whole table is
+proven, 3,000 cells in one to two hours on two cores.
 """
 
 import argparse
@@ -24,7 +25,15 @@ from typing import Any, NamedTuple
 
 import ckptfix
 from ckptfix.errors import CkptfixError
-from tests.conversion.state_training import ALTERATIONS, CASES, ENDED, FACTORIES, FSDP1, LOADERS, SOURCES
+from tests.conversion.state_training import (
+    ALTERATIONS,
+    CASES,
+    ENDED,
+    FACTORIES,
+    FSDP1,
+    LOADERS,
+    SOURCES,
+)
 from tests.deepspeed_library import has_deepspeed, variables
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +103,9 @@ class Proof:
 def can_hold(case: str, strategy: str, processes: int = 2) -> bool:
     """DeepSpeed's engine takes one model, and a universal checkpoint no numbers of NAdam and ASGD.
 
-    FSDP1's flat parameters are all trained and of one param group: a case of its own, with one strategy of each kind.
-    In one process FSDP1 of torch 2.13.0 fails at the first step of a model with frozen ties.
+    FSDP1's flat parameters are all trained and of one param group: a case of its own, with one
+    strategy of each kind. In one process FSDP1 of torch 2.13.0 fails at the first step of a model
+    with frozen ties.
     """
     if case.startswith("plain"):
         return strategy in (*FSDP1, "ddp", "zero2")
@@ -109,7 +119,9 @@ def can_hold(case: str, strategy: str, processes: int = 2) -> bool:
 
 
 def can_load(case: str, strategy: str, processes: int = 2) -> bool:
-    """As ``can_hold``; of FSDP2 stock accelerate 1.15.0 restores no scale of fp16: its loader counts a step (#4289)."""
+    """As ``can_hold``; of FSDP2 stock accelerate 1.15.0 restores no scale of fp16: its loader
+    counts a step (#4289).
+    """
     is_fsdp2 = strategy in ("fsdp", "fsdp-full")
     return can_hold(case, strategy, processes) and not (case.endswith("fp16") and is_fsdp2)
 
@@ -152,7 +164,9 @@ class Ranks:
         self._folder.cleanup()
 
     def run(self, processes: int, jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the result of each job. Ranks that end in the midst of one are started again for those that follow."""
+        """Yield the result of each job. Ranks that end in the midst of one are started again for
+        those that follow.
+        """
         while jobs:
             done = 0
             said = Path(self._folder.name, "stderr")
@@ -161,13 +175,21 @@ class Ranks:
                 yield json.loads(line)
                 done += 1
             if done < len(jobs):
-                words = [line for line in said.read_text()[before:].splitlines() if "rror" in line][-3:]
-                yield {"job": jobs[done], "error": f"the ranks ended: {' / '.join(words)}", "seconds": 0.0}
+                words = [line for line in said.read_text()[before:].splitlines() if "rror" in line][
+                    -3:
+                ]
+                yield {
+                    "job": jobs[done],
+                    "error": f"the ranks ended: {' / '.join(words)}",
+                    "seconds": 0.0,
+                }
                 done += 1
             jobs = jobs[done:]
 
     def _lines(self, processes: int, jobs: list[dict[str, Any]]) -> Iterator[str]:
-        """Yield the lines of the results as they are written, until the ranks end, or are silent for too long."""
+        """Yield the lines of the results as they are written, until the ranks end, or are silent
+        for too long.
+        """
         folder = Path(self._folder.name)
         listed, results = folder / "jobs", folder / "results"
         ended = results.with_suffix(ENDED)
@@ -198,8 +220,9 @@ class Ranks:
         if self._server is None or self._server.poll() is not None:
             with (folder / "stderr").open("a") as stderr:
                 self._server = subprocess.Popen(
-                    [sys.executable, "-m", "tests.conversion.state_training"], stdin=subprocess.PIPE, text=True,
-                    stdout=subprocess.DEVNULL, stderr=stderr, cwd=ROOT, env=variables(), start_new_session=True,
+                    [sys.executable, "-m", "tests.conversion.state_training"],
+                    stdin=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL, stderr=stderr,
+                    cwd=ROOT, env=variables(), start_new_session=True,
                 )  # fmt: skip
         return self._server
 
@@ -221,14 +244,18 @@ def make_sources(ranks: Ranks, folder: Path, cells: Iterable[Cell]) -> list[str]
     failed = []
     for saved_by, made in wanted.items():
         jobs = [
-            {"do": "universal", "origin": UNIVERSAL_FROM}
-            if name == "universal"
-            else {"do": "make"} | {"strategy": name, "case": case}
+            (
+                {"do": "universal", "origin": UNIVERSAL_FROM}
+                if name == "universal"
+                else {"do": "make"} | {"strategy": name, "case": case}
+            )
             for case, name in made
         ]
         for job, (case, _) in zip(jobs, made, strict=True):
             job["folder"] = str(sources_folder(folder, case, saved_by))
-        failed += [f"{one['job']}: {one['error']}" for one in ranks.run(saved_by, jobs) if "error" in one]
+        failed += [
+            f"{one['job']}: {one['error']}" for one in ranks.run(saved_by, jobs) if "error" in one
+        ]
     return failed
 
 
@@ -236,7 +263,9 @@ def make_sources(ranks: Ranks, folder: Path, cells: Iterable[Cell]) -> list[str]
 
 
 def migrated(folder: Path, cell: Cell) -> dict[str, str]:
-    """Return the folders for stock to load: the cell's, under "", and those of the altered sources."""
+    """Return the folders for stock to load: the cell's, under "", and those of the altered
+    sources.
+    """
     found = {}
     where = sources_folder(folder, cell.case, cell.saved_by)
     for how in ("", *ALTERATIONS):
@@ -272,7 +301,9 @@ def migrate(source: Path, target: Path, cell: Cell) -> None:
 
 def prove(ranks: Ranks, folder: Path, cells: Sequence[Cell]) -> Iterator[Proof]:
     """Prove cells, those of one number of processes together."""
-    yield from (Proof(Cell("", "", "", 0, 0), [line]) for line in make_sources(ranks, folder, cells))
+    yield from (
+        Proof(Cell("", "", "", 0, 0), [line]) for line in make_sources(ranks, folder, cells)
+    )
     for processes in sorted({cell.processes for cell in cells}):
         jobs, waiting = [], []
         for cell in (cell for cell in cells if cell.processes == processes):
@@ -287,8 +318,8 @@ def prove(ranks: Ranks, folder: Path, cells: Sequence[Cell]) -> Iterator[Proof]:
             expected = sources_folder(folder, cell.case, cell.saved_by) / f"{cell.source}.expected"
             waiting.append(cell)
             jobs.append({
-                "do": "prove", "strategy": cell.target, "case": cell.case, "expected": str(expected),
-                "checkpoint": folders.pop(""), "altered": folders,
+                "do": "prove", "strategy": cell.target, "case": cell.case,
+                "expected": str(expected), "checkpoint": folders.pop(""), "altered": folders,
             })  # fmt: skip
         for cell, result in zip(waiting, ranks.run(processes, jobs), strict=True):
             yield judged(cell, result)
@@ -306,10 +337,13 @@ def judged(cell: Cell, result: dict[str, Any]) -> Proof:
     proof.control = off(result["losses"], result["control"])
     proof.source = off(result["losses"], result["source"])
     if result["trained"] and not proof.control:
-        proof.wrong.append(f"after the steps {len(result['trained'])} differ, first {result['trained'][0]}")
+        proof.wrong.append(
+            f"after the steps {len(result['trained'])} differ, first {result['trained'][0]}"
+        )
     if proof.control > NEAR:
         proof.wrong.append(
-            f"losses differ from the control by {proof.control:.1e}: {result['losses']} {result['control']}"
+            f"losses differ from the control by {proof.control:.1e}: {result['losses']} "
+            f"{result['control']}"
         )
     if proof.source > NEAR and cell.case.endswith("fp32"):
         proof.wrong.append(f"losses differ from the source that trained on by {proof.source:.1e}")
@@ -325,7 +359,11 @@ def judged(cell: Cell, result: dict[str, Any]) -> Proof:
 
 def off(losses: list[list[float]], others: list[list[float]]) -> float:
     """Return the largest relative difference."""
-    pairs = [pair for one, other in zip(losses, others, strict=True) for pair in zip(one, other, strict=True)]
+    pairs = [
+        pair
+        for one, other in zip(losses, others, strict=True)
+        for pair in zip(one, other, strict=True)
+    ]
     return max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
 
 
@@ -343,7 +381,10 @@ def table(proofs: Sequence[Proof]) -> str:
         lines += ["", f"{case}, saved by {saved_by}, loaded by {processes}"]
         lines.append("".join(f"{word:>14}" for word in ("from \\ to", *LOADERS)))
         for source in SOURCES:
-            row = [shown[source, target].short if (source, target) in shown else "-" for target in LOADERS]
+            row = [
+                shown[source, target].short if (source, target) in shown else "-"
+                for target in LOADERS
+            ]
             if set(row) != {"-"}:
                 lines.append("".join(f"{word:>14}" for word in (source, *row)))
     return "\n".join(lines)
@@ -359,7 +400,9 @@ def main() -> int:
     parser.add_argument("--processes", action="append", type=int, choices=PROCESSES)
     parser.add_argument("--saved-by", action="append", type=int, choices=PROCESSES)
     parser.add_argument(
-        "--folder", type=Path, help="keep the sources and results there; sources there are used again"
+        "--folder",
+        type=Path,
+        help="keep the sources and results there; sources there are used again",
     )
     parser.add_argument("--sources-only", action="store_true", help="make the sources, and stop")
     parser.add_argument(
@@ -393,7 +436,8 @@ def main() -> int:
     counts = {"proven": sum(p.is_proven for p in proofs), "refused": sum(bool(p.refused) for p in proofs),
               "FAILED": sum(bool(p.wrong) for p in proofs)}  # fmt: skip
     print(
-        f"\n{', '.join(f'{count} {word}' for word, count in counts.items())} in {time.perf_counter() - begin:.0f} s"
+        f"\n{', '.join(f'{count} {word}' for word, count in counts.items())} in "
+        f"{time.perf_counter() - begin:.0f} s"
     )
     return 0 if counts["proven"] == len(proofs) else 1
 

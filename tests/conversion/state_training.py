@@ -1,18 +1,21 @@
-"""Train tiny models with stock accelerate under any strategy, and prove what a checkpoint makes of a new run.
+"""Train tiny models with stock accelerate under any strategy, and prove what a checkpoint makes of
+a new run.
 
     python -m tests.conversion.state_training <<< "PROCESSES JOBS RESULTS"
 
-forks so many processes of one gloo group, which do one job after another: JOBS has one JSON object a line, and RESULTS
-gets one for each. Nothing of ckptfix is imported here. All runs see the same batches, whatever the number of processes.
+forks so many processes of one gloo group, which do one job after another: JOBS has one JSON object
+a line, and RESULTS gets one for each. Nothing of ckptfix is imported here. All runs see the same
+batches, whatever the number of processes.
 
-``make``: three steps with a strategy, saved by ``accelerator.save_state``: as it is, and altered in three ways that no
-proof may overlook (``ALTERATIONS``). What the optimizers hold in memory at that moment is written next to them, with
-the losses of the next three steps.
+``make``: three steps with a strategy, saved by ``accelerator.save_state``: as it is, and altered in
+three ways that no proof may overlook (``ALTERATIONS``). What the optimizers hold in memory at that
+moment is written next to them, with the losses of the next three steps.
 
-``prove``: a new run of a strategy loads a checkpoint with ``accelerator.load_state``. Weights, masters, moments, steps
-and hyperparameters in its memory must be bitwise those of the source, by fqn. Its next three losses, and its memory
-after them, are compared with those of a run into whose memory the source's values are copied (the same strategy, so
-they must be equal in every bit), and the losses with those of the source that trained on.
+``prove``: a new run of a strategy loads a checkpoint with ``accelerator.load_state``. Weights,
+masters, moments, steps and hyperparameters in its memory must be bitwise those of the source, by
+fqn. Its next three losses, and its memory after them, are compared with those of a run into whose
+memory the source's values are copied (the same strategy, so they must be equal in every bit), and
+the losses with those of the source that trained on.
 """
 
 import gc
@@ -46,23 +49,28 @@ from tests.training.ranks import run_ranks
 
 STRATEGIES = ("ddp", "fsdp", "fsdp-full", "zero1", "zero2", "zero3", "universal")
 FSDP1 = ("fsdp1", "fsdp1-full", "fsdp1-flat", "fsdp1-flat-full")
-"""FSDP's first version, by the same files; ``flat``: without ``use_orig_params``, so with flat parameters."""
+"""FSDP's first version, by the same files; ``flat``: without ``use_orig_params``, so with flat
+parameters.
+"""
 
 BY_TORCH = ("ddp", "fsdp", "fsdp-full", "fsdp-ranks", *FSDP1)
 LOADERS = (*STRATEGIES, *FSDP1)
 SOURCES = (*LOADERS, "fsdp-ranks")
-"""``fsdp-ranks``: as ``use_dcp=False`` of accelerate saves, a file for each rank. ``load_state`` does not load it."""
+"""``fsdp-ranks``: as ``use_dcp=False`` of accelerate saves, a file for each rank. ``load_state``
+does not load it.
+"""
 
 CASES = (
-    "llama-fp32", "llama-bf16", "bert-fp32", "bert-bf16", "two-fp32", "lora-fp32", "lora-bf16", "lorall-fp32",
-    "nadam-fp32", "asgd-fp32", "plain-fp32", "plain-bf16",
-    "llama-fp16", "bert-fp16",
+    "llama-fp32", "llama-bf16", "bert-fp32", "bert-bf16", "two-fp32", "lora-fp32", "lora-bf16",
+    "lorall-fp32", "nadam-fp32", "asgd-fp32", "plain-fp32", "plain-bf16", "llama-fp16", "bert-fp16",
 )  # fmt: skip
-"""Models and precision; ``two``: both models, with an optimizer each. DeepSpeed's engine takes one model alone.
+"""Models and precision; ``two``: both models, with an optimizer each. DeepSpeed's engine takes one
+model alone.
 
-``lora``: Llama frozen, with the two small matrices of peft for each projection; ``lorall``: the same, and the optimizer
-gets the frozen parameters, too, as in many scripts. ``nadam``, ``asgd``: Llama with these optimizers. ``plain``: Llama
-with nothing frozen and one param group, as FSDP1 asks for without ``use_orig_params``.
+``lora``: Llama frozen, with the two small matrices of peft for each projection; ``lorall``: the
+same, and the optimizer gets the frozen parameters, too, as in many scripts. ``nadam``, ``asgd``:
+Llama with these optimizers. ``plain``: Llama with nothing frozen and one param group, as FSDP1 asks
+for without ``use_orig_params``.
 """
 
 ALTERATIONS = ("zeroed", "swapped", "changed")
@@ -80,9 +88,13 @@ SWAPPED["lora"] = SWAPPED["lorall"] = (
     "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight",
     "base_model.model.model.layers.1.self_attn.v_proj.lora_A.default.weight",
 )
-FROZEN = {"llama": "model.layers.0.input_layernorm.weight", "bert": "bert.embeddings.LayerNorm.weight"}
+FROZEN = {
+    "llama": "model.layers.0.input_layernorm.weight",
+    "bert": "bert.embeddings.LayerNorm.weight",
+}
 OPTIONS = (
-    "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum_decay", "lambd", "alpha", "t0",
+    "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum_decay",
+    "lambd", "alpha", "t0",
 )  # fmt: skip
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "nadam": torch.optim.NAdam,
@@ -96,18 +108,22 @@ NUMBERS = {"nadam": ("step", "mu_product"), "asgd": ("step", "eta", "mu")}
 ENDED = ".ended"
 STEPS = 3
 SCALE, WINDOW = 1024.0, 4
-"""Scale of the loss in fp16, and after how many steps it grows: the first one after the checkpoint."""
+"""Scale of the loss in fp16, and after how many steps it grows: the first one after the checkpoint.
+"""
 VOCABULARY, BATCH, LENGTH, ACCUMULATION = 67, 4, 9, 2
 
 Model = dict[str, Any]
-"""One model's part of a run's memory: ``weights``, ``states``, ``options`` (each by fqn), and ``scheduler``."""
+"""One model's part of a run's memory: ``weights``, ``states``, ``options`` (each by fqn), and
+``scheduler``.
+"""
 
 
 def llama() -> torch.nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+        tie_word_embeddings=True,
     )  # fmt: skip
     return _frozen(LlamaForCausalLM(config), "llama")
 
@@ -115,18 +131,21 @@ def llama() -> torch.nn.Module:
 def bert() -> torch.nn.Module:
     torch.manual_seed(1)
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     model = BertForMaskedLM(config)
-    # accelerate puts the decoder into an FSDP2 unit of its own, and torch 2.13 refuses a bias that another one shares.
-    # The embedding stays tied.
+    # accelerate puts the decoder into an FSDP2 unit of its own, and torch 2.13 refuses a bias that
+    # another one shares. The embedding stays tied.
     del model.cls.predictions.bias
     return _frozen(model, "bert")
 
 
 def _frozen(model: torch.nn.Module, kind: str) -> torch.nn.Module:
-    """Freeze one norm among others of its shape; its values are exact in bf16, which has no master of it."""
+    """Freeze one norm among others of its shape; its values are exact in bf16, which has no master
+    of it.
+    """
     norm = model.get_parameter(FROZEN[kind])
     with torch.no_grad():
         norm.copy_(1 + torch.arange(norm.numel()) / 64)
@@ -140,15 +159,20 @@ def lora() -> torch.nn.Module:
     torch.manual_seed(2)
     with warnings.catch_warnings():  # peft asks transformers 5 for an attribute by its old name
         warnings.simplefilter("ignore", FutureWarning)
-        model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+        model = get_peft_model(
+            llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+        )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())  # the frozen ones have no masters in DeepSpeed's bf16
+            # The frozen ones have no masters in DeepSpeed's bf16.
+            parameter.copy_(parameter.bfloat16())
     return model
 
 
 def two() -> tuple[Any, ...]:
-    """Return both models and their optimizers: nothing else says which model's parameters an optimizer has."""
+    """Return both models and their optimizers: nothing else says which model's parameters an
+    optimizer has.
+    """
     models = llama(), bert()
     return *models, *(torch.optim.AdamW(param_groups(model)) for model in models)
 
@@ -158,21 +182,24 @@ def plain() -> torch.nn.Module:
 
 
 BUILDERS = {
-    "llama": llama, "bert": bert, "lora": lora, "lorall": lora, "nadam": llama, "asgd": llama, "plain": plain,
+    "llama": llama, "bert": bert, "lora": lora, "lorall": lora, "nadam": llama, "asgd": llama,
+    "plain": plain,
 }  # fmt: skip
 
 
 def with_optimizer(kind: str) -> tuple[Any, ...]:
     """Return a model and its optimizer.
 
-    DeepSpeed does not keep which frozen parameters a script lists, and FSDP1's flat parameters have another order.
+    DeepSpeed does not keep which frozen parameters a script lists, and FSDP1's flat parameters have
+    another order.
     """
     model = BUILDERS[kind]()
     return model, torch.optim.AdamW(param_groups(model, kind))
 
 
 FACTORIES: dict[str, Callable[[], Any]] = {
-    **BUILDERS, "two": two, "lorall": partial(with_optimizer, "lorall"), "plain": partial(with_optimizer, "plain"),
+    **BUILDERS, "two": two, "lorall": partial(with_optimizer, "lorall"),
+    "plain": partial(with_optimizer, "plain"),
 }  # fmt: skip
 """What ``migrate`` gets as the model of a case."""
 
@@ -183,7 +210,9 @@ def kinds(case: str) -> tuple[str, ...]:
 
 
 def param_groups(model: torch.nn.Module, kind: str = "") -> list[dict[str, Any]]:
-    """Return the two groups of parameters that most scripts make: weight decay for matrices alone."""
+    """Return the two groups of parameters that most scripts make: weight decay for matrices
+    alone.
+    """
     if kind in ("lorall", "plain"):
         return [{"params": list(model.parameters()), "weight_decay": 0.1}]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -213,7 +242,9 @@ class Run:
         self.strategy, self.kinds = strategy, kinds(case)
         self.is_zero = strategy.startswith("zero") or strategy == "universal"
         self.is_fsdp1, self.is_flat = strategy in FSDP1, "-flat" in strategy
-        self.stage = int(strategy[4]) if strategy.startswith("zero") else stage if self.is_zero else 0
+        self.stage = (
+            int(strategy[4]) if strategy.startswith("zero") else stage if self.is_zero else 0
+        )
         forget()
         models = [BUILDERS[kind]() for kind in self.kinds]
         self.groups = [
@@ -235,8 +266,12 @@ class Run:
                     model
                 )  # else the optimizer would not know the flat parameters
             optimizer = OPTIMIZERS.get(kind, torch.optim.AdamW)(param_groups(model, kind), lr=1e-2)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (1 + 0.1 * number))
-            prepared = self.accelerator.prepare(*(() if self.is_flat else (model,)), optimizer, scheduler)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda number: 1 / (1 + 0.1 * number)
+            )
+            prepared = self.accelerator.prepare(
+                *(() if self.is_flat else (model,)), optimizer, scheduler
+            )
             self.models.append(model if self.is_flat else prepared[0])
             self.optimizers.append(prepared[-2])
             self.schedulers.append(prepared[-1])
@@ -255,19 +290,27 @@ class Run:
                     torch.amp.GradScaler("cpu", SCALE, growth_interval=WINDOW),
                 )
             return found
-        config = zero_config(self.stage, precision=self.precision, is_universal=self.strategy == "universal")
+        config = zero_config(
+            self.stage, precision=self.precision, is_universal=self.strategy == "universal"
+        )
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
         return accelerate.Accelerator(
-            deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **shared
+            deepspeed_plugin=plugin,
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+            **shared,
         )
 
     def _switch_on_fsdp(self, found: accelerate.Accelerator, kind: str) -> None:
-        """Do what accelerate does for GPUs alone, for one model: its plugin wraps layers of classes that exist."""
+        """Do what accelerate does for GPUs alone, for one model: its plugin wraps layers of classes
+        that exist.
+        """
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=1 if self.is_fsdp1 else 2,
             use_orig_params=not self.is_flat if self.is_fsdp1 else None,
-            state_dict_type="FULL_STATE_DICT" if self.strategy.endswith("-full") else "SHARDED_STATE_DICT",
+            state_dict_type=(
+                "FULL_STATE_DICT" if self.strategy.endswith("-full") else "SHARDED_STATE_DICT"
+            ),
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["BertLayer" if kind == "bert" else "LlamaDecoderLayer"],
             cpu_ram_efficient_loading=False,
@@ -277,7 +320,8 @@ class Run:
         found.state.fsdp_plugin = plugin
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = accelerate.DistributedType.FSDP
-            state._shared_state["device"] = torch.device("cpu")  # FSDP1 takes cpu:0 for another device
+            # FSDP1 takes cpu:0 for another device.
+            state._shared_state["device"] = torch.device("cpu")
         found.state.distributed_type = accelerate.DistributedType.FSDP
 
     def step(self, number: int) -> list[float]:
@@ -311,7 +355,9 @@ class Run:
         found = []
         for index in range(len(self.models)):
             model: Model = {"weights": {}, "states": {}, "options": {}}
-            owners = {name: number for number, group in enumerate(self.groups[index]) for name in group}
+            owners = {
+                name: number for number, group in enumerate(self.groups[index]) for name in group
+            }
             for name, parameter in self._parameters(index):
                 model["weights"][name] = self._weight(index, parameter)
                 if name in owners:
@@ -326,7 +372,9 @@ class Run:
         return found
 
     def scale(self, index: int) -> tuple[float, int] | None:
-        """Return the scale of the loss in fp16, and the steps without an overflow after which it grows."""
+        """Return the scale of the loss in fp16, and the steps without an overflow after which it
+        grows.
+        """
         if self.precision != "fp16":
             return None
         if not self.is_zero:
@@ -341,15 +389,21 @@ class Run:
         """Set the optimizers' memory to what another run held, without any file."""
         self.step(0)  # makes the states
         for index, model in enumerate(memory):
-            owners = {name: number for number, group in enumerate(self.groups[index]) for name in group}
+            owners = {
+                name: number for number, group in enumerate(self.groups[index]) for name in group
+            }
             for name, parameter in self._parameters(index):
                 self._set_weight(index, parameter, model["weights"][name])
                 if name in owners:
                     self.set_options(index, owners[name], model["options"][name])
                     for key in self.moments:
-                        self.set_moment(index, owners[name], parameter, key, model["states"][name][key])
+                        self.set_moment(
+                            index, owners[name], parameter, key, model["states"][name][key]
+                        )
                     for key in self.numbers:
-                        self._set_number(index, owners[name], parameter, key, model["states"][name][key])
+                        self._set_number(
+                            index, owners[name], parameter, key, model["states"][name][key]
+                        )
             scheduler = self.schedulers[index].scheduler
             scheduler.load_state_dict(scheduler.state_dict() | model["scheduler"])
             if model["scale"] is not None:
@@ -358,7 +412,11 @@ class Run:
     def _set_scale(self, index: int, scale: float, left: int) -> None:
         if self.is_zero:
             held = self.models[index].optimizer.loss_scaler
-            held.cur_scale, held.cur_iter, held.last_overflow_iter = scale, held.scale_window + 1 - left, -1
+            held.cur_scale, held.cur_iter, held.last_overflow_iter = (
+                scale,
+                held.scale_window + 1 - left,
+                -1,
+            )
             return
         scaler = self.accelerator.scaler
         tracker = scaler.get_growth_interval() - left
@@ -375,7 +433,9 @@ class Run:
                 self.set_options(index, number, options)
             first, second = SWAPPED[kind]
             instead = {first: second, second: first} if how == "swapped" else {}
-            owners = {name: number for number, group in enumerate(self.groups[index]) for name in group}
+            owners = {
+                name: number for number, group in enumerate(self.groups[index]) for name in group
+            }
             for name, parameter in self._parameters(index):
                 for key in self.moments if name in owners else ():
                     value = memory[index]["states"][instead.get(name, name)][key]
@@ -391,7 +451,11 @@ class Run:
 
     def _torch_optimizer(self, index: int) -> Any:
         """Return the optimizer of torch in all that accelerate and DeepSpeed put around it."""
-        return self.models[index].optimizer.optimizer if self.is_zero else self.optimizers[index].optimizer
+        return (
+            self.models[index].optimizer.optimizer
+            if self.is_zero
+            else self.optimizers[index].optimizer
+        )
 
     def _group(self, index: int, number: int) -> dict[str, Any]:
         owner = self.models[index].optimizer if self.is_zero else self._torch_optimizer(index)
@@ -431,7 +495,9 @@ class Run:
             _set_partition(parameter, value, None)
         elif parameter.requires_grad:
             deepspeed.utils.safe_set_full_fp32_param(parameter, value)
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
+        with deepspeed.zero.GatheredParameters(
+            [parameter], modifier_rank=0, enabled=self.stage == 3
+        ):
             parameter.data.copy_(value)
 
     def _state(self, index: int, number: int, parameter: Any) -> Model:
@@ -443,7 +509,8 @@ class Run:
         if not self.is_zero:
             state = self._torch_optimizer(index).state.get(parameter, {})
             return {
-                key: float(value) if key in self.numbers else _whole(value) for key, value in state.items()
+                key: float(value) if key in self.numbers else _whole(value)
+                for key, value in state.items()
             }
         found: Model = {key: self._moment(index, number, parameter, key) for key in self.moments}
         for key in self.numbers:
@@ -454,8 +521,8 @@ class Run:
     def _moment(self, index: int, number: int, parameter: Any, key: str) -> torch.Tensor:
         """Put a moment together from what each rank's optimizer steps with.
 
-        ``safe_get_full_optimizer_state`` of ZeRO-1 and 2 knows the first param group alone: DeepSpeed 0.19.8 links the
-        others' states before they exist.
+        ``safe_get_full_optimizer_state`` of ZeRO-1 and 2 knows the first param group alone:
+        DeepSpeed 0.19.8 links the others' states before they exist.
         """
         if self.stage == 3:
             import deepspeed
@@ -481,13 +548,19 @@ class Run:
         return slice(own.start, own.start + own.numel), flat[key].narrow(0, held.start, held.numel)
 
     def _flat_states(self, index: int, number: int) -> list[Any]:
-        """Return the states of the flat partitions that hold a group; in ZeRO-3 these may be several."""
+        """Return the states of the flat partitions that hold a group; in ZeRO-3 these may be
+        several.
+        """
         optimizer = self._torch_optimizer(index)
         if self.stage == 3:
             return [state for state in optimizer.state.values() if "step" in state]
-        return [optimizer.state[self.models[index].optimizer.single_partition_of_fp32_groups[number]]]
+        return [
+            optimizer.state[self.models[index].optimizer.single_partition_of_fp32_groups[number]]
+        ]
 
-    def set_moment(self, index: int, number: int, parameter: Any, key: str, value: torch.Tensor) -> None:
+    def set_moment(
+        self, index: int, number: int, parameter: Any, key: str, value: torch.Tensor
+    ) -> None:
         if self.is_fsdp1:
             parameter.assign(self._torch_optimizer(index), value, key)
         elif not self.is_zero:
@@ -512,7 +585,11 @@ class Run:
 
 
 def zero_config(
-    stage: int, *, accumulation: int = ACCUMULATION, precision: str = "fp32", is_universal: bool = False
+    stage: int,
+    *,
+    accumulation: int = ACCUMULATION,
+    precision: str = "fp32",
+    is_universal: bool = False,
 ) -> dict[str, Any]:
     """Return a configuration of DeepSpeed."""
     config: dict[str, Any] = {
@@ -527,7 +604,8 @@ def zero_config(
     }
     if precision == "fp16":
         config["fp16"] = {
-            "enabled": True, "initial_scale_power": log2(SCALE), "loss_scale_window": WINDOW, "hysteresis": 1,
+            "enabled": True, "initial_scale_power": log2(SCALE), "loss_scale_window": WINDOW,
+            "hysteresis": 1,
         }  # fmt: skip
     return config | ({"checkpoint": {"load_universal": True}} if is_universal else {})
 
@@ -551,7 +629,8 @@ def _assign(target: Any, value: torch.Tensor) -> None:
 def _set_partition(parameter: Any, value: torch.Tensor, key: str | None) -> None:
     """Set this rank's part of a master or a moment of ZeRO-3.
 
-    ``safe_set_full_fp32_param`` fails for parameters that the ranks do not share evenly: it forgets the padding.
+    ``safe_set_full_fp32_param`` fails for parameters that the ranks do not share evenly: it forgets
+    the padding.
     """
     part, _ = parameter._z3_optimizer._get_fp32_opt_state_partition(parameter, False, key)
     whole = torch.zeros(part.numel() * torch.distributed.get_world_size())
@@ -580,7 +659,8 @@ def differences(expected: list[Model], actual: list[Model]) -> list[str]:
         for part in ("weights", "states", "options"):
             if want[part].keys() != have[part].keys():
                 lines.append(
-                    f"{index} {part}: other fqns: {sorted(want[part].keys() ^ have[part].keys())[:3]}"
+                    f"{index} {part}: other fqns: "
+                    f"{sorted(want[part].keys() ^ have[part].keys())[:3]}"
                 )
                 continue
             for name, value in want[part].items():
@@ -606,19 +686,29 @@ def _pairs(expected: Model, found: Model) -> dict[str, tuple[Any, Any]]:
 
 def _difference(expected: Any, found: Any) -> str:
     if not torch.is_tensor(expected) or not torch.is_tensor(found):
-        return "" if type(expected) is type(found) and expected == found else f"{expected!r} != {found!r}"
+        return (
+            ""
+            if type(expected) is type(found) and expected == found
+            else f"{expected!r} != {found!r}"
+        )
     if expected.shape != found.shape:
         return f"{tuple(expected.shape)} != {tuple(found.shape)}"
     unequal = expected.view(torch.int32) != found.view(torch.int32)
     worst = (expected - found).abs().max()
-    return f"{int(unequal.sum())} of {expected.numel()} elements, up to {worst:.3g}" if unequal.any() else ""
+    return (
+        f"{int(unequal.sum())} of {expected.numel()} elements, up to {worst:.3g}"
+        if unequal.any()
+        else ""
+    )
 
 
 # The jobs.
 
 
 def save(run: Run, folder: Path) -> None:
-    """Save as ``accelerator.save_state`` does, with FSDP's files for each rank where the strategy has them."""
+    """Save as ``accelerator.save_state`` does, with FSDP's files for each rank where the strategy
+    has them.
+    """
     accelerator = run.accelerator
     with fsdp1_memory.gathering_on_the_cpu() if run.is_fsdp1 else nullcontext():
         accelerator.save_state(str(folder))
@@ -631,11 +721,15 @@ def save(run: Run, folder: Path) -> None:
             shutil.rmtree(folder / f"pytorch_model_fsdp_{index}")
             shutil.rmtree(folder / f"optimizer_{index}")
         save_fsdp_model(plugin, accelerator, model, str(folder), index, use_dcp=False)
-        save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder), index, use_dcp=False)
+        save_fsdp_optimizer(
+            plugin, accelerator, optimizer, model, str(folder), index, use_dcp=False
+        )
 
 
 def make(job: dict[str, Any]) -> dict[str, Any]:
-    """Train, save, and write what was in memory: ``folder/STRATEGY`` and one folder for each alteration."""
+    """Train, save, and write what was in memory: ``folder/STRATEGY`` and one folder for each
+    alteration.
+    """
     folder, strategy = Path(job["folder"]), job["strategy"]
     run = Run(strategy, job["case"])
     before = run.steps(0)
@@ -648,7 +742,9 @@ def make(job: dict[str, Any]) -> dict[str, Any]:
     assert not differences(memory, run.memory())
     after = run.steps(STEPS)
     if run.accelerator.is_main_process:
-        torch.save({"memory": memory, "before": before, "after": after}, folder / f"{strategy}.expected")
+        torch.save(
+            {"memory": memory, "before": before, "after": after}, folder / f"{strategy}.expected"
+        )
     return {"losses": before + after}
 
 
@@ -664,8 +760,9 @@ def make_universal(job: dict[str, Any]) -> dict[str, Any]:
             shutil.copytree(source, target, ignore=ignored)
             main(
                 Namespace(
-                    input_folder=str(source / "pytorch_model"), output_folder=str(target / "pytorch_model"),
-                    num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
+                    input_folder=str(source / "pytorch_model"),
+                    output_folder=str(target / "pytorch_model"), num_extract_workers=1,
+                    num_merge_workers=1, keep_temp_folder=False, strict=True,
                     inject_missing_state=True,
                 )
             )  # fmt: skip
@@ -679,11 +776,15 @@ def prove(job: dict[str, Any]) -> dict[str, Any]:
     memory = expected["memory"]
     run = Run(job["strategy"], job["case"], stage=job.get("stage", 2))
     if job["strategy"] in ("ddp", "fsdp1", "fsdp1-flat"):
-        # DDP arranges its buckets after the first backward pass, and sums over more than two processes depend on them.
-        # Of FSDP1's sharded state dicts accelerate 1.15.0 loads no moments into an optimizer that has none.
+        # DDP arranges its buckets after the first backward pass, and sums over more than two
+        # processes depend on them. Of FSDP1's sharded state dicts accelerate 1.15.0 loads no
+        # moments into an optimizer that has none.
         run.steps(STEPS)
     run.accelerator.load_state(job["checkpoint"])
-    found: dict[str, Any] = {"differs": differences(memory, run.memory()), "source": expected["after"]}
+    found: dict[str, Any] = {
+        "differs": differences(memory, run.memory()),
+        "source": expected["after"],
+    }
     found["losses"], after = run.steps(STEPS), run.memory()
     run.plant(memory)
     found["planted"] = differences(memory, run.memory())
@@ -714,7 +815,9 @@ JOBS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def work(rank: int, jobs: list[dict[str, Any]], results: Path) -> None:
-    """Do all jobs as one of the processes. The first of them writes the results; a job that fails fails alone."""
+    """Do all jobs as one of the processes. The first of them writes the results; a job that fails
+    fails alone.
+    """
     for part in ("deepspeed", "DeepSpeed"):
         logging.getLogger(part).setLevel(logging.ERROR)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -724,7 +827,10 @@ def work(rank: int, jobs: list[dict[str, Any]], results: Path) -> None:
             try:
                 result = JOBS[job["do"]](job)
             except Exception as error:
-                result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+                result = {
+                    "error": f"{type(error).__name__}: {error}",
+                    "trace": traceback.format_exc(),
+                }
                 traceback.print_exc()  # another process may wait for this one in vain
         every: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(every, result)
@@ -746,9 +852,11 @@ def _quiet() -> Iterator[None]:
 
 
 def serve() -> None:
-    """Run one group of ranks after another: what all of them import takes seconds, and is there when they are forked.
+    """Run one group of ranks after another: what all of them import takes seconds, and is there
+    when they are forked.
 
-    A line of the standard input is one group: PROCESSES JOBS RESULTS. A file next to RESULTS says that it has ended.
+    A line of the standard input is one group: PROCESSES JOBS RESULTS. A file next to RESULTS says
+    that it has ended.
     """
     os.environ.pop("WORLD_SIZE", None)
     while words := sys.stdin.readline().split():

@@ -1,4 +1,6 @@
-"""What a config says of its weights: which are tied, of what dtype they are, whether they are codes."""
+"""What a config says of its weights: which are tied, of what dtype they are, whether they are
+codes.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ def folder_with(tmp_path: Path, config: object, state: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize(("says", "copied"), [(False, True), (True, False), (None, False)])
-def test_a_model_that_ties_nothing_gets_both_names(tmp_path: Path, says: bool | None, copied: bool) -> None:
+def test_a_model_that_ties_nothing_gets_both_names(
+    tmp_path: Path, says: bool | None, copied: bool
+) -> None:
     shared = torch.randn(4, 4)
     config = {} if says is None else {"tie_word_embeddings": says}
     folder = folder_with(tmp_path, config, {"embed.weight": shared, "lm_head.weight": shared})
@@ -41,8 +45,8 @@ def test_transformers_finds_every_weight_of_a_model_tied_by_hand(tmp_path: Path)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=20,
-        tie_word_embeddings=False,
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=20, tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.lm_head.weight = model.model.embed_tokens.weight
@@ -72,7 +76,9 @@ def test_the_config_names_the_new_dtype(tmp_path: Path, key: str) -> None:
     assert seal(folder).written
     receipt = migrate(folder, tmp_path / "b", to="safetensors", dtype="bf16")
     new = (tmp_path / "b" / "config.json").read_text()
-    assert new == (folder / "config.json").read_text().replace(f'"{key}": "float32"', f'"{key}": "bfloat16"')
+    assert new == (folder / "config.json").read_text().replace(
+        f'"{key}": "float32"', f'"{key}": "bfloat16"'
+    )
     assert (tmp_path / "b" / "config.json").stat().st_mode & 0o777 == 0o600
     assert (receipt.rewritten, receipt.carried) == (("config.json",), ())
     assert receipt.bytes_to_write == sum(
@@ -88,7 +94,9 @@ def test_the_config_names_the_new_dtype(tmp_path: Path, key: str) -> None:
 def test_a_config_that_makes_no_sense_is_carried_as_it_is(tmp_path: Path, text: str) -> None:
     folder = folder_with(tmp_path, {}, {"w": torch.ones(2)})
     (folder / "config.json").write_bytes(text.encode("latin-1"))
-    assert migrate(folder, tmp_path / "b", to="safetensors", dtype="bf16").carried == ("config.json",)
+    assert migrate(folder, tmp_path / "b", to="safetensors", dtype="bf16").carried == (
+        "config.json",
+    )
     assert (tmp_path / "b" / "config.json").read_bytes() == text.encode("latin-1")
 
 
@@ -104,7 +112,9 @@ def test_codes_are_not_converted_without_their_scales(tmp_path: Path, config: ob
     assert digests_at(tmp_path / "b") == digests_at(folder)
 
 
-def test_numbers_that_become_infinite_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_become_infinite_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = {
         "w": torch.tensor([1e6, 2.0, torch.inf, torch.nan, -1e9]),
         "b": torch.ones(2),
@@ -125,7 +135,10 @@ def test_numbers_that_become_infinite_are_counted(tmp_path: Path, capsys: pytest
     ]
     assert run(given) == 0
     assert f"warning: {words}" in capsys.readouterr().out
-    assert migrate(tmp_path / "a.safetensors", tmp_path / "d.bin", to="bin", dtype="bf16").warnings == ()
+    assert (
+        migrate(tmp_path / "a.safetensors", tmp_path / "d.bin", to="bin", dtype="bf16").warnings
+        == ()
+    )
     torch.save({"w": torch.tensor([torch.inf, 4.0]).to(torch.float8_e5m2)}, tmp_path / "e.bin")
     assert migrate(tmp_path / "e.bin", tmp_path / "f.bin", to="bin", dtype="fp16").warnings == ()
 
@@ -133,7 +146,9 @@ def test_numbers_that_become_infinite_are_counted(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize("most", ["1KB", "5GB"])
 def test_a_variant_keeps_its_name(tmp_path: Path, most: str) -> None:
     (tmp_path / "a").mkdir()
-    write_safetensors(tmp_path / "a" / "model.fp16.safetensors", {f"w{n}": torch.ones(200) for n in range(3)})
+    write_safetensors(
+        tmp_path / "a" / "model.fp16.safetensors", {f"w{n}": torch.ones(200) for n in range(3)}
+    )
     migrate(tmp_path / "a", tmp_path / "b", to="bin", max_shard_size=most)
     if most == "5GB":
         assert names_below(tmp_path / "b") == {"pytorch_model.fp16.bin"}

@@ -1,4 +1,6 @@
-"""Damaged sources, and sources that differ from their manifest: neither may become a checkpoint that looks intact."""
+"""Damaged sources, and sources that differ from their manifest: neither may become a checkpoint
+that looks intact.
+"""
 
 import json
 import shutil
@@ -17,7 +19,11 @@ from tests.conversion.making import FORMATS
 from tests.repairs.builders import RANDOM_STATES
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-_STATE = {"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4), "c.weight": torch.randn(2, 2)}
+_STATE = {
+    "a.weight": torch.randn(4, 4),
+    "b.weight": torch.randn(4, 4),
+    "c.weight": torch.randn(2, 2),
+}
 
 
 def write(path: Path, state: dict[str, torch.Tensor], **ties: str) -> None:
@@ -69,7 +75,9 @@ def test_a_tie_that_a_seal_saw_is_not_its_own_proof(tmp_path: Path) -> None:
     repair(source)
     assert verify(source).status == 0
     write(source / "model.safetensors", load_file(source / "model.safetensors"))
-    differing = [(one.name, one.text) for one in verify(source).items if one.outcome.value == "differ"]
+    differing = [
+        (one.name, one.text) for one in verify(source).items if one.outcome.value == "differ"
+    ]
     assert differing == [("module.head.weight", "is missing")]
 
 
@@ -137,7 +145,10 @@ def test_damage_that_check_finds_is_refused(tmp_path: Path) -> None:
 
 def test_an_index_that_cannot_be_read_or_is_not_there(tmp_path: Path) -> None:
     for number in (1, 2):
-        write(tmp_path / f"model-0000{number}-of-00002.safetensors", {f"{number}.weight": torch.ones(3)})
+        write(
+            tmp_path / f"model-0000{number}-of-00002.safetensors",
+            {f"{number}.weight": torch.ones(3)},
+        )
     with pytest.raises(OperationError, match=r"index-mismatch.*next: ckptfix repair"):
         migrate(tmp_path, tmp_path.parent / "b", to="bin")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"1.we')
@@ -168,7 +179,8 @@ def test_an_error_that_a_repair_fixes_is_refused(tmp_path: Path, case: str, to: 
         words = str(refusal.value)
         assert words.startswith(f"{source}: {_TO_REPAIR[case]}: ")
         assert words.endswith(
-            f"nothing was written; add --allow-damage to copy the error, too; next: ckptfix repair {source}"
+            "nothing was written; add --allow-damage to copy the error, too; next: ckptfix repair "
+            f"{source}"
         )
     assert not any(tmp_path.iterdir())
 
@@ -178,7 +190,7 @@ def test_allowed_damage_is_named_and_carried_over(tmp_path: Path, to: str) -> No
     source = FIXTURES / "golden" / "shifted-entries" / "checkpoint"
     for dry_run in (True, False):
         receipt = migrate(source, tmp_path / "b", to=to, allow_damage=True, dry_run=dry_run)
-        (words, *_) = receipt.warnings
+        words, *_ = receipt.warnings
         assert words.startswith(
             "--allow-damage: the copy keeps doubled-model of the source: model_1.safetensors: "
         )
@@ -208,21 +220,29 @@ def test_a_model_in_a_folder_below_is_refused_with_its_own_command(tmp_path: Pat
     with pytest.raises(OperationError, match=rf"nested-prefix.*next: ckptfix repair {below}$"):
         migrate(tmp_path / "a", tmp_path / "b", to="bin")
     migrate(tmp_path / "a", tmp_path / "b", to="bin", keys="auto")
-    assert not [one for one in check(tmp_path / "b" / "unet").findings if one.severity.value == "error"]
+    assert not [
+        one for one in check(tmp_path / "b" / "unet").findings if one.severity.value == "error"
+    ]
 
 
 def test_a_repaired_source_is_migrated(tmp_path: Path) -> None:
     source = tmp_path / "a"
     shutil.copytree(FIXTURES / "golden" / "doubled-model" / "checkpoint", source)
     repair(source)
-    assert migrate(source, tmp_path / "b", to="dcp").warnings[0].startswith("optimizer.bin: copied unchanged")
+    assert (
+        migrate(source, tmp_path / "b", to="dcp")
+        .warnings[0]
+        .startswith("optimizer.bin: copied unchanged")
+    )
 
 
 def test_what_only_the_user_can_judge_is_passed_on_with_a_word(tmp_path: Path) -> None:
     source = FIXTURES / "golden" / "identical-models" / "checkpoint"
     for dry_run in (True, False):
         receipt = migrate(source, tmp_path / "b", to="bin", dry_run=dry_run)
-        assert [words.split(":")[0] for words in receipt.warnings][:1] == ["the source has identical-models"]
+        assert [words.split(":")[0] for words in receipt.warnings][:1] == [
+            "the source has identical-models"
+        ]
 
 
 def test_the_checksums_of_carried_archives_are_compared(tmp_path: Path) -> None:
@@ -245,7 +265,9 @@ def test_the_checksums_of_dcp_items_are_compared(tmp_path: Path) -> None:
         migrate(tmp_path / "a", tmp_path / "b", to="bin")
 
 
-def test_an_optimizer_in_a_layout_that_its_loader_does_not_look_for_is_told(tmp_path: Path) -> None:
+def test_an_optimizer_in_a_layout_that_its_loader_does_not_look_for_is_told(
+    tmp_path: Path,
+) -> None:
     source = FIXTURES / "dcp-2.13.0" / "fsdp2-clean" / "checkpoint"
     (words,) = migrate(source, tmp_path / "a", to="safetensors").warnings
     assert words.startswith("optimizer_0: copied unchanged, but")
@@ -265,7 +287,9 @@ def test_names_that_safetensors_may_lack_are_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     out = tmp_path.parent / f"{tmp_path.name}-out"
     out.mkdir()
-    told = {to: migrate(tmp_path, out / to, to=to).not_checked for to in ("safetensors", "bin", "dcp")}
+    told = {
+        to: migrate(tmp_path, out / to, to=to).not_checked for to in ("safetensors", "bin", "dcp")
+    }
     assert [any("tied weights may lack their second key" in one for one in words) for words in told.values()] == [
         False, False, True,
     ]  # fmt: skip

@@ -1,4 +1,6 @@
-"""Whole folders of ``accelerator.save_state`` with DeepSpeed: two real ones, of two processes, ZeRO-2 and ZeRO-3."""
+"""Whole folders of ``accelerator.save_state`` with DeepSpeed: two real ones, of two processes,
+ZeRO-2 and ZeRO-3.
+"""
 
 import json
 import shutil
@@ -24,7 +26,12 @@ from tests.tensors.zero_making import make_zero
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed-0.18.2"
 SAVED = ["accelerate-zero2", "accelerate-zero3"]
-CARRIED = {"random_states_0.pkl", "random_states_1.pkl", "scheduler.bin", "custom_checkpoint_0.pkl"}
+CARRIED = {
+    "random_states_0.pkl",
+    "random_states_1.pkl",
+    "scheduler.bin",
+    "custom_checkpoint_0.pkl",
+}
 MODEL = {
     "safetensors": {"model.safetensors"},
     "bin": {"pytorch_model.bin"},
@@ -41,7 +48,9 @@ def _fresh_accelerate() -> Iterator[None]:
 
 @pytest.fixture
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Return a copy of the folder that the test names, with the script that DeepSpeed leaves in it."""
+    """Return a copy of the folder that the test names, with the script that DeepSpeed leaves
+    in it.
+    """
     root = Path(shutil.copytree(FIXTURES / request.param / "checkpoint", tmp_path / request.param))
     (root / "zero_to_fp32.py").write_text("import deepspeed\n")
     (root / "zero_to_torch.py").write_text("import zero_to_fp32\n")  # of DeepSpeed 0.19.8
@@ -99,8 +108,12 @@ def test_the_dtype_of_training(tmp_path: Path, to: str) -> None:
             found = torch.load(tmp_path / name / "pytorch_model.bin", weights_only=True)
             run = json.loads((FIXTURES / name / "run.json").read_text())
             assert tensor_digests(found) == run["original"]
-    with pytest.raises(OperationError, match=r"ZeRO-3 stores its weights in fp32 alone.*--dtype bf16"):
-        migrate(FIXTURES / "accelerate-zero3" / "checkpoint", tmp_path / "x", to=to, dtype="original")
+    with pytest.raises(
+        OperationError, match=r"ZeRO-3 stores its weights in fp32 alone.*--dtype bf16"
+    ):
+        migrate(
+            FIXTURES / "accelerate-zero3" / "checkpoint", tmp_path / "x", to=to, dtype="original"
+        )
     assert not (tmp_path / "x").exists()
 
 
@@ -145,7 +158,9 @@ def test_diff_of_two_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("dtype", [None, "bf16"])
-def test_a_flipped_bit_of_the_weights_is_refused(tmp_path: Path, stage: int, dtype: str | None) -> None:
+def test_a_flipped_bit_of_the_weights_is_refused(
+    tmp_path: Path, stage: int, dtype: str | None
+) -> None:
     """The record of a partition holds the ends of two parameters, or a part of one."""
     state = {f"p{number}.weight": torch.full((50, 7), 1.0 + number) for number in range(4)}
     frozen = {"base.weight": torch.full((31,), 9.5)}
@@ -159,7 +174,9 @@ def test_a_flipped_bit_of_the_weights_is_refused(tmp_path: Path, stage: int, dty
             if at < 0:
                 continue
             path.write_bytes(data[: at + 5] + bytes([data[at + 5] ^ 4]) + data[at + 6 :])
-            with pytest.raises(OperationError, match=rf"{path.name}.*has the CRC-32 [0-9a-f]{{8}}, "):
+            with pytest.raises(
+                OperationError, match=rf"{path.name}.*has the CRC-32 [0-9a-f]{{8}}, "
+            ):
                 migrate(tmp_path / "a", tmp_path / "b", to="bin", dtype=dtype)
             path.write_bytes(data)
     assert not (tmp_path / "b").exists()
@@ -177,8 +194,12 @@ def test_what_is_not_read_may_be_damaged(tmp_path: Path) -> None:
         migrate(tmp_path / "a", tmp_path / "b", to="bin", dtype="original")
 
 
-def test_a_whole_model_beside_comes_first_and_nothing_points_at_what_is_left(tmp_path: Path) -> None:
-    """As transformers' Trainer saves it: with the weights gathered, and the states of DeepSpeed for going on."""
+def test_a_whole_model_beside_comes_first_and_nothing_points_at_what_is_left(
+    tmp_path: Path,
+) -> None:
+    """As transformers' Trainer saves it: with the weights gathered, and the states of DeepSpeed for
+    going on.
+    """
     source = tmp_path / "checkpoint-2"
     shutil.copytree(FIXTURES / "zero3" / "checkpoint" / "pytorch_model", source / "global_step2")
     state = {"w": torch.ones(3)}
@@ -192,7 +213,11 @@ def test_a_whole_model_beside_comes_first_and_nothing_points_at_what_is_left(tmp
     receipt = migrate(source, tmp_path / "b", to="bin")
     assert names_below(tmp_path / "b") == {"pytorch_model.bin", "trainer_state.json"}
     left = {one.what for one in receipt.left_out}
-    assert {"latest", "zero_to_fp32.py", "global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt"} <= left
+    assert {
+        "latest",
+        "zero_to_fp32.py",
+        "global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    } <= left
     assert check(source).status == 0
 
 
@@ -206,7 +231,9 @@ def test_a_whole_model_beside_comes_first_and_nothing_points_at_what_is_left(tmp
 def test_weights_of_a_library_beside_keep_their_name(
     tmp_path: Path, weights: str, config: str, words: str
 ) -> None:
-    """As the Trainer saves a PEFT model under DeepSpeed: the name of the adapter's weights is taken."""
+    """As the Trainer saves a PEFT model under DeepSpeed: the name of the adapter's weights is
+    taken.
+    """
     source = tmp_path / "checkpoint-2"
     shutil.copytree(FIXTURES / "zero3" / "checkpoint" / "pytorch_model", source / "global_step2")
     save_file({"w": torch.ones(3)}, source / f"{weights}.safetensors", metadata={"format": "pt"})

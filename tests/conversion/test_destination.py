@@ -1,4 +1,6 @@
-"""Where a new checkpoint may go, and which old one it may replace: a folder that migrate wrote, as it left it."""
+"""Where a new checkpoint may go, and which old one it may replace: a folder that migrate wrote, as
+it left it.
+"""
 
 import json
 import os
@@ -93,8 +95,9 @@ def test_a_folder_with_anything_that_migrate_did_not_write_is_never_replaced(
     before = names_below(old)
     with pytest.raises(UsageError) as error:
         migrate(lone, old, to="safetensors", overwrite=True)
-    assert f"came or changed since ckptfix migrate wrote it: {named}; --overwrite replaces only" in str(
-        error.value
+    assert (
+        f"came or changed since ckptfix migrate wrote it: {named}; --overwrite replaces only"
+        in str(error.value)
     )
     assert str(error.value).endswith(f"remove it yourself: rm -r {old}")
     with pytest.raises(
@@ -105,9 +108,12 @@ def test_a_folder_with_anything_that_migrate_did_not_write_is_never_replaced(
 
 
 @pytest.mark.parametrize(
-    "receipt", [None, "", "[]", "{}", '{"version": 2, "files": {}}', '{"version": 1, "files": 3}', "link"]
+    "receipt",
+    [None, "", "[]", "{}", '{"version": 2, "files": {}}', '{"version": 1, "files": 3}', "link"],
 )
-def test_a_checkpoint_that_migrate_did_not_write_is_never_replaced(lone: Path, receipt: str | None) -> None:
+def test_a_checkpoint_that_migrate_did_not_write_is_never_replaced(
+    lone: Path, receipt: str | None
+) -> None:
     target = lone.parent / "b"
     (target / ".ckptfix").mkdir(parents=True)
     write_safetensors(target / "model.safetensors", {"z": torch.zeros(2)})
@@ -150,7 +156,9 @@ def test_a_receipt_below_is_copied_with_its_folder_and_stays_true(lone: Path, ol
     migrate(source, lone.parent / "c", to="bin")
     shutil.copytree(lone.parent / "c", source / "kept")
     assert not [
-        one for one in migrate(source, lone.parent / "d", to="dcp").left_out if ".ckptfix" in one.what
+        one
+        for one in migrate(source, lone.parent / "d", to="dcp").left_out
+        if ".ckptfix" in one.what
     ]
 
 
@@ -168,10 +176,13 @@ def test_what_is_not_a_folder_is_never_replaced(lone: Path, old: Path, kind: str
         migrate(lone, target, to="safetensors")
     assert "--overwrite" not in str(error.value)
     what = "a symbolic link" if kind.startswith("link") else "not a folder"
-    with pytest.raises(UsageError, match=rf"is {what}; .*; name another place, or remove it yourself: rm /"):
+    with pytest.raises(
+        UsageError, match=rf"is {what}; .*; name another place, or remove it yourself: rm /"
+    ):
         migrate(lone, target, to="safetensors", overwrite=True)
     now = os.lstat(target)
-    assert (now[:7], now[8:]) == (before[:7], before[8:])  # all but st_atime: following a link is an access
+    # All but st_atime: following a link is an access.
+    assert (now[:7], now[8:]) == (before[:7], before[8:])
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -207,7 +218,9 @@ def test_the_root_of_the_disk_is_refused_without_walking_it(
         migrate(source, "/", to="bin", overwrite=True)
 
 
-def test_a_folder_in_use_is_not_replaced(lone: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_use_is_not_replaced(
+    lone: Path, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(old / "sub")
     with pytest.raises(UsageError, match="a folder in use"):
         migrate(lone, old, to="bin", overwrite=True)
@@ -260,7 +273,9 @@ def test_a_pipe_that_takes_the_place_meanwhile_stays(lone: Path, old: Path) -> N
     assert old.is_fifo()
 
 
-@pytest.mark.parametrize("kind", ["a shard", "a file", "a folder", "through other places", "an index"])
+@pytest.mark.parametrize(
+    "kind", ["a shard", "a file", "a folder", "through other places", "an index"]
+)
 def test_what_the_source_reads_there_is_not_replaced(lone: Path, kind: str) -> None:
     source, real = lone.parent / "src", lone.parent / "b"
     source.mkdir()
@@ -284,7 +299,9 @@ def test_what_the_source_reads_there_is_not_replaced(lone: Path, kind: str) -> N
     with pytest.raises(
         UsageError, match=r"is to be migrated, leads into it; name another|lies inside .*; name"
     ):
-        migrate(given if kind in ("a shard", "an index") else source, real, to="bin", overwrite=True)
+        migrate(
+            given if kind in ("a shard", "an index") else source, real, to="bin", overwrite=True
+        )
     assert {name: (real / name).read_bytes() for name in names_below(real)} == before
 
 
@@ -305,11 +322,14 @@ def test_nothing_is_written_into_a_folder_that_is_carried_through_a_link(tmp_pat
     (data / "notes.txt").write_text("mine")
     write_safetensors(source / "model.safetensors", {"a": torch.ones(3)})
     (source / "data").symlink_to(data)
-    with pytest.raises(UsageError, match=r"data/new lies inside .*src/data, which is to be migrated"):
+    with pytest.raises(
+        UsageError, match=r"data/new lies inside .*src/data, which is to be migrated"
+    ):
         migrate(source, data / "new", to="bin")
     assert names_below(data) == {"notes.txt"}
     (source / "data").unlink()
-    (source / "one.txt").symlink_to(data / "notes.txt")  # of a file alone its folder is not the source's
+    # Of a file alone its folder is not the source's.
+    (source / "one.txt").symlink_to(data / "notes.txt")
     migrate(source, data / "new", to="bin")
     assert names_below(data / "new") == {"pytorch_model.bin", "one.txt"}
 
@@ -339,7 +359,9 @@ def test_the_model_that_an_adapter_needs_is_never_replaced(
 @pytest.mark.parametrize("write", [partial(migrate, to="safetensors"), salvage])
 def test_a_link_that_leads_to_itself_is_named(lone: Path, write: Callable[..., object]) -> None:
     (lone.parent / "loop").symlink_to("loop")
-    with pytest.raises(UsageError, match=r"work/loop is a symbolic link that leads to itself; next: ls -l "):
+    with pytest.raises(
+        UsageError, match=r"work/loop is a symbolic link that leads to itself; next: ls -l "
+    ):
         write(lone, lone.parent / "loop" / "b")
 
 

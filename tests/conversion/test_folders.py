@@ -1,4 +1,6 @@
-"""Whole folders: of save_state, of save_pretrained, of FSDP, and training dicts; loaded again by stock accelerate."""
+"""Whole folders: of save_state, of save_pretrained, of FSDP, and training dicts; loaded again by
+stock accelerate.
+"""
 
 import json
 import os
@@ -18,7 +20,14 @@ from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, read_manifest
 from ckptfix.conversion.migrate import MigrateReceipt
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.stored import StoredCheckpoint
-from tests.conversion.making import FORMATS, digests, digests_at, names_below, ties_at, write_safetensors
+from tests.conversion.making import (
+    FORMATS,
+    digests,
+    digests_at,
+    names_below,
+    ties_at,
+    write_safetensors,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +67,9 @@ def differences(models: list[nn.Module], states: list[dict[str, torch.Tensor]]) 
 @pytest.mark.parametrize("safe", [True, False])
 def test_stock_accelerate_loads_a_migrated_save_state(tmp_path: Path, safe: bool) -> None:
     accelerator, models = trained(tmp_path / "a", safe=safe)
-    states = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
+    states = [
+        {name: value.clone() for name, value in model.state_dict().items()} for model in models
+    ]
     to, names = ("bin", {"pytorch_model.bin", "pytorch_model_1.bin"}) if safe else (
         "safetensors", {"model.safetensors", "model_1.safetensors"}
     )  # fmt: skip
@@ -87,7 +98,9 @@ def test_a_save_state_becomes_dcp_folders_and_comes_back(tmp_path: Path) -> None
     for name in ("model.safetensors", "model_1.safetensors"):
         assert digests_at(tmp_path / "c" / name) == digests_at(tmp_path / "a" / name)
     migrate(tmp_path / "b" / "pytorch_model_fsdp_1", tmp_path / "one.safetensors", to="safetensors")
-    assert digests_at(tmp_path / "one.safetensors") == digests_at(tmp_path / "a" / "model_1.safetensors")
+    assert digests_at(tmp_path / "one.safetensors") == digests_at(
+        tmp_path / "a" / "model_1.safetensors"
+    )
 
 
 def test_a_model_of_save_state_stays_one_file(tmp_path: Path) -> None:
@@ -157,7 +170,9 @@ def test_transformers_loads_a_migrated_folder(tmp_path: Path, to: str, most: str
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "b").eval()
     tokens = torch.arange(9)[None]
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-    assert (tmp_path / "b" / "config.json").read_bytes() == (tmp_path / "a" / "config.json").read_bytes()
+    assert (tmp_path / "b" / "config.json").read_bytes() == (
+        tmp_path / "a" / "config.json"
+    ).read_bytes()
 
 
 def test_a_file_gives_a_folder_that_can_be_loaded_or_a_file(tmp_path: Path) -> None:
@@ -172,7 +187,10 @@ def test_a_file_gives_a_folder_that_can_be_loaded_or_a_file(tmp_path: Path) -> N
     )
     with pytest.raises(
         UsageError,
-        match=r"ends in \.safetensors, which is not of the format 'bin'; name a file that ends in \.bin",
+        match=(
+            r"ends in \.safetensors, which is not of the format 'bin'; name a file that ends in"
+            r" \.bin"
+        ),
     ):
         migrate(tmp_path / "weights.pt", tmp_path / "x.safetensors", to="bin")
     with pytest.raises(UsageError, match="one file was asked for"):
@@ -217,29 +235,42 @@ def test_a_tensor_beside_the_model_in_a_training_dict_is_not_the_model(
     (tmp_path / "a").mkdir()
     model = net(3)
     optimizer = torch.optim.AdamW(model.parameters()).state_dict()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer, **beside}, tmp_path / "a" / "epoch1.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer, **beside},
+        tmp_path / "a" / "epoch1.pt",
+    )
     receipt = migrate(
         tmp_path / "a" / ("" if inside_folder else "epoch1.pt"), tmp_path / "b", to="safetensors"
     )
     (new,) = open_checkpoint(tmp_path / "b").weights
     assert {tensor.fqn for tensor in new.tensors} == model.state_dict().keys()
-    assert [one.what for one in receipt.left_out] == [f"epoch1.pt: 'optimizer', {str([*beside])[1:-1]}"]
+    assert [one.what for one in receipt.left_out] == [
+        f"epoch1.pt: 'optimizer', {str([*beside])[1:-1]}"
+    ]
 
 
 @pytest.mark.parametrize("drop", [True, False])
 @pytest.mark.parametrize(
-    "inner", [{"weight": torch.ones(2), "steps": 3}, {0: [{"exp_avg": torch.ones(2)}]}], ids=["odd", "deep"]
+    "inner",
+    [{"weight": torch.ones(2), "steps": 3}, {0: [{"exp_avg": torch.ones(2)}]}],
+    ids=["odd", "deep"],
 )
-def test_a_dict_of_tensors_is_never_dropped_as_no_tensor(tmp_path: Path, drop: bool, inner: object) -> None:
+def test_a_dict_of_tensors_is_never_dropped_as_no_tensor(
+    tmp_path: Path, drop: bool, inner: object
+) -> None:
     torch.save({"model": inner, "loss": torch.tensor(0.3)}, tmp_path / "a.pt")
-    with pytest.raises(OperationError, match=r"'model': no tensors but dicts that hold some") as caught:
+    with pytest.raises(
+        OperationError, match=r"'model': no tensors but dicts that hold some"
+    ) as caught:
         migrate(tmp_path / "a.pt", tmp_path / "b", to="bin", drop_opaque=drop)
     assert "--drop-opaque" not in str(caught.value)
 
 
 def test_a_name_that_only_the_script_knows_is_kept(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    write_safetensors(tmp_path / "a" / "adapter_model.safetensors", {"lora_A.weight": torch.randn(2)})
+    write_safetensors(
+        tmp_path / "a" / "adapter_model.safetensors", {"lora_A.weight": torch.randn(2)}
+    )
     (tmp_path / "a" / "adapter_config.json").write_text("{}")
     migrate(tmp_path / "a", tmp_path / "b", to="bin")
     assert names_below(tmp_path / "b") == {"adapter_model.bin", "adapter_config.json"}
@@ -250,14 +281,17 @@ def test_a_missing_shard_is_refused(tmp_path: Path, to: str) -> None:
     (tmp_path / "a").mkdir()
     for number in (1, 2):
         write_safetensors(
-            tmp_path / "a" / f"model-{number:05}-of-00003.safetensors", {f"w{number}": torch.randn(2)}
+            tmp_path / "a" / f"model-{number:05}-of-00003.safetensors",
+            {f"w{number}": torch.randn(2)},
         )
     document = {
         "metadata": {},
         "weight_map": {f"w{n}": f"model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)},
     }
     (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(document))
-    with pytest.raises(OperationError, match=r"model-00003-of-00003\.safetensors is missing.*ckptfix check"):
+    with pytest.raises(
+        OperationError, match=r"model-00003-of-00003\.safetensors is missing.*ckptfix check"
+    ):
         migrate(tmp_path / "a", tmp_path / "b", to=to)
     assert os.listdir(tmp_path) == ["a"]
 
@@ -265,7 +299,8 @@ def test_a_missing_shard_is_refused(tmp_path: Path, to: str) -> None:
 def test_shards_are_made_in_parallel_and_indexed(tmp_path: Path) -> None:
     shared = torch.randn(50)
     torch.save(
-        {f"w{n}": torch.randn(100) for n in range(20)} | {"x": shared, "y": shared}, tmp_path / "a.bin"
+        {f"w{n}": torch.randn(100) for n in range(20)} | {"x": shared, "y": shared},
+        tmp_path / "a.bin",
     )
     receipt = migrate(tmp_path / "a.bin", tmp_path / "b", to="safetensors", max_shard_size=1000)
     assert len(receipt.models[0].files) > 8
@@ -273,7 +308,11 @@ def test_shards_are_made_in_parallel_and_indexed(tmp_path: Path) -> None:
     migrate(tmp_path / "b", tmp_path / "c", to="bin", max_shard_size="2KiB")
     assert digests_at(tmp_path / "c") == digests_at(tmp_path / "a.bin")
     assert ties_at(tmp_path / "c") == ties_at(tmp_path / "b") == {frozenset("xy")}
-    migrate(tmp_path / "c" / "pytorch_model.bin.index.json", tmp_path / "d.safetensors", to="safetensors")
+    migrate(
+        tmp_path / "c" / "pytorch_model.bin.index.json",
+        tmp_path / "d.safetensors",
+        to="safetensors",
+    )
     assert digests_at(tmp_path / "d.safetensors") == digests_at(tmp_path / "a.bin")
 
 
@@ -355,7 +394,9 @@ def test_a_sealed_folder_stays_sealed(tmp_path: Path) -> None:
     trained(tmp_path / "x", safe=True)
     names = names_below(tmp_path / "x")
     shutil.copytree(tmp_path / "x", tmp_path / "a")
-    sums = {name: hashlib.sha256((tmp_path / "a" / name).read_bytes()).hexdigest() for name in names}
+    sums = {
+        name: hashlib.sha256((tmp_path / "a" / name).read_bytes()).hexdigest() for name in names
+    }
     manifest = Manifest(versions={}, world_size=0, step=0, sha256=sums)
     (tmp_path / "a" / ".ckptfix").mkdir()
     (tmp_path / "a" / ".ckptfix" / "manifest.json").write_bytes(manifest.to_bytes())
@@ -387,7 +428,9 @@ def test_a_manifest_speaks_of_the_ties(tmp_path: Path) -> None:
     assert new.models[0].type == "", "the manifest spoke of another file"
     assert new.models[0].aliases == {"y": "x"}
     assert new.models[1].type == manifest.models[1].type
-    assert all(entry.recorded is not None for entry in model_entries(scan_folder(tmp_path / "b"), new))
+    assert all(
+        entry.recorded is not None for entry in model_entries(scan_folder(tmp_path / "b"), new)
+    )
 
 
 def test_what_is_shown_before_is_what_is_done(tmp_path: Path) -> None:
@@ -456,8 +499,12 @@ def test_a_folder_that_fails_while_it_is_listed_stops_it(
         migrate(tmp_path / "a", tmp_path / "b", to="bin")
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "model.fp16.safetensors", "epoch1.pt"])
-def test_weights_that_only_their_script_knows_become_a_numbered_dcp_folder(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "model.fp16.safetensors", "epoch1.pt"]
+)
+def test_weights_that_only_their_script_knows_become_a_numbered_dcp_folder(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "a").mkdir()
     path = tmp_path / "a" / name
     if path.suffix == ".pt":

@@ -1,4 +1,6 @@
-"""Names that a library looks for: adapters, variants, shards and the Trainer's states keep them in every folder."""
+"""Names that a library looks for: adapters, variants, shards and the Trainer's states keep them in
+every folder.
+"""
 
 import json
 import random
@@ -63,8 +65,14 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def write_trainer_states(path: Path) -> None:
-    """Write what the Trainer keeps beside a model: the states of generators hold tensors and objects of numpy."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    """Write what the Trainer keeps beside a model: the states of generators hold tensors and
+    objects of numpy.
+    """
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
     for name in ("rng_state.pth", "rng_state_0.pth"):
         torch.save(states, path / name)
     moments = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}}
@@ -140,7 +148,13 @@ def test_weights_keep_the_name_that_their_library_looks_for(
     ],
 )
 def test_shards_of_a_variant_stay_shards_of_that_variant(
-    folder: Path, tmp_path: Path, to: str, first: str, second: str, index: str, stem: dict[str, str]
+    folder: Path,
+    tmp_path: Path,
+    to: str,
+    first: str,
+    second: str,
+    index: str,
+    stem: dict[str, str],
 ) -> None:
     write_shards(folder, first, second, index)
     # The Trainer looks for no variant, and for no name of diffusers.
@@ -161,7 +175,9 @@ def test_shards_of_a_variant_stay_shards_of_that_variant(
 
 @pytest.mark.parametrize("missing", ["first", "second"])
 def test_a_shard_of_a_variant_that_is_gone_is_named(tmp_path: Path, missing: str) -> None:
-    first, second = (f"diffusion_pytorch_model-0000{number}-of-00002.fp16.safetensors" for number in (1, 2))
+    first, second = (
+        f"diffusion_pytorch_model-0000{number}-of-00002.fp16.safetensors" for number in (1, 2)
+    )
     write_shards(tmp_path, first, second, "diffusion_pytorch_model.safetensors.fp16.index.json")
     gone = first if missing == "first" else second
     (tmp_path / gone).unlink()
@@ -181,7 +197,9 @@ def test_a_lone_adapter_keeps_its_name_in_a_new_folder(tmp_path: Path) -> None:
     assert names_below(tmp_path / "new") == {"adapter_model.bin"}
 
 
-def test_of_one_adapter_in_two_formats_the_one_is_read_that_is_loaded(folder: Path, tmp_path: Path) -> None:
+def test_of_one_adapter_in_two_formats_the_one_is_read_that_is_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
     write(folder / "adapter_model.safetensors")
     torch.save({"layer.weight": torch.zeros(3, 4)}, folder / "adapter_model.bin")
     migrate(folder, tmp_path / "new", to="bin")
@@ -228,7 +246,9 @@ class TestStatesOfTheTrainer:
         return path
 
     def test_they_are_no_weights(self, checkpoint: Path) -> None:
-        assert [one.label for one in open_checkpoint(checkpoint).weights] == ["adapter_model.safetensors"]
+        assert [one.label for one in open_checkpoint(checkpoint).weights] == [
+            "adapter_model.safetensors"
+        ]
 
     def test_identical_folders_are_equal(self, checkpoint: Path) -> None:
         report = diff(checkpoint, checkpoint)
@@ -288,7 +308,9 @@ def test_a_seal_that_had_states_as_a_model_still_fits(
 
 
 def test_diff_names_the_command_for_an_adapter_next_to_the_model(tmp_path: Path) -> None:
-    """The adapters of two saves differ, and "equal" was said with their name behind "and 2 more"."""
+    """The adapters of two saves differ, and "equal" was said with their name behind "and 2
+    more".
+    """
     for side, factor in (("a", 1.0), ("b", 2.0)):
         (tmp_path / side).mkdir()
         write(tmp_path / side / "model.safetensors")

@@ -74,18 +74,25 @@ def test_a_link_in_what_is_known_is_not_followed(source: Path) -> None:
 
 
 def test_a_manifest_that_becomes_false_is_named_with_what_makes_it_true(source: Path) -> None:
-    (planned,) = migrate(source / "model.safetensors", source / "x.bin", to="bin", dry_run=True).warnings
+    (planned,) = migrate(
+        source / "model.safetensors", source / "x.bin", to="bin", dry_run=True
+    ).warnings
     receipt = migrate(source / "model.safetensors", source / "x.bin", to="bin")
     assert receipt.warnings == (planned,)
-    assert f"does not list what is written to x.bin; next, to make it true: ckptfix seal {source}" in planned
+    assert (
+        f"does not list what is written to x.bin; next, to make it true: ckptfix seal {source}"
+        in planned
+    )
     assert verify(source).status == 1
     assert seal(source).written
     assert verify(source).status == 0
     os.unlink(source / "x.bin")
-    (words,) = migrate(source / "epoch_1" / "model.safetensors", source / "x.bin", to="bin").warnings
+    (words,) = migrate(
+        source / "epoch_1" / "model.safetensors", source / "x.bin", to="bin"
+    ).warnings
     assert (
-        f"says otherwise of what is written to x.bin; next, to make it true: ckptfix seal --force {source}"
-        in words
+        "says otherwise of what is written to x.bin; next, to make it true: ckptfix seal --force "
+        f"{source}" in words
     )
     assert seal(source, force=True).written
     assert verify(source).status == 0
@@ -118,7 +125,8 @@ def test_a_manifest_that_would_be_too_long_has_no_digests_of_tensors(
     assert verify(tmp_path / "b").status == 0
     monkeypatch.setattr(producing, "MAX_MANIFEST", 200)
     with pytest.raises(
-        Exception, match=r"without the digests of tensors; nothing was written; next, .*: mv .* ELSE"
+        Exception,
+        match=r"without the digests of tensors; nothing was written; next, .*: mv .* ELSE",
     ):
         migrate(source, tmp_path / "c", to="bin")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]

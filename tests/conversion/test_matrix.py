@@ -1,4 +1,6 @@
-"""Every cell of the manual's table of conversions: the same bytes by digest, and read back by the stock loaders."""
+"""Every cell of the manual's table of conversions: the same bytes by digest, and read back by the
+stock loaders.
+"""
 
 import json
 import os
@@ -87,11 +89,16 @@ def torch_file(folder: Path, name: str) -> Source:
 
 
 def fsdp_full(folder: Path) -> Source:
-    """As ``save_fsdp_model`` and ``save_fsdp_optimizer`` of accelerate write it with ``FULL_STATE_DICT``."""
+    """As ``save_fsdp_model`` and ``save_fsdp_optimizer`` of accelerate write it with
+    ``FULL_STATE_DICT``.
+    """
     (folder / "a").mkdir()
     for number, suffix in enumerate(("", "_1")):
         torch.save(of(number), folder / "a" / f"pytorch_model_fsdp{suffix}.bin")
-        optimizer = {"state": {"scale": {"exp_avg": torch.ones(())}}, "param_groups": [{"params": ["scale"]}]}
+        optimizer = {
+            "state": {"scale": {"exp_avg": torch.ones(())}},
+            "param_groups": [{"params": ["scale"]}],
+        }
         torch.save(optimizer, folder / "a" / f"optimizer{suffix}.bin")
     torch.save({}, folder / "a" / "random_states_0.pkl")
     return Source(folder / "a", [of(0), of(1)])
@@ -109,14 +116,21 @@ def lightning(folder: Path) -> Source:
     optimizer = torch.optim.AdamW(model.parameters())
     (model.scale * model.embed.weight.sum()).backward()
     optimizer.step()
-    state = OrderedDict(("net." + name, value.detach().clone()) for name, value in model.state_dict().items())
+    state = OrderedDict(
+        ("net." + name, value.detach().clone()) for name, value in model.state_dict().items()
+    )
     state["net.head.weight"] = state["net.embed.weight"]
     document = {
         "epoch": 1,
         "global_step": 20,
         "pytorch-lightning_version": "2.5.0",
         "state_dict": state,
-        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 2, "completed": 1}}}},
+        "loops": {
+            "fit_loop": {
+                "state_dict": {},
+                "epoch_progress": {"total": {"ready": 2, "completed": 1}},
+            }
+        },
         "callbacks": {
             "ModelCheckpoint{'monitor': None}": {
                 "best_model_score": torch.tensor(0.25),
@@ -147,7 +161,9 @@ def dcp_of_accelerate(folder: Path) -> Source:
 def save_state(folder: Path, *, safe: bool) -> Source:
     accelerator = Accelerator(cpu=True)
     models = [Net(0), Net(1)]
-    prepared = accelerator.prepare(*models, *(torch.optim.AdamW(one.parameters()) for one in models))
+    prepared = accelerator.prepare(
+        *models, *(torch.optim.AdamW(one.parameters()) for one in models)
+    )
     assert len(prepared) == 4
     accelerator.save_state(str(folder / "a"), safe_serialization=safe)
     # Of tied weights accelerate leaves all but one name out of a safetensors file.
@@ -184,8 +200,10 @@ MATRIX: dict[str, dict[str, Callable[[Path], Source]]] = {
         "alone": dcp_alone,
         "accelerate": dcp_of_accelerate,
     },
-    "DeepSpeed ZeRO-1, 2, 3 and universal (fp32; `original` for 1 and 2)": {},  # test_deepspeed_cells
-    "FSDP without DCP, a file for each rank (`pytorch_model_fsdp_<i>_rank<r>.bin`)": {},  # test_optimizer_opening
+    # test_deepspeed_cells.
+    "DeepSpeed ZeRO-1, 2, 3 and universal (fp32; `original` for 1 and 2)": {},
+    # test_optimizer_opening.
+    "FSDP without DCP, a file for each rank (`pytorch_model_fsdp_<i>_rank<r>.bin`)": {},
     "`save_state` folder as a whole": {
         "safetensors": lambda folder: save_state(folder, safe=True),
         "bin": lambda folder: save_state(folder, safe=False),
@@ -203,7 +221,9 @@ CELLS = [
 
 
 def test_the_table_has_these_rows_and_columns() -> None:
-    text = (ROOT / "ckptfix/manual/migrate.md").read_text().split("| from \\ to |")[1].split("\n\n")[0]
+    text = (
+        (ROOT / "ckptfix/manual/migrate.md").read_text().split("| from \\ to |")[1].split("\n\n")[0]
+    )
     header, _, *rows = text.splitlines()
     assert [column.strip() for column in header.strip(" |").split("|")] == list(FORMATS)
     found = {}
@@ -215,7 +235,9 @@ def test_the_table_has_these_rows_and_columns() -> None:
 
 
 def stock(root: Path, to: str, index: int) -> State:
-    """Return a model of a migrated folder as the stock loader of its format reads it, files merged by their index."""
+    """Return a model of a migrated folder as the stock loader of its format reads it, files merged
+    by their index.
+    """
     suffix = f"_{index}" if index else ""
     if to == "dcp":
         where = root / f"pytorch_model_fsdp_{index}"
@@ -249,7 +271,9 @@ def assert_same(root: Path, to: str, receipt: MigrateReceipt, states: list[State
         assert found.keys() == state.keys() - left
         assert tensor_digests(found) == tensor_digests({name: state[name] for name in found})
         for name, kept in weights.ties.items() if to == "bin" else ():
-            assert found[name].untyped_storage().data_ptr() == found[kept].untyped_storage().data_ptr()
+            assert (
+                found[name].untyped_storage().data_ptr() == found[kept].untyped_storage().data_ptr()
+            )
 
 
 @pytest.mark.parametrize(("make", "to"), CELLS)
@@ -272,7 +296,9 @@ def test_deepspeed_cells(name: str, to: str, tmp_path: Path) -> None:
         migrate(DEEPSPEED / name / "checkpoint", tmp_path / which, to=to, dtype=dtype)
         found = stock(tmp_path / which, to, 0)
         left = {"head.weight"} if to == "safetensors" else set()
-        assert tensor_digests(found) == {name: one for name, one in run[which].items() if name not in left}
+        assert tensor_digests(found) == {
+            name: one for name, one in run[which].items() if name not in left
+        }
 
 
 @pytest.mark.parametrize("to", FORMATS)

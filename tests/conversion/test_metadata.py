@@ -1,4 +1,6 @@
-"""The metadata of safetensors files: words of the user's that stay, and ties that are told from them."""
+"""The metadata of safetensors files: words of the user's that stay, and ties that are told from
+them.
+"""
 
 from pathlib import Path
 
@@ -36,7 +38,9 @@ def test_it_comes_along(source: Path) -> None:
 
 
 @pytest.mark.parametrize(("to", "name"), [("bin", "b.bin"), ("dcp", "b")])
-def test_where_there_is_no_place_for_it_the_receipt_says_so(source: Path, to: str, name: str) -> None:
+def test_where_there_is_no_place_for_it_the_receipt_says_so(
+    source: Path, to: str, name: str
+) -> None:
     receipt = migrate(source, source.parent / name, to=to)
     assert [one.what for one in receipt.left_out] == [
         "a.safetensors: 'best', 'modelspec.title', 'ss_network_dim'"
@@ -57,7 +61,11 @@ def test_a_tie_under_any_name_comes_back(tmp_path: Path) -> None:
     shared = torch.ones(3)
     torch.save({"x": shared, "y": shared, "z": torch.zeros(1)}, tmp_path / "a.bin")
     migrate(tmp_path / "a.bin", tmp_path / "b.safetensors", to="safetensors")
-    assert metadata(tmp_path / "b.safetensors") == {"format": "pt", "y": "x", "ckptfix.ties": '["y"]'}
+    assert metadata(tmp_path / "b.safetensors") == {
+        "format": "pt",
+        "y": "x",
+        "ckptfix.ties": '["y"]',
+    }
     migrate(tmp_path / "b.safetensors", tmp_path / "c.safetensors", to="safetensors")
     migrate(tmp_path / "c.safetensors", tmp_path / "c.bin", to="bin")
     assert ties_at(tmp_path / "c.bin") == {frozenset({"x", "y"})}
@@ -66,5 +74,7 @@ def test_a_tie_under_any_name_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[1, null]", '{"y": 1}', "[" * 100000])
 def test_a_list_of_ties_that_makes_no_sense_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.safetensors"
-    save_file({"x": torch.zeros(2)}, path, metadata={"format": "pt", "y": "x", "ckptfix.ties": text})
+    save_file(
+        {"x": torch.zeros(2)}, path, metadata={"format": "pt", "y": "x", "ckptfix.ties": text}
+    )
     assert ties_at(path) == set()

@@ -1,4 +1,6 @@
-"""The receipt of a migration: entries of headers and indexes, tensors of torch's own kinds, parts of one storage."""
+"""The receipt of a migration: entries of headers and indexes, tensors of torch's own kinds, parts
+of one storage.
+"""
 
 import json
 from pathlib import Path
@@ -34,7 +36,10 @@ def test_words_that_differ_between_shards_are_named(tmp_path: Path, to: str) -> 
 def test_a_tie_of_another_shard_stays_one(tmp_path: Path) -> None:
     two_shards(tmp_path / "a", {"format": "pt", "head.weight": "emb.weight"}, {"format": "pt"})
     migrate(tmp_path / "a", tmp_path / "b", to="safetensors")
-    assert words_of(tmp_path / "b" / "model.safetensors") == {"format": "pt", "head.weight": "emb.weight"}
+    assert words_of(tmp_path / "b" / "model.safetensors") == {
+        "format": "pt",
+        "head.weight": "emb.weight",
+    }
     migrate(tmp_path / "a", tmp_path / "c", to="bin")
     state = torch.load(tmp_path / "c" / "pytorch_model.bin")
     assert state["head.weight"].data_ptr() == state["emb.weight"].data_ptr()
@@ -43,9 +48,13 @@ def test_a_tie_of_another_shard_stays_one(tmp_path: Path) -> None:
 def test_a_word_that_would_become_a_tie_is_left_out_by_name(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     words = {"format": "pt", "best.weight": "a.weight", "mine": "kept"}
-    save_file({"module.a.weight": torch.ones(2)}, tmp_path / "a" / "model.safetensors", metadata=words)
+    save_file(
+        {"module.a.weight": torch.ones(2)}, tmp_path / "a" / "model.safetensors", metadata=words
+    )
     receipt = migrate(tmp_path / "a", tmp_path / "b", to="safetensors", keys="bare")
-    assert left_out(receipt) == {"'best.weight'": "metadata that would be read as the key of a tied tensor"}
+    assert left_out(receipt) == {
+        "'best.weight'": "metadata that would be read as the key of a tied tensor"
+    }
     assert words_of(tmp_path / "b" / "model.safetensors") == {"format": "pt", "mine": "kept"}
 
 
@@ -64,14 +73,22 @@ def test_what_an_index_says_goes_to_the_new_index_or_is_named(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("drop_opaque", [False, True])
-def test_tensors_of_kinds_that_are_not_carried_are_never_dropped(tmp_path: Path, drop_opaque: bool) -> None:
+def test_tensors_of_kinds_that_are_not_carried_are_never_dropped(
+    tmp_path: Path, drop_opaque: bool
+) -> None:
     state = {"q.weight": quantized(torch.qint8), "b": torch.ones(2), "_extra_state": {"amax": 1}}
     torch.save(state, tmp_path / "a.bin")
     words = (
-        r"a\.bin: 'q\.weight': a quantized tensor \(torch\.qint8\), which only torch itself can store; next: "
+        r"a\.bin: 'q\.weight': a quantized tensor \(torch\.qint8\), which only torch itself can"
+        r" store; next: "
     )
     with pytest.raises(OperationError, match=words + r"load it with torch, call dequantize\(\)"):
-        migrate(tmp_path / "a.bin", tmp_path / "b.safetensors", to="safetensors", drop_opaque=drop_opaque)
+        migrate(
+            tmp_path / "a.bin",
+            tmp_path / "b.safetensors",
+            to="safetensors",
+            drop_opaque=drop_opaque,
+        )
     assert not (tmp_path / "b.safetensors").exists()
 
 
@@ -96,7 +113,9 @@ def test_long_names_are_carried_and_too_long_ones_refused_truly(tmp_path: Path, 
     save_file({"w": torch.ones(2), LONG: torch.ones(3)}, tmp_path / "a.safetensors")
     receipt = migrate(tmp_path / "a.safetensors", tmp_path / "b", to=to)
     assert (receipt.models[0].tensors, receipt.left_out) == (2, ())
-    save_file({"w": torch.ones(2), "x" * (1 << 20) + "y": torch.ones(3)}, tmp_path / "a.safetensors")
+    save_file(
+        {"w": torch.ones(2), "x" * (1 << 20) + "y": torch.ones(3)}, tmp_path / "a.safetensors"
+    )
     if to == "safetensors":
         migrate(tmp_path / "a.safetensors", tmp_path / "c", to=to)
         return

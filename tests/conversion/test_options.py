@@ -34,7 +34,13 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_words_of_the_library(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "a.safetensors", {"module.w": torch.ones(2)})
-    migrate(tmp_path / "a.safetensors", tmp_path / "b", to=Format.TORCH, keys=Keys.BARE, max_shard_size=1)
+    migrate(
+        tmp_path / "a.safetensors",
+        tmp_path / "b",
+        to=Format.TORCH,
+        keys=Keys.BARE,
+        max_shard_size=1,
+    )
     assert digests_at(tmp_path / "b").keys() == {"w"}
     for wrong in (
         {"to": "gguf"},
@@ -71,7 +77,9 @@ def test_several_state_dicts_of_a_file_that_only_its_script_knows(tmp_path: Path
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_tensor_that_claims_more_than_there_is(tmp_path: Path, to: str) -> None:
-    torch.save({"w": torch.zeros(1, dtype=torch.complex64).expand(1 << 30, 1 << 29)}, tmp_path / "a.bin")
+    torch.save(
+        {"w": torch.zeros(1, dtype=torch.complex64).expand(1 << 30, 1 << 29)}, tmp_path / "a.bin"
+    )
     with pytest.raises(OperationError, match="claims 4611686018427387904 bytes of a storage of 8"):
         migrate(tmp_path / "a.bin", tmp_path / f"b{SUFFIXES[to]}", to=to)
     state = {f"w{number}": torch.zeros(1).expand(1 << 14, 1 << 14) for number in range(1 << 12)}

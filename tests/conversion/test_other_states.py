@@ -1,4 +1,6 @@
-"""Schedulers, the scale of the loss and random states on their way to another strategy and number of processes."""
+"""Schedulers, the scale of the loss and random states on their way to another strategy and number
+of processes.
+"""
 
 import random
 import shutil
@@ -45,7 +47,9 @@ def test_fewer_processes(tmp_path: Path) -> None:
 def test_another_number_of_processes_begins_a_cycle_of_gradient_accumulation(
     tmp_path: Path, before: int, processes: int
 ) -> None:
-    """The symptom: after 5 steps of 2 batches, the first step of a run of 4 batches had 2 of them, scaled by 1/4."""
+    """The symptom: after 5 steps of 2 batches, the first step of a run of 4 batches had 2 of them,
+    scaled by 1/4.
+    """
     source = save_state(tmp_path / "source", "fsdp", trained(), processes=before)
     for rank in range(before):
         torch.save(random_states(rank), source / f"random_states_{rank}.pkl")
@@ -57,7 +61,9 @@ def test_another_number_of_processes_begins_a_cycle_of_gradient_accumulation(
             assert (tmp_path / "same" / name).read_bytes() == (source / name).read_bytes()
         if rank < processes:
             found = torch.load(tmp_path / "other" / name, weights_only=False)
-            assert found.pop("step") == 0, "all ranks alike, or one of them waits for the others for ever"
+            assert found.pop("step") == 0, (
+                "all ranks alike, or one of them waits for the others for ever"
+            )
             assert repr(found) == repr({} if rank >= before else random_states(rank, step=None))
 
 
@@ -85,7 +91,9 @@ def test_random_states_that_are_damaged_or_change_are_not_written_anew(
     kept = path.read_bytes()
     ckptfix.seal(source)
     torch.save(random_states(1), path)
-    with pytest.raises(OperationError, match=r"random_states_0\.pkl has other bytes than its manifest says"):
+    with pytest.raises(
+        OperationError, match=r"random_states_0\.pkl has other bytes than its manifest says"
+    ):
         ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", processes=processes)
     path.write_bytes(kept)
 
@@ -99,9 +107,13 @@ def test_random_states_that_are_damaged_or_change_are_not_written_anew(
     assert not (tmp_path / "new").exists()
 
 
-def test_the_step_stays_where_it_cannot_be_written_or_the_guard_compares_the_file(tmp_path: Path) -> None:
+def test_the_step_stays_where_it_cannot_be_written_or_the_guard_compares_the_file(
+    tmp_path: Path,
+) -> None:
     source = save_state(tmp_path / "source", "fsdp", trained())
-    torch.save(random_states(0, step=3) | {"of a script": {(1, 2): 3}}, source / "random_states_0.pkl")
+    torch.save(
+        random_states(0, step=3) | {"of a script": {(1, 2): 3}}, source / "random_states_0.pkl"
+    )
     for name in ("plain", "guarded"):
         if name == "guarded":
             torch.save({"step": 3}, source / "random_states_0.pkl")
@@ -121,7 +133,9 @@ def test_the_step_stays_where_it_cannot_be_written_or_the_guard_compares_the_fil
 def test_new_processes_get_the_step_and_no_random_states(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "ddp", trained())
     (source / "dl_state_dict.bin").write_bytes((source / "custom_checkpoint_0.pkl").read_bytes())
-    receipt = ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", processes=3, model=net)
+    receipt = ckptfix.migrate(
+        source, tmp_path / "new", to="fsdp", state="all", processes=3, model=net
+    )
     found = torch.load(tmp_path / "new" / "random_states_2.pkl", weights_only=True)
     assert found == {"step": 0}, "accelerator.step must not differ between ranks"
     assert ckptfix.check(tmp_path / "new").status == 0
@@ -164,11 +178,15 @@ def test_the_scale_of_the_loss_goes_into_deepspeeds_files_and_out_of_them(tmp_pa
 def test_deepspeed_grows_the_scale_of_the_loss_in_the_same_step(
     tmp_path: Path, dtype: str | None, done: int | None, interval: int | None
 ) -> None:
-    """It looks at the steps done before it counts one, and GradScaler after. Only ``--dtype fp16`` has a scale."""
+    """It looks at the steps done before it counts one, and GradScaler after. Only ``--dtype fp16``
+    has a scale.
+    """
     source = save_state(tmp_path / "source", "ddp", trained())
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=7)
     torch.save(scaler.state_dict() | {"_growth_tracker": 3}, source / "scaler.pt")
-    receipt = ckptfix.migrate(source, tmp_path / "new", to="zero2", state="all", model=net, dtype=dtype)
+    receipt = ckptfix.migrate(
+        source, tmp_path / "new", to="zero2", state="all", model=net, dtype=dtype
+    )
     (state,) = open_optimizers(tmp_path / "new")
     found = state.extra[LOSS_SCALER].state
     assert found.get("cur_iter") == done
@@ -178,7 +196,9 @@ def test_deepspeed_grows_the_scale_of_the_loss_in_the_same_step(
 
 def of_engine(**scaler: object) -> OptimizerState:
     """Return an optimizer of DeepSpeed in fp16 with a scaler."""
-    call = Call(function=Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler"), state=scaler, new=True)
+    call = Call(
+        function=Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler"), state=scaler, new=True
+    )
     extra = {LOSS_SCALER: call, MODEL_STATES: {DTYPE: "F16"}}
     return OptimizerState(
         label="optimizer",
@@ -192,13 +212,26 @@ def of_engine(**scaler: object) -> OptimizerState:
 
 @pytest.mark.parametrize(
     ("counted", "overflow", "left"),
-    [(0, -1, 8), (1, -1, 7), (7, -1, 1), (8, -1, 7), (14, -1, 1), (9, 8, 8), (10, 8, 7), (15, 8, 2)],
+    [
+        (0, -1, 8),
+        (1, -1, 7),
+        (7, -1, 1),
+        (8, -1, 7),
+        (14, -1, 1),
+        (9, 8, 8),
+        (10, 8, 7),
+        (15, 8, 2),
+    ],
 )
-def test_a_grad_scaler_grows_in_the_same_step(tmp_path: Path, counted: int, overflow: int, left: int) -> None:
+def test_a_grad_scaler_grows_in_the_same_step(
+    tmp_path: Path, counted: int, overflow: int, left: int
+) -> None:
     """``left``: the steps after which DeepSpeed's scale grows."""
     held = {"cur_scale": 8, "dynamic": True, "cur_iter": counted, "last_overflow_iter": overflow}
     names = StateNames(Strategy.DDP, is_trainer=False)
-    moved = out_of_engines(tmp_path, [of_engine(**held, scale_factor=2.0, scale_window=7)], names, 1)
+    moved = out_of_engines(
+        tmp_path, [of_engine(**held, scale_factor=2.0, scale_window=7)], names, 1
+    )
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(read_back(tmp_path, moved))
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -228,8 +261,11 @@ def test_a_static_scale_of_the_loss_becomes_one_that_never_grows(tmp_path: Path)
         1,
     )
     assert moved.warnings == (
-        "optimizer: its scale of the loss, 128, is static, and torch's GradScaler has only dynamic ones: by scaler.pt "
-        "it begins there, never grows, and is halved by an overflow",
+        (
+            "optimizer: its scale of the loss, 128, is static, and torch's GradScaler has only "
+            "dynamic ones: by scaler.pt it begins there, never grows, and is halved by an "
+            "overflow"
+        ),
     )
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(read_back(tmp_path, moved))
@@ -237,19 +273,26 @@ def test_a_static_scale_of_the_loss_becomes_one_that_never_grows(tmp_path: Path)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_scheduler_that_counted_once_for_all_processes_is_named(tmp_path: Path, processes: int) -> None:
+def test_a_scheduler_that_counted_once_for_all_processes_is_named(
+    tmp_path: Path, processes: int
+) -> None:
     source = save_state(tmp_path / "source", "fsdp", trained())
     ckptfix.migrate(source, tmp_path / "between", to="zero2", state="all")
     (tmp_path / "between" / "scheduler.bin").unlink()
     receipt = ckptfix.migrate(
         tmp_path / "between", tmp_path / "new", to="fsdp", state="all", processes=processes
     )
-    words = "advanced this scheduler by 1 at each step, and Accelerate advances it once per process, by 3 from now"
+    words = (
+        "advanced this scheduler by 1 at each step, and Accelerate advances it once per process, "
+        "by 3 from now"
+    )
     assert len([one for one in receipt.warnings if words in one]) == (processes > 1)
 
 
 def paces(root: Path, last_epoch: int, to: str, *, before: int, processes: int) -> list[str]:
-    """Return what is said of a scheduler that is at ``last_epoch`` after three steps of its optimizer."""
+    """Return what is said of a scheduler that is at ``last_epoch`` after three steps of its
+    optimizer.
+    """
     source = save_state(root / "source", "fsdp", trained(), processes=before)
     torch.save({"last_epoch": last_epoch, "_step_count": last_epoch + 1}, source / "scheduler.bin")
     receipt = ckptfix.migrate(source, root / "new", to=to, state="all", processes=processes)
@@ -257,11 +300,16 @@ def paces(root: Path, last_epoch: int, to: str, *, before: int, processes: int) 
     return [words for words in receipt.warnings if "scheduler" in words]
 
 
-def test_a_scheduler_that_advances_once_per_process_is_named_with_both_numbers(tmp_path: Path) -> None:
+def test_a_scheduler_that_advances_once_per_process_is_named_with_both_numbers(
+    tmp_path: Path,
+) -> None:
     (words,) = paces(tmp_path, 6, "ddp", before=2, processes=4)
-    assert words.startswith("scheduler.bin: copied unchanged, at 6 after 3 steps of the optimizer; ")
+    assert words.startswith(
+        "scheduler.bin: copied unchanged, at 6 after 3 steps of the optimizer; "
+    )
     assert (
-        "(by 2 so far, by 4 from now on); next, where the batch of a step stays as large as it was: " in words
+        "(by 2 so far, by 4 from now on); next, where the batch of a step stays as large as it "
+        "was: " in words
     )
     assert words.endswith(" and, if accelerator.sync_gradients, scheduler.step() 2 times")
 
@@ -270,8 +318,8 @@ def test_a_script_that_advances_a_scheduler_by_hand_is_told_to_go_on_so(tmp_path
     """As the receipt of an earlier migration, from four processes to two, said it should."""
     (words,) = paces(tmp_path, 12, "ddp", before=2, processes=1)
     assert (
-        "step_scheduler_with_optimizer=False and advances it by 4 at each step; these numbers suggest"
-        in words
+        "step_scheduler_with_optimizer=False and advances it by 4 at each step; these numbers "
+        "suggest" in words
     )
 
 
@@ -281,10 +329,12 @@ def test_a_scheduler_that_advances_once_per_process_is_named_where_an_engine_tak
 ) -> None:
     (words,) = paces(tmp_path, 6, to, before=2, processes=2)
     assert (
-        "at 6 after 3 steps of the optimizer, as Accelerate advanced it by 2 at each step; a scheduler"
-        in words
+        "at 6 after 3 steps of the optimizer, as Accelerate advanced it by 2 at each step; a "
+        "scheduler" in words
     )
-    assert words.endswith("next: let the script prepare() its scheduler of torch, which goes on as before")
+    assert words.endswith(
+        "next: let the script prepare() its scheduler of torch, which goes on as before"
+    )
 
 
 @pytest.mark.parametrize(

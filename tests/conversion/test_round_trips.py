@@ -31,7 +31,9 @@ PAIRS = list(itertools.product(FORMATS, FORMATS))
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda name: name)
 @settings(
-    max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(12),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(state=state_dicts())
 def test_there_and_back_is_identity(
@@ -91,7 +93,13 @@ def test_where_blocks_can_be_shared(
 
     monkeypatch.setattr(streaming, "copy_range", look)
     counts: list[int] = []
-    migrate(tmp_path / f"b{suffix}", tmp_path / f"c{suffix}", to=kind, verify=verify, progress=counts.append)
+    migrate(
+        tmp_path / f"b{suffix}",
+        tmp_path / f"c{suffix}",
+        to=kind,
+        verify=verify,
+        progress=counts.append,
+    )
     assert len(shared) == 2
     assert digests_at(tmp_path / f"c{suffix}") == digests_at(tmp_path / "a.bin")
     assert sum(counts) >= sum(tensor.nbytes for tensor in state.values()) * (2 if verify else 1)
@@ -128,9 +136,16 @@ def _flat(tree: object, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...
 
 @pytest.mark.parametrize(
     ("word", "dtype"),
-    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("float32", torch.float32), ("fp64", torch.float64)],
+    [
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("float32", torch.float32),
+        ("fp64", torch.float64),
+    ],
 )
-def test_only_floating_point_tensors_are_converted(tmp_path: Path, word: str, dtype: torch.dtype) -> None:
+def test_only_floating_point_tensors_are_converted(
+    tmp_path: Path, word: str, dtype: torch.dtype
+) -> None:
     floats = {
         "big": torch.randn(3000, 101),
         "half": torch.randn(5).half(),
@@ -168,7 +183,11 @@ def test_names(tmp_path: Path, keys: str | None, names: list[str]) -> None:
     weight = torch.randn(3)
     torch.save({"module.module.a": weight, "module.module.b": weight}, tmp_path / "a.bin")
     migrate(
-        tmp_path / "a.bin", tmp_path / "b.safetensors", to="safetensors", keys=keys, allow_damage=keys is None
+        tmp_path / "a.bin",
+        tmp_path / "b.safetensors",
+        to="safetensors",
+        keys=keys,
+        allow_damage=keys is None,
     )
     assert sorted(digests_at(tmp_path / "b.safetensors")) == names
     assert ties_at(tmp_path / "b.safetensors") == {frozenset(names)}
@@ -187,15 +206,20 @@ def test_versions_of_modules_follow_the_names(tmp_path: Path) -> None:
 
 def test_names_that_would_become_one_are_refused(tmp_path: Path) -> None:
     write_safetensors(
-        tmp_path / "a.safetensors", {"_orig_mod.x.w": torch.zeros(1), "x._orig_mod.w": torch.ones(1)}
+        tmp_path / "a.safetensors",
+        {"_orig_mod.x.w": torch.zeros(1), "x._orig_mod.w": torch.ones(1)},
     )
-    with pytest.raises(UsageError, match=r"'_orig_mod\.x\.w' and 'x\._orig_mod\.w' would both become 'x\.w'"):
+    with pytest.raises(
+        UsageError, match=r"'_orig_mod\.x\.w' and 'x\._orig_mod\.w' would both become 'x\.w'"
+    ):
         migrate(tmp_path / "a.safetensors", tmp_path / "b.bin", to="bin", keys="bare")
     assert not (tmp_path / "b.bin").exists()
 
 
 def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
-    torch.save({"w": torch.zeros(2), "c": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "a.bin")
+    torch.save(
+        {"w": torch.zeros(2), "c": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "a.bin"
+    )
     with pytest.raises(OperationError, match=r"a\.bin: 'c' is of C128"):
         migrate(tmp_path / "a.bin", tmp_path / "b.safetensors", to="safetensors")
 
@@ -203,7 +227,8 @@ def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path: Path) -> None
 @pytest.mark.parametrize("to", FORMATS)
 def test_objects_beside_the_tensors_are_refused_or_left_out(tmp_path: Path, to: str) -> None:
     torch.save(
-        {"w": torch.zeros(2), "b": torch.zeros(1), "x._extra_state": {"scale": [1.0]}}, tmp_path / "a.bin"
+        {"w": torch.zeros(2), "b": torch.zeros(1), "x._extra_state": {"scale": [1.0]}},
+        tmp_path / "a.bin",
     )
     target = tmp_path / f"b{SUFFIXES[to]}"
     with pytest.raises(OperationError, match=r"'x\._extra_state'.*--drop-opaque"):
@@ -218,7 +243,8 @@ def test_nested_names_are_not_collapsed_where_nothing_decides_it(tmp_path: Path)
     source = tmp_path / "checkpoint"
     source.mkdir()
     write_safetensors(
-        source / "model.safetensors", {"module.module.a": torch.ones(1), "module.module.b": torch.ones(2)}
+        source / "model.safetensors",
+        {"module.module.a": torch.ones(1), "module.module.b": torch.ones(2)},
     )
     torch.save({"step": 1}, source / "random_states_0.pkl")
     with pytest.raises(UsageError, match="--keys bare"):

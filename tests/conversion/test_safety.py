@@ -1,4 +1,6 @@
-"""A migration that is killed, runs out of space or meets something in its way: DST is there whole or not at all."""
+"""A migration that is killed, runs out of space or meets something in its way: DST is there whole
+or not at all.
+"""
 
 import errno
 import hashlib
@@ -32,7 +34,11 @@ STRIPES = 3
 def write_model(path: Path, tensors: int = 3, each: int = 4096, fill: int = 1) -> None:
     """Write a safetensors file without torch: children that are forked need none."""
     header = {
-        f"w{number}": {"dtype": "U8", "shape": [each], "data_offsets": [number * each, (number + 1) * each]}
+        f"w{number}": {
+            "dtype": "U8",
+            "shape": [each],
+            "data_offsets": [number * each, (number + 1) * each],
+        }
         for number in range(tensors)
     }
     raw = json.dumps(header).encode()
@@ -58,7 +64,8 @@ def whole(folder: Path, to: str = "bin") -> bool:
         return False
     before = folder.parent / "a"
     return all(
-        digests_at(folder / f"pytorch_model{end}.bin") == digests_at(before / f"model{end}.safetensors")
+        digests_at(folder / f"pytorch_model{end}.bin")
+        == digests_at(before / f"model{end}.safetensors")
         for end in ("", "_1")
     )
 
@@ -68,12 +75,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def each_point(action: Callable[[], None], undo: Callable[[], None], kind: str = "") -> list[int]:
-    """Return the numbers of the changing calls of an action, a third of them and every one of the last."""
+    """Return the numbers of the changing calls of an action, a third of them and every one of the
+    last.
+    """
     names = points(action)
     undo()
     chosen = [number for number, name in enumerate(names) if not kind or name == kind]
     assert len(chosen) > 3
-    return [number for place, number in enumerate(chosen) if place % STRIPES == 0 or place > len(chosen) - 12]
+    return [
+        number
+        for place, number in enumerate(chosen)
+        if place % STRIPES == 0 or place > len(chosen) - 12
+    ]
 
 
 def whole_migration(source: Path) -> tuple[Path, Callable[[], None], Callable[[], None]]:
@@ -103,7 +116,10 @@ def test_killed_at_any_point_it_is_there_whole_or_not_at_all(source: Path, fault
             undo()
         migrate(source, target, to="bin")
         assert whole(target)
-        assert sorted(os.listdir(source.parent)) == ["a", "b"], "what a dead run left goes with the next one"
+        assert sorted(os.listdir(source.parent)) == [
+            "a",
+            "b",
+        ], "what a dead run left goes with the next one"
         undo()
     assert {(Outcome.KILLED, False), (Outcome.KILLED, True)} <= seen
 
@@ -118,7 +134,11 @@ def test_killed_while_it_overwrites_the_old_or_the_new_one_is_there(
         monkeypatch.setattr(staged, "exchange", lambda one, other: False)
 
     write_model(source.parent.parent / "other.safetensors", fill=9)
-    migrate(source.parent.parent / "other.safetensors", source.parent.parent / "earlier", to="safetensors")
+    migrate(
+        source.parent.parent / "other.safetensors",
+        source.parent.parent / "earlier",
+        to="safetensors",
+    )
 
     def old() -> None:
         shutil.rmtree(target, ignore_errors=True)
@@ -188,7 +208,10 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
 
     monkeypatch.setattr(os, "pwrite", full)
     size = "[0-9.]+ [KMGT]?i?B"
-    words = rf"b: .* {size} more were to be written, {size} are free: '.*/new/{name}'; [0-9]+ bytes .* in all"
+    words = (
+        rf"b: .* {size} more were to be written, {size} are free: '.*/new/{name}'; [0-9]+ bytes .*"
+        r" in all"
+    )
     with pytest.raises(
         OperationError, match=f"{words}; nothing was written there; next: make room on that disk"
     ):
@@ -241,7 +264,9 @@ def test_a_file_that_comes_to_dst_meanwhile_stays(source: Path) -> None:
     assert sorted(os.listdir(source.parent)) == ["a", "b.bin"]
 
 
-def test_in_a_folder_of_checkpoints_nothing_is_staged(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_folder_of_checkpoints_nothing_is_staged(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = source.parent / "checkpoints"
     checkpoints.mkdir()
     seen = []
@@ -265,7 +290,9 @@ def test_a_folder_that_a_living_run_writes_is_left_alone(source: Path) -> None:
     assert sorted(os.listdir(source.parent)) == ["a", "b"]
 
 
-def test_a_bit_that_flips_on_the_way_is_found(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bit_that_flips_on_the_way_is_found(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ckptfix.storage.atomic import write_all as real
 
     def flip(fd: int, data: memoryview, offset: int) -> None:
@@ -274,17 +301,24 @@ def test_a_bit_that_flips_on_the_way_is_found(source: Path, monkeypatch: pytest.
         real(fd, memoryview(damaged), offset)
 
     monkeypatch.setattr(streaming, "write_all", flip)
-    with pytest.raises(OperationError, match=r"'w2' has other bytes than were read from the source"):
+    with pytest.raises(
+        OperationError, match=r"'w2' has other bytes than were read from the source"
+    ):
         migrate(source / "model.safetensors", source.parent / "b.safetensors", to="safetensors")
     assert os.listdir(source.parent) == ["a"]
     receipt = migrate(
-        source / "model.safetensors", source.parent / "b.safetensors", to="safetensors", verify=False
+        source / "model.safetensors",
+        source.parent / "b.safetensors",
+        to="safetensors",
+        verify=False,
     )
     assert not receipt.verified
     assert "--no-verify" in receipt.not_checked[0]
 
 
-def test_a_source_that_becomes_shorter_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_becomes_shorter_is_an_error(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = producing.produce
 
     def cut(*args: object, **kwargs: object) -> object:
@@ -292,12 +326,16 @@ def test_a_source_that_becomes_shorter_is_an_error(source: Path, monkeypatch: py
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr("ckptfix.conversion.migrate.produce", cut)
-    with pytest.raises(ChangedError, match=r"model_1\.safetensors changed while it was read.*found 5000"):
+    with pytest.raises(
+        ChangedError, match=r"model_1\.safetensors changed while it was read.*found 5000"
+    ):
         migrate(source, source.parent / "b", to="bin")
     assert os.listdir(source.parent) == ["a"]
 
 
-def test_a_carried_file_that_changes_is_found(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_carried_file_that_changes_is_found(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = producing.produce
 
     def change(*args: object, **kwargs: object) -> object:
@@ -378,7 +416,9 @@ def test_progress_counts_what_is_written_and_what_is_read_back(source: Path) -> 
     receipt = migrate(source, source.parent / "b", to="bin", progress=counts.append)
     tensors = sum(model.nbytes for model in receipt.models)
     carried = 2 * sum((source / name).stat().st_size for name in receipt.carried)
-    new = sum((source.parent / "b" / f"pytorch_model{end}.bin").stat().st_size for end in ("", "_1"))
+    new = sum(
+        (source.parent / "b" / f"pytorch_model{end}.bin").stat().st_size for end in ("", "_1")
+    )
     assert sum(counts) == new + tensors + carried + sum(
         (source / name).stat().st_size for name in receipt.carried
     )
@@ -402,7 +442,17 @@ def test_the_threads_end_when_the_user_interrupts(source: Path) -> None:
 def test_a_command_that_is_interrupted(source: Path, number: signal.Signals) -> None:
     path = big(source)
     target = source.parent / "b.bin"
-    command = [sys.executable, "-m", "ckptfix", "migrate", str(path), str(target), "--to", "bin", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "ckptfix",
+        "migrate",
+        str(path),
+        str(target),
+        "--to",
+        "bin",
+        "--json",
+    ]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     )
@@ -430,7 +480,9 @@ def test_tensors_larger_than_a_buffer(source: Path) -> None:
         assert digests_at(source.parent / f"b{suffix}") == digests_at(path)
 
 
-def test_a_layout_that_gives_too_little_is_found(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_gives_too_little_is_found(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Defence against a reader that is wrong: sizes are counted."""
 
     class Short:
@@ -464,4 +516,6 @@ print(peak() - before)
     write_model(path, tensors=2, each=40 << 20)
     command = [sys.executable, "-c", code, str(path), str(source.parent / "b.bin")]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 60 << 10, "KiB: 32 MiB of buffers, and what python takes; the file has 80 MiB"
+    assert int(result.stdout) < 60 << 10, (
+        "KiB: 32 MiB of buffers, and what python takes; the file has 80 MiB"
+    )

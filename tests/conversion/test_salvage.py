@@ -1,4 +1,6 @@
-"""Damaged checkpoints into new folders: what is written, what is listed, and that nothing else is left behind."""
+"""Damaged checkpoints into new folders: what is written, what is listed, and that nothing else is
+left behind.
+"""
 
 import json
 import os
@@ -42,7 +44,8 @@ def left(folder: Path) -> "set[str]":
 
 
 @pytest.mark.parametrize(
-    "name", ["clean-safetensors", "clean-bin", "sharded-gpt2", "tied-weights-bin", "lone-bare-train"]
+    "name",
+    ["clean-safetensors", "clean-bin", "sharded-gpt2", "tied-weights-bin", "lone-bare-train"],
 )
 def test_a_whole_checkpoint_is_copied(name: str, tmp_path: Path) -> None:
     source = FIXTURES / name / "checkpoint"
@@ -52,12 +55,15 @@ def test_a_whole_checkpoint_is_copied(name: str, tmp_path: Path) -> None:
     new = snapshot(tmp_path / "new")
     document = json.loads(new.pop("salvage.json"))
     assert (document["version"], document["lost"], document["source"]) == (1, [], str(source))
-    assert new == {name: data for name, data in snapshot(source).items() if not name.startswith(".ckptfix")}
+    assert new == {
+        name: data for name, data in snapshot(source).items() if not name.startswith(".ckptfix")
+    }
     assert left(tmp_path) == {"new"}
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), [("clean-safetensors", "model.safetensors"), ("clean-bin", "pytorch_model.bin")]
+    ("name", "model"),
+    [("clean-safetensors", "model.safetensors"), ("clean-bin", "pytorch_model.bin")],
 )
 def test_a_save_state_folder_with_a_cut_model(name: str, model: str, tmp_path: Path) -> None:
     folder = copy_of(name, tmp_path)
@@ -78,7 +84,9 @@ def test_a_save_state_folder_with_a_cut_model(name: str, model: str, tmp_path: P
     }
     assert [one.file for one in receipt.lost if one.name is None] == ["optimizer.bin"]
     rest = snapshot(tmp_path / "new")
-    assert json.loads(rest.pop("salvage.json")) == json.loads(json.dumps({"version": 1, **receipt.as_json()}))
+    assert json.loads(rest.pop("salvage.json")) == json.loads(
+        json.dumps({"version": 1, **receipt.as_json()})
+    )
     rest.pop(new)
     assert rest == {name: before[name] for name in before if name not in (model, "optimizer.bin")}
     assert os.stat(tmp_path / "new" / new).st_mode & 0o044, "readable as other new files are"
@@ -91,7 +99,9 @@ def test_a_missing_shard(tmp_path: Path) -> None:
     (folder / shards[0]).unlink()
     cut(folder / shards[1], 1)
     receipt = salvage(folder, tmp_path / "new")
-    assert {one.name for one in receipt.lost} >= {name for name, file in index.items() if file == shards[0]}
+    assert {one.name for one in receipt.lost} >= {
+        name for name, file in index.items() if file == shards[0]
+    }
     assert {one.reason for one in receipt.lost if one.file == shards[0]} == {"its file is missing"}
     assert sum(one.file == shards[1] for one in receipt.lost) >= 1
     (file,) = receipt.saved
@@ -114,7 +124,9 @@ def test_cut_and_missing_shards_of_torch_files(tmp_path: Path) -> None:
     size = (folder / shards[0]).stat().st_size
     (folder / shards[0]).write_bytes((folder / shards[0]).read_bytes()[: size * 2 // 3])
     receipt = salvage(folder, tmp_path / "new")
-    result = diff(FIXTURES / "sharded-gpt2-bin" / "checkpoint", tmp_path / "new" / "model.safetensors")
+    result = diff(
+        FIXTURES / "sharded-gpt2-bin" / "checkpoint", tmp_path / "new" / "model.safetensors"
+    )
     assert {one.name for one in result.tensors() if one.outcome is Outcome.EQUAL} == set(
         receipt.saved[0].names
     )
@@ -125,9 +137,14 @@ def test_cut_and_missing_shards_of_torch_files(tmp_path: Path) -> None:
 
 def test_a_lost_shard_without_an_index(tmp_path: Path) -> None:
     for number in (1, 3):
-        save_file({f"w{number}": torch.ones(number)}, tmp_path / f"model-0000{number}-of-00003.safetensors")
+        save_file(
+            {f"w{number}": torch.ones(number)},
+            tmp_path / f"model-0000{number}-of-00003.safetensors",
+        )
     receipt = salvage(tmp_path, tmp_path.parent / f"{tmp_path.name}-new")
-    assert [(one.file, one.name) for one in receipt.lost] == [("model-00002-of-00003.safetensors", None)]
+    assert [(one.file, one.name) for one in receipt.lost] == [
+        ("model-00002-of-00003.safetensors", None)
+    ]
     assert receipt.saved[0].names == ("w1", "w3")
     shutil.rmtree(tmp_path.parent / f"{tmp_path.name}-new")
 
@@ -141,7 +158,11 @@ def test_a_cut_header_saves_nothing_and_says_so(tmp_path: Path) -> None:
 
 
 def test_dtypes_that_safetensors_lacks_stay_in_a_torch_file(tmp_path: Path) -> None:
-    state = {"c": torch.randn(4, dtype=torch.complex128), "w": torch.randn(3), "v": torch.randn(99)}
+    state = {
+        "c": torch.randn(4, dtype=torch.complex128),
+        "w": torch.randn(3),
+        "v": torch.randn(99),
+    }
     torch.save(state, tmp_path / "m.bin")
     data = (tmp_path / "m.bin").read_bytes()
     (tmp_path / "m.bin").write_bytes(data[: data.index(b"data/2")])
@@ -169,7 +190,10 @@ def test_several_state_dicts_of_one_file(tmp_path: Path) -> None:
     data = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "x.pt").write_bytes(data[: data.index(b"version", data.index(b"data/3"))])
     receipt = salvage(tmp_path / "x.pt", tmp_path / "new")
-    assert [file.path for file in receipt.saved] == ["x-teacher_1.safetensors", "x-student.safetensors"]
+    assert [file.path for file in receipt.saved] == [
+        "x-teacher_1.safetensors",
+        "x-student.safetensors",
+    ]
     assert [one.name for one in receipt.lost] == ["step"]
 
 
@@ -197,7 +221,9 @@ def test_a_flipped_bit_in_files_with_checksums(tmp_path: Path) -> None:
     kept = salvage(folder, tmp_path / "kept", keep_damaged=True)
     assert (kept.lost, kept.status) == ((), 1)
     assert {one.file for one in kept.damaged} == {"pytorch_model.bin", "optimizer.bin"}
-    assert (tmp_path / "kept" / "optimizer.bin").read_bytes() == (folder / "optimizer.bin").read_bytes()
+    assert (tmp_path / "kept" / "optimizer.bin").read_bytes() == (
+        folder / "optimizer.bin"
+    ).read_bytes()
 
 
 def test_what_stands_in_the_way(tmp_path: Path) -> None:
@@ -261,7 +287,10 @@ def test_a_dcp_folder_with_a_cut_file(tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "source" / "optimizer_0")
     whole = salvage(tmp_path / "source", tmp_path / "whole")
     assert whole.status == 0
-    assert snapshot(tmp_path / "whole").keys() - {"salvage.json"} == snapshot(tmp_path / "source").keys()
+    assert (
+        snapshot(tmp_path / "whole").keys() - {"salvage.json"}
+        == snapshot(tmp_path / "source").keys()
+    )
     (data,) = source.glob("*.distcp")
     cut(data, data.stat().st_size // 2)
     cut(next((tmp_path / "source" / "optimizer_0").glob("*.distcp")), 1)

@@ -1,4 +1,6 @@
-"""What a salvage may not pass over: all that is lost is named, nothing stale is taken, nothing doubtful is whole."""
+"""What a salvage may not pass over: all that is lost is named, nothing stale is taken, nothing
+doubtful is whole.
+"""
 
 import json
 import shutil
@@ -50,8 +52,16 @@ def flip_in_record(path: Path, ending: str) -> None:
         ({"ckpt": {"model": module(0), "optimizer": OPTIMIZER}}, "data/3", ["ckpt.optimizer"]),
         ([module(0), {"x": torch.ones(100)}, module(1)], "data/3", ["1"]),
         ({**module(0), 5: torch.ones(100)}, "data/3", ["5"]),
-        ({"model": module(0), "ema": module(1), "opt": OPTIMIZER, "epoch": 3}, "data/6", ["opt", "epoch"]),
-        ({**module(0), "ema": module(1), "step": 4, "x": torch.ones(3)}, "data/6", [*module(0), "step", "x"]),
+        (
+            {"model": module(0), "ema": module(1), "opt": OPTIMIZER, "epoch": 3},
+            "data/6",
+            ["opt", "epoch"],
+        ),
+        (
+            {**module(0), "ema": module(1), "step": 4, "x": torch.ones(3)},
+            "data/6",
+            [*module(0), "step", "x"],
+        ),
     ],
     ids=["nested", "list", "number", "two", "inside"],
 )
@@ -109,8 +119,13 @@ def test_a_flipped_bit_in_a_dcp_folder(tmp_path: Path, what: str) -> None:
     assert len(load_file(tmp_path / "new" / "model.safetensors")) == (3 if what == "model" else 4)
     kept = salvage(tmp_path / "source", tmp_path / "kept", keep_damaged=True)
     assert (kept.lost, kept.status) == ((), 1)
-    assert [one.name for one in kept.damaged] == [wrong if what == "optimizer" else "model.l.1.weight"]
-    assert snapshot(tmp_path / "kept").keys() - {"salvage.json"} == snapshot(tmp_path / "source").keys()
+    assert [one.name for one in kept.damaged] == [
+        wrong if what == "optimizer" else "model.l.1.weight"
+    ]
+    assert (
+        snapshot(tmp_path / "kept").keys() - {"salvage.json"}
+        == snapshot(tmp_path / "source").keys()
+    )
 
 
 def test_dcp_folders_without_their_metadata_are_no_whole_ones(tmp_path: Path) -> None:
@@ -153,7 +168,9 @@ def test_folders_below_are_judged_as_models(tmp_path: Path) -> None:
     assert {one.file for one in receipt.lost} == {f"sub/{shards[1]}", "deep/er"}
     assert all("ckptfix salvage" in one.reason for one in receipt.lost)
     torch.save({"y": torch.ones(3)}, below / shards[1])
-    (lost,) = [one for one in salvage(source, tmp_path / "other").lost if one.file.startswith("sub")]
+    (lost,) = [
+        one for one in salvage(source, tmp_path / "other").lost if one.file.startswith("sub")
+    ]
     assert (lost.file, lost.name) == (f"sub/{shards[1]}", "x")
 
 
@@ -166,13 +183,20 @@ def test_a_link_far_below_is_said(tmp_path: Path) -> None:
     assert [one.file for one in salvage(source, tmp_path / "new").lost] == ["extra/deep/linked"]
 
 
-def write_shards(folder: Path, weight_map: "Mapping[str, int]", *shards: "Mapping[str, Any]") -> "list[Path]":
+def write_shards(
+    folder: Path, weight_map: "Mapping[str, int]", *shards: "Mapping[str, Any]"
+) -> "list[Path]":
     """Write shards and their index: name -> number of its shard."""
     folder.mkdir()
-    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    names = [
+        f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)
+    ]
     for name, tensors in zip(names, shards, strict=True):
         save_file(dict(tensors), folder / name)
-    index = {"metadata": {}, "weight_map": {name: names[number - 1] for name, number in weight_map.items()}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: names[number - 1] for name, number in weight_map.items()},
+    }
     if weight_map:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return [folder / name for name in names]
@@ -219,7 +243,10 @@ def test_the_folder_through_a_link_is_still_inside(tmp_path: Path) -> None:
     save_file({"w": torch.ones(3)}, source / "model.safetensors")
     (tmp_path / "link").symlink_to(source)
     before = snapshot(source)
-    for given, output in ((source, tmp_path / "link" / "out"), (tmp_path / "link", source / "out")):
+    for given, output in (
+        (source, tmp_path / "link" / "out"),
+        (tmp_path / "link", source / "out"),
+    ):
         with pytest.raises(UsageError, match="lies inside"):
             salvage(given, output)
     assert snapshot(source) == before
@@ -256,7 +283,9 @@ def test_zeros_at_the_end_are_named(tmp_path: Path) -> None:
     assert [one["name"] for one in document["doubtful"]] == ["l.2.w", "l.3.w"]
     cut(path, 10)
     again = salvage(path.parent, tmp_path / "again")
-    assert [one.name for one in again.doubtful] == ["l.2.w"], "of what was taken out of a cut file, too"
+    assert [one.name for one in again.doubtful] == ["l.2.w"], (
+        "of what was taken out of a cut file, too"
+    )
 
 
 def test_whole_is_said_of_what_has_checksums(tmp_path: Path) -> None:
@@ -265,13 +294,17 @@ def test_whole_is_said_of_what_has_checksums(tmp_path: Path) -> None:
     assert (whole.verdict, whole.doubtful, whole.not_checked) == ("everything was intact", (), ())
     torch.save({"w": torch.zeros(5000)}, tmp_path / "l.bin", _use_new_zipfile_serialization=False)
     legacy = salvage(tmp_path / "l.bin", tmp_path / "other")
-    assert (legacy.verdict, [one.name for one in legacy.doubtful]) == ("nothing missing was found", ["w"])
+    assert (legacy.verdict, [one.name for one in legacy.doubtful]) == (
+        "nothing missing was found",
+        ["w"],
+    )
 
 
 def test_one_number_that_claims_to_be_many_is_lost_alone(tmp_path: Path) -> None:
     wide = torch.zeros(1).expand(1 << 20, 1 << 20)
     torch.save(
-        {"w.a": wide, "w.t": wide, "w.b": torch.ones(1000), "w.c": torch.ones(100)}, tmp_path / "m.bin"
+        {"w.a": wide, "w.t": wide, "w.b": torch.ones(1000), "w.c": torch.ones(100)},
+        tmp_path / "m.bin",
     )
     cut(tmp_path / "m.bin", 100)
     receipt = salvage(tmp_path / "m.bin", tmp_path / "new")
@@ -291,9 +324,9 @@ def test_a_tensor_beyond_its_storage_is_lost_alone(tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(data.replace(b"KM\x85", b"KN\x85"))
     receipt = salvage(tmp_path / "m.bin", tmp_path / "new")
     assert receipt.saved[0].names == ("w.b",)
-    assert [(one.name, "beyond its storage of 308 bytes" in one.reason) for one in receipt.lost] == [
-        ("w.a", True)
-    ]
+    assert [
+        (one.name, "beyond its storage of 308 bytes" in one.reason) for one in receipt.lost
+    ] == [("w.a", True)]
 
 
 def test_lost_tensors_of_a_dcp_folder_are_in_the_order_of_its_metadata(tmp_path: Path) -> None:
@@ -329,7 +362,9 @@ def renamed(root: Path) -> None:
 def test_files_that_the_source_lacks_are_lost(
     tmp_path: Path, said: Said, change: Callable[[Path], object], lost: list[str]
 ) -> None:
-    """It said "nothing missing was found" and exited with 0, where ``check`` found errors in its source."""
+    """It said "nothing missing was found" and exited with 0, where ``check`` found errors in its
+    source.
+    """
     source = make(tmp_path / "source", "clean-teacher-student")
     shutil.copy(source / "optimizer.bin", source / "optimizer_1.bin")
     change(source)

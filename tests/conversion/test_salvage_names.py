@@ -1,4 +1,6 @@
-"""What salvaged files are called: stock loaders find them where they found the old ones, and no two meet."""
+"""What salvaged files are called: stock loaders find them where they found the old ones, and no two
+meet.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +36,18 @@ def test_stock_load_state_loads_what_was_salvaged(
     if not is_safe:
         files = ["pytorch_model.bin", "pytorch_model_1.bin"]
         for name in files:
-            cut(tmp_path / "old" / name, 60)  # the list of records at the end; every tensor is there
+            # The list of records at the end; every tensor is there.
+            cut(tmp_path / "old" / name, 60)
     else:
-        (tmp_path / "old" / files[1]).write_bytes((tmp_path / "old" / files[1]).read_bytes() + b"\0" * 9)
+        (tmp_path / "old" / files[1]).write_bytes(
+            (tmp_path / "old" / files[1]).read_bytes() + b"\0" * 9
+        )
     receipt = salvage(tmp_path / "old", tmp_path / "new")
     assert {file.path for file in receipt.saved} <= {"model.safetensors", "model_1.safetensors"}
     assert len(receipt.saved) == (1 if is_safe else 2)
-    saved = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
+    saved = [
+        {name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models
+    ]
     for model in models:
         with torch.no_grad():
             model.weight.zero_()
@@ -50,7 +57,9 @@ def test_stock_load_state_loads_what_was_salvaged(
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
-def test_stock_load_state_takes_the_rest_of_a_cut_model(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_stock_load_state_takes_the_rest_of_a_cut_model(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
     model = accelerator.prepare(torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(4))))
     accelerator.save_state(str(tmp_path / "old"), safe_serialization=False)
     path = tmp_path / "old" / "pytorch_model.bin"
@@ -73,13 +82,23 @@ def test_stock_load_state_takes_the_rest_of_a_cut_model(accelerator: Accelerator
         ("pytorch_model_12", (), False, ("model_12", "pytorch_model_12", False)),
         ("pytorch_model.fp16", (), False, ("model.fp16", "pytorch_model.fp16", False)),
         ("pytorch_model_fsdp", (), False, ("pytorch_model_fsdp", "pytorch_model_fsdp", True)),
-        ("pytorch_model_fsdp_1", (), False, ("pytorch_model_fsdp_1", "pytorch_model_fsdp_1", True)),
+        (
+            "pytorch_model_fsdp_1",
+            (),
+            False,
+            ("pytorch_model_fsdp_1", "pytorch_model_fsdp_1", True),
+        ),
         ("pytorch_model_fsdp_0", (), True, ("model", "pytorch_model", False)),
         ("pytorch_model_fsdp_2", (), True, ("model_2", "pytorch_model_2", False)),
         ("my_weights", (), False, ("my_weights", "my_weights", False)),
         ("pytorch_model_best", (), False, ("pytorch_model_best", "pytorch_model_best", False)),
         ("diffusion_pytorch_model", (), False, ("diffusion_pytorch_model",) * 2 + (False,)),
-        ("pytorch_model", ("model.safetensors",), False, ("pytorch_model", "pytorch_model", False)),
+        (
+            "pytorch_model",
+            ("model.safetensors",),
+            False,
+            ("pytorch_model", "pytorch_model", False),
+        ),
         (
             "pytorch_model",
             ("model.safetensors.index.json",),
@@ -92,7 +111,12 @@ def test_stock_load_state_takes_the_rest_of_a_cut_model(accelerator: Accelerator
             False,
             ("pytorch_model-salvaged", "pytorch_model-salvaged", False),
         ),
-        ("m", ("m.safetensors", "m-salvaged.safetensors"), False, ("m-salvaged-salvaged", "m", False)),
+        (
+            "m",
+            ("m.safetensors", "m-salvaged.safetensors"),
+            False,
+            ("m-salvaged-salvaged", "m", False),
+        ),
     ],
 )
 def test_names(stem: str, taken: "tuple[str, ...]", is_folder: bool, expected: Any) -> None:
@@ -125,4 +149,6 @@ def test_a_full_fsdp_save_stays_a_file_of_torch(tmp_path: Path) -> None:
     cut(tmp_path / "pytorch_model_fsdp.bin", 3000)
     receipt = salvage(tmp_path / "pytorch_model_fsdp.bin", tmp_path / "new")
     assert [file.path for file in receipt.saved] == ["pytorch_model_fsdp.bin"]
-    assert torch.load(tmp_path / "new" / "pytorch_model_fsdp.bin", weights_only=True).keys() == {"w"}
+    assert torch.load(tmp_path / "new" / "pytorch_model_fsdp.bin", weights_only=True).keys() == {
+        "w"
+    }

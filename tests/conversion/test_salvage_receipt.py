@@ -1,4 +1,6 @@
-"""The receipt of a salvage names all that it leaves out, and the commands that it gives work when they are typed."""
+"""The receipt of a salvage names all that it leaves out, and the commands that it gives work when
+they are typed.
+"""
 
 import os
 import shutil
@@ -18,7 +20,9 @@ from tests.verification.sealed import flip, make_sharded, state
 
 
 def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"salvage.json"}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {
+        "salvage.json"
+    }
 
 
 def cut(path: Path, by: int) -> None:
@@ -29,7 +33,9 @@ def lost(receipt: SalvageReceipt) -> "dict[str, str]":
     return {one.name or one.file: one.reason for one in receipt.lost}
 
 
-def test_an_optimizer_folder_without_a_rank_is_left_out_as_a_whole_and_that_is_said(tmp_path: Path) -> None:
+def test_an_optimizer_folder_without_a_rank_is_left_out_as_a_whole_and_that_is_said(
+    tmp_path: Path,
+) -> None:
     source = copy(tmp_path, "fsdp2-clean")
     (source / "optimizer_0" / "__1_0.distcp").unlink()
     receipt = salvage(source, tmp_path / "new")
@@ -84,12 +90,16 @@ def test_other_files_in_a_dcp_folder_that_is_not_whole_are_copied(tmp_path: Path
     receipt = salvage(source, tmp_path / "new")
     assert (tmp_path / "new" / "pytorch_model_fsdp_0" / "notes.txt").read_text() == "of mine"
     assert not list((tmp_path / "new").rglob(".ckptfix"))
-    assert "pytorch_model_fsdp_0/.ckptfix, which does not refer to the new folder" in receipt.left_out
+    assert (
+        "pytorch_model_fsdp_0/.ckptfix, which does not refer to the new folder" in receipt.left_out
+    )
 
 
 @pytest.mark.parametrize("damage", ["missing", "broken"])
 @pytest.mark.parametrize("where", ["", "text_encoder"])
-def test_whole_shards_without_an_index_are_sent_to_repair(tmp_path: Path, damage: str, where: str) -> None:
+def test_whole_shards_without_an_index_are_sent_to_repair(
+    tmp_path: Path, damage: str, where: str
+) -> None:
     source = tmp_path / "source"
     source.mkdir()
     if where:
@@ -135,15 +145,19 @@ def test_a_part_never_stands_where_loaders_take_it_for_the_whole(
     receipt = salvage(tmp_path / "source", tmp_path / "new")
     assert files(tmp_path / "new") == {whole, name}
     assert receipt.notes == (
-        f"what is saved of {part} holds a part of a model, and has a name that no loader looks for, as the model is "
-        f"complete in {whole}",
+        (
+            f"what is saved of {part} holds a part of a model, and has a name that no loader looks "
+            f"for, as the model is complete in {whole}"
+        ),
     )
     (weights,) = open_checkpoint(tmp_path / "new").weights
     assert weights.label == whole
     assert diff(tmp_path / "new", tmp_path / "source" / whole).status == 0
 
 
-def test_a_part_keeps_the_name_of_loaders_beside_other_models_and_other_parts(tmp_path: Path) -> None:
+def test_a_part_keeps_the_name_of_loaders_beside_other_models_and_other_parts(
+    tmp_path: Path,
+) -> None:
     whole_and_part(tmp_path / "one", "pytorch_model_1.bin", "model.safetensors")
     assert "model.safetensors" in files(salvaged(tmp_path / "one"))
     whole_and_part(tmp_path / "two", "pytorch_model.bin", "model.safetensors")
@@ -196,7 +210,11 @@ def test_the_words_in_a_header_are_kept(tmp_path: Path) -> None:
     save_file(state(), source / "model.safetensors", {"format": "pt", "step": "12", "lr": "0.1"})
     cut(source / "model.safetensors", 10)
     salvage(source, tmp_path / "new")
-    assert words(tmp_path / "new" / "model.safetensors") == {"format": "pt", "step": "12", "lr": "0.1"}
+    assert words(tmp_path / "new" / "model.safetensors") == {
+        "format": "pt",
+        "step": "12",
+        "lr": "0.1",
+    }
 
 
 def test_words_that_shards_do_not_agree_on_are_lost(tmp_path: Path) -> None:
@@ -207,7 +225,8 @@ def test_words_that_shards_do_not_agree_on_are_lost(tmp_path: Path) -> None:
     receipt = salvage(source, tmp_path / "new")
     assert words(tmp_path / "new" / "model.safetensors") == {"format": "pt", "run": "a"}
     assert (
-        lost(receipt)["__metadata__"] == "its metadata 'step' differs from that of other files of the model"
+        lost(receipt)["__metadata__"]
+        == "its metadata 'step' differs from that of other files of the model"
     )
 
 

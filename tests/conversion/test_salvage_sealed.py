@@ -1,4 +1,6 @@
-"""A manifest of the source is a check of what is whole: a flipped bit in safetensors shows in no other way."""
+"""A manifest of the source is a check of what is whole: a flipped bit in safetensors shows in no
+other way.
+"""
 
 from pathlib import Path
 
@@ -40,12 +42,16 @@ def test_a_flipped_bit_is_found_by_its_digest(tmp_path: Path, kind: str) -> None
 
 
 def test_a_statement_about_the_old_files_is_left_out(tmp_path: Path) -> None:
-    """The reference verifier would refuse the new folder; that of the tensors says which of them are still there."""
+    """The reference verifier would refuse the new folder; that of the tensors says which of them
+    are still there.
+    """
     folder = sealed(tmp_path / "a", "safetensors")
     seal(folder, oms=True)
     flip_tensor(folder)
     receipt = salvage(folder, tmp_path / "new")
-    assert [words for words in receipt.left_out if "model.oms.json" in words and "ckptfix seal" in words]
+    assert [
+        words for words in receipt.left_out if "model.oms.json" in words and "ckptfix seal" in words
+    ]
     assert {path.name for path in (tmp_path / "new").iterdir()} == {
         "README.md", "model.safetensors", "tensors.oms.json", "salvage.json",
     }  # fmt: skip
@@ -65,7 +71,9 @@ def test_what_is_damaged_is_kept_when_asked(tmp_path: Path, kind: str) -> None:
     assert not receipt.lost
     kept = snapshot(tmp_path / "new")
     kept.pop("salvage.json")
-    assert kept == {name: data for name, data in snapshot(folder).items() if not name.startswith(".ckptfix")}
+    assert kept == {
+        name: data for name, data in snapshot(folder).items() if not name.startswith(".ckptfix")
+    }
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded", "dict"])
@@ -77,7 +85,8 @@ def test_all_that_was_sealed_and_is_the_same_is_whole(tmp_path: Path, kind: str)
 
 def test_a_whole_tensor_of_a_cut_file_is_proven(tmp_path: Path) -> None:
     save_file(
-        {"a": torch.zeros(5000), "b": torch.zeros(5000), "c": torch.ones(9)}, tmp_path / "m.safetensors"
+        {"a": torch.zeros(5000), "b": torch.zeros(5000), "c": torch.ones(9)},
+        tmp_path / "m.safetensors",
     )
     seal(tmp_path)
     piece = place(tmp_path, "a")
@@ -88,7 +97,10 @@ def test_a_whole_tensor_of_a_cut_file_is_proven(tmp_path: Path) -> None:
     assert lost.keys() == {"a", "c"}
     assert lost["a"] == OTHER
     assert receipt.saved[0].names == ("b",)
-    assert (receipt.doubtful, receipt.not_checked) == ((), ()), "zeros that have their digest are no doubt"
+    assert (receipt.doubtful, receipt.not_checked) == (
+        (),
+        (),
+    ), "zeros that have their digest are no doubt"
 
 
 def test_files_without_tensors(tmp_path: Path) -> None:
@@ -140,7 +152,9 @@ def test_a_shard_alone(tmp_path: Path) -> None:
     folder = sealed(tmp_path / "a", "sharded")
     assert flip_tensor(folder) == "model-00002-of-00002.safetensors"
     one = salvage(folder / "model-00001-of-00002.safetensors", tmp_path / "one")
-    assert [(lost.file, lost.name) for lost in one.lost] == [("model-00002-of-00002.safetensors", None)]
+    assert [(lost.file, lost.name) for lost in one.lost] == [
+        ("model-00002-of-00002.safetensors", None)
+    ]
     assert len(one.saved[0].names) == 2
     assert not one.not_checked
     two = salvage(folder / "model-00002-of-00002.safetensors", tmp_path / "two")
@@ -151,7 +165,9 @@ def test_a_manifest_of_another_save_is_told_and_can_be_put_aside(tmp_path: Path)
     folder = sealed(tmp_path / "a", "safetensors")
     (folder / "README.md").unlink()
     save_file({name: tensor + 1 for name, tensor in state().items()}, folder / "model.safetensors")
-    with pytest.raises(OperationError, match=r"if the manifest is of an earlier save: rm .*manifest\.json"):
+    with pytest.raises(
+        OperationError, match=r"if the manifest is of an earlier save: rm .*manifest\.json"
+    ):
         salvage(folder, tmp_path / "new")
     receipt = salvage(folder, tmp_path / "kept", keep_damaged=True)
     assert any("earlier save" in words for words in receipt.not_checked)
@@ -164,7 +180,9 @@ def test_a_manifest_that_cannot_be_understood_stops_nothing(tmp_path: Path) -> N
     (folder / ".ckptfix" / "manifest.json").write_text("{")
     receipt = salvage(folder, tmp_path / "new")
     assert receipt.status == 0
-    assert any(words.startswith("digests, as the manifest cannot be used") for words in receipt.not_checked)
+    assert any(
+        words.startswith("digests, as the manifest cannot be used") for words in receipt.not_checked
+    )
 
 
 def test_a_tie_is_lost_with_its_tensor(tmp_path: Path) -> None:
@@ -216,7 +234,10 @@ def test_files_in_folders_below(tmp_path: Path) -> None:
     make_zero(folder / "pytorch_model", [{"w": torch.randn(99)}], stage=2, ranks=1)
     sealed(folder, "safetensors")
     assert salvage(folder, tmp_path / "whole").status == 0
-    flip(folder / "below" / "model.safetensors", (folder / "below" / "model.safetensors").stat().st_size - 1)
+    flip(
+        folder / "below" / "model.safetensors",
+        (folder / "below" / "model.safetensors").stat().st_size - 1,
+    )
     receipt = salvage(folder, tmp_path / "new")
     (lost,) = receipt.lost
     assert lost.file == "below/model.safetensors"

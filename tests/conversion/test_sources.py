@@ -1,4 +1,6 @@
-"""A source that is damaged, half written, or written to meanwhile never becomes a checkpoint that looks sound."""
+"""A source that is damaged, half written, or written to meanwhile never becomes a checkpoint that
+looks sound.
+"""
 
 import os
 import shutil
@@ -38,9 +40,13 @@ def flip(path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("verified", [True, False])
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_flipped_bit_of_a_sealed_model_is_not_sealed_again(sealed: Path, to: str, verified: bool) -> None:
+def test_a_flipped_bit_of_a_sealed_model_is_not_sealed_again(
+    sealed: Path, to: str, verified: bool
+) -> None:
     flip(sealed / "model_1.safetensors", -9)
-    with pytest.raises(OperationError, match=r"model_1\.safetensors: 'w' has other bytes than its manifest"):
+    with pytest.raises(
+        OperationError, match=r"model_1\.safetensors: 'w' has other bytes than its manifest"
+    ):
         migrate(sealed, sealed.parent / "b", to=to, keys="ddp", verify=verified)
     assert os.listdir(sealed.parent) == ["a"]
 
@@ -53,7 +59,9 @@ def test_a_flipped_bit_is_found_when_the_file_is_named(sealed: Path) -> None:
 
 def test_a_flipped_bit_in_a_sealed_file_that_is_carried(sealed: Path) -> None:
     flip(sealed / "optimizer.bin", 900)
-    with pytest.raises(OperationError, match=r"optimizer\.bin has other bytes than its manifest says"):
+    with pytest.raises(
+        OperationError, match=r"optimizer\.bin has other bytes than its manifest says"
+    ):
         migrate(sealed, sealed.parent / "b", to="bin")
     assert os.listdir(sealed.parent) == ["a"]
 
@@ -112,7 +120,9 @@ def test_a_record_without_its_checksum_is_found(tmp_path: Path, to: str, kind: s
     migrate(path, tmp_path / "sound", to=to)
     shutil.rmtree(tmp_path / "sound")
     flip(path, at + 43)
-    with pytest.raises(OperationError, match=r"has the CRC-32 [0-9a-f]{8}, [0-9a-f]{8} was written.*salvage"):
+    with pytest.raises(
+        OperationError, match=r"has the CRC-32 [0-9a-f]{8}, [0-9a-f]{8} was written.*salvage"
+    ):
         migrate(path, tmp_path / "b", to=to, dtype="bf16" if kind == "converted" else None)
     assert os.listdir(tmp_path) == ["a.bin"]
 
@@ -121,7 +131,9 @@ def test_a_record_without_its_checksum_is_found(tmp_path: Path, to: str, kind: s
     "name", ["model_2.safetensors", "custom_checkpoint_0.pkl", "config.json", "pytorch_model_fsdp_1/.metadata",
              "sub/optimizer.bin"]
 )  # fmt: skip
-def test_a_file_of_the_checkpoint_that_comes_meanwhile_is_not_missing(sealed: Path, name: str) -> None:
+def test_a_file_of_the_checkpoint_that_comes_meanwhile_is_not_missing(
+    sealed: Path, name: str
+) -> None:
     (sealed / "sub").mkdir()
     (sealed / "sub" / "model.safetensors").write_bytes((sealed / "model.safetensors").read_bytes())
     assert seal(sealed, force=True).written
@@ -130,7 +142,9 @@ def test_a_file_of_the_checkpoint_that_comes_meanwhile_is_not_missing(sealed: Pa
         (sealed / name).parent.mkdir(exist_ok=True)
         (sealed / name).write_bytes((sealed / "model.safetensors").read_bytes())
 
-    with pytest.raises(ChangedError, match=rf"a/{name} was added while .*nothing was written; run again"):
+    with pytest.raises(
+        ChangedError, match=rf"a/{name} was added while .*nothing was written; run again"
+    ):
         migrate(sealed, sealed.parent / "b", to="bin", progress=save)
     assert os.listdir(sealed.parent) == ["a"]
 
@@ -166,7 +180,8 @@ def test_a_manifest_that_may_not_be_read_is_not_passed_over(
 
     monkeypatch.setattr("ckptfix.conversion.producing.readable_manifest", refuse)
     with pytest.raises(
-        OperationError, match=r"cannot be read: Permission denied; next.*chmod u\+rX .*manifest\.json"
+        OperationError,
+        match=r"cannot be read: Permission denied; next.*chmod u\+rX .*manifest\.json",
     ):
         migrate(sealed, sealed.parent / "b", to="bin")
 
@@ -177,7 +192,9 @@ def test_a_save_into_the_source_meanwhile_is_not_mixed_in(
 ) -> None:
     source, new = tmp_path / "a", tmp_path / "new"
     for folder, fill in ((source, 1.0), (new, 2.0)):
-        write_safetensors(tmp_path / "x.safetensors", {f"l{n}": torch.full((250,), fill) for n in range(8)})
+        write_safetensors(
+            tmp_path / "x.safetensors", {f"l{n}": torch.full((250,), fill) for n in range(8)}
+        )
         migrate(tmp_path / "x.safetensors", folder, to="safetensors", max_shard_size=1000)
     os.unlink(tmp_path / "x.safetensors")
 

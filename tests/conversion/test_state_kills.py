@@ -1,4 +1,6 @@
-"""A migration of a complete state that is killed, or meets a full disk: the new folder is complete or absent."""
+"""A migration of a complete state that is killed, or meets a full disk: the new folder is complete
+or absent.
+"""
 
 import os
 import random
@@ -50,7 +52,10 @@ def test_it_is_complete_or_absent_wherever_it_is_struck(tmp_path: Path, after: s
             shutil.rmtree(target)
         action()
         assert contents(target) == complete, (at, fault)
-        assert sorted(os.listdir(work)) == ["a", "b"], "what a dead run left goes with the next one"
+        assert sorted(os.listdir(work)) == [
+            "a",
+            "b",
+        ], "what a dead run left goes with the next one"
         shutil.rmtree(target)
     assert Outcome.KILLED in seen
     action()

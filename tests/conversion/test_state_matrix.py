@@ -1,4 +1,6 @@
-"""Cells of the table of training states, proven by stock loaders: a sample of them, and all with ``--exhaustive``."""
+"""Cells of the table of training states, proven by stock loaders: a sample of them, and all with
+``--exhaustive``.
+"""
 
 import copy
 import os
@@ -24,12 +26,21 @@ from tests.conversion.state_matrix import (
     judged,
     prove,
 )
-from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, LOADERS, SOURCES, differences
+from tests.conversion.state_training import (
+    ALTERATIONS,
+    CASES,
+    FACTORIES,
+    LOADERS,
+    SOURCES,
+    differences,
+)
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
 
 
 def sample() -> list[Cell]:
-    """Return the cells of this run's share: a case or two, and three sources, each for 1 and for 2 processes."""
+    """Return the cells of this run's share: a case or two, and three sources, each for 1 and for 2
+    processes.
+    """
     if sampling.is_exhaustive():
         return cells_of(CASES, SOURCES, LOADERS, (2,), PROCESSES)
     share = int(os.environ.get(sampling.SHARE, "0"))
@@ -90,7 +101,12 @@ def test_the_trainer_goes_on_from_the_state_of_the_source(ranks: Ranks, tmp_path
     for job in jobs:
         saved = tmp_path / Path(job["expected"]).stem / trainer_jobs.SAVED
         migrate(
-            saved, job["checkpoint"], to=job["strategy"], state="all", processes=1, model=FACTORIES["bert"]
+            saved,
+            job["checkpoint"],
+            to=job["strategy"],
+            state="all",
+            processes=1,
+            model=FACTORIES["bert"],
         )
     for found in ranks.run(1, jobs):
         assert "error" not in found, found["error"]
@@ -118,7 +134,9 @@ RESULT: dict[str, Any] = {
 def test_a_cell_without_a_difference_is_proven() -> None:
     proof = judged(CELL, RESULT)
     assert proof.is_proven
-    assert str(proof).startswith("memory bitwise; losses bitwise; source trained on 3.1e-08; noticed: zeroed")
+    assert str(proof).startswith(
+        "memory bitwise; losses bitwise; source trained on 3.1e-08; noticed: zeroed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,9 +187,15 @@ def test_equal_memories_do_not_differ() -> None:
         (lambda one: one["weights"]["w"].mul_(1 + 1e-7), "0 weights w : 3 of 3 elements"),
         (lambda one: one["states"]["w"]["exp_avg"].neg_(), "0 states w exp_avg: 3 of 3 elements"),
         (lambda one: one["states"]["w"].update(step=4.0), "0 states w step: 3.0 != 4.0"),
-        (lambda one: one["states"]["w"].update(step=torch.tensor(3.0)), "0 states w step: 3.0 != tensor"),
+        (
+            lambda one: one["states"]["w"].update(step=torch.tensor(3.0)),
+            "0 states w step: 3.0 != tensor",
+        ),
         (lambda one: one["states"].clear(), "0 states: other fqns: ['w']"),
-        (lambda one: one["states"]["w"].update(exp_avg_sq=torch.zeros(3)), "0 states w exp_avg_sq: None != "),
+        (
+            lambda one: one["states"]["w"].update(exp_avg_sq=torch.zeros(3)),
+            "0 states w exp_avg_sq: None != ",
+        ),
         (lambda one: one["options"]["w"].update(betas=(0.9, 0.999)), "0 options w betas: "),
         (lambda one: one["scheduler"].update(last_epoch=6), "0 scheduler: "),
         (lambda one: one.update(scale=(1024.0, 2)), "0 scale: (1024.0, 1) != (1024.0, 2)"),

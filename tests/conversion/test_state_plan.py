@@ -1,4 +1,6 @@
-"""Complete states in the files of another strategy: every moment, step and hyperparameter by name, and the rest."""
+"""Complete states in the files of another strategy: every moment, step and hyperparameter by name,
+and the rest.
+"""
 
 import json
 from pathlib import Path
@@ -43,11 +45,20 @@ def test_every_state_is_there_by_name(tmp_path: Path, before: str, after: str) -
     assert_loads(tmp_path / "new", after, *runs)
     assert receipt.verified
     assert receipt.processes == 2
-    of_fsdp1 = ["'optimizer_0', 'optimizer_1': FSDP1 (fsdp_version 1, "] if before != after == "fsdp" else []
+    of_fsdp1 = (
+        ["'optimizer_0', 'optimizer_1': FSDP1 (fsdp_version 1, "]
+        if before != after == "fsdp"
+        else []
+    )
     assert [words[: len(of_fsdp1[0])] for words in receipt.warnings] == of_fsdp1
     assert not receipt.left_out
     assert len(receipt.optimizers) == (0 if before == after else 2)
-    for name in ("custom_checkpoint_0.pkl", "random_states_1.pkl", "scheduler.bin", "scheduler_1.bin"):
+    for name in (
+        "custom_checkpoint_0.pkl",
+        "random_states_1.pkl",
+        "scheduler.bin",
+        "scheduler_1.bin",
+    ):
         assert (tmp_path / "new" / name).read_bytes() == (source / name).read_bytes()
     others = {"ddp": ["optimizer.bin"], "fsdp-full": ["optimizer.bin"], "fsdp": ["optimizer_0"]}
     found = {path.name for path in (tmp_path / "new").iterdir()}
@@ -78,7 +89,9 @@ def test_a_frozen_parameter_gets_the_dtype_of_training(tmp_path: Path, after: st
     ]
     del optimizer.state[model[1].weight]
     source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
-    receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all", dtype="bf16", processes=3)
+    receipt = ckptfix.migrate(
+        source, tmp_path / "new", to=after, state="all", dtype="bf16", processes=3
+    )
     assert "'1.weight': converted to BF16" in "\n".join(receipt.warnings)
     (opened,) = open_checkpoint(tmp_path / "new").weights
     assert {one.fqn: one.dtype for one in opened.tensors} == {
@@ -87,7 +100,9 @@ def test_a_frozen_parameter_gets_the_dtype_of_training(tmp_path: Path, after: st
 
 
 def frozen_net() -> torch.nn.Module:
-    """Return the model with one layer that is not trained, and a buffer whose name tells nothing."""
+    """Return the model with one layer that is not trained, and a buffer whose name tells
+    nothing.
+    """
     model = net()
     model[2].weight.requires_grad_(False)
     model.register_buffer("offset", torch.ones(6))
@@ -95,7 +110,9 @@ def frozen_net() -> torch.nn.Module:
 
 
 def with_frozen_in_its_group() -> Trained:
-    """Return a run as many scripts begin one: the optimizer gets all parameters, frozen ones too."""
+    """Return a run as many scripts begin one: the optimizer gets all parameters, frozen ones
+    too.
+    """
     model = frozen_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(4, 6)).sum().backward()
@@ -117,7 +134,9 @@ def test_a_frozen_parameter_in_a_param_group_is_in_no_partition(
     assert len(state.groups[0].names) == 7
     assert state.extra["model_states"]["buffer_names"] == ["offset"]
     if before != "ddp":
-        receipt = ckptfix.migrate(source, tmp_path / "told", to="zero2", state="all", frozen=r"^2\.weight$")
+        receipt = ckptfix.migrate(
+            source, tmp_path / "told", to="zero2", state="all", frozen=r"^2\.weight$"
+        )
         assert not any("without moments" in one for one in receipt.warnings)
         assert open_optimizers(tmp_path / "told")[0].groups[0].names == state.groups[0].names
         receipt = ckptfix.migrate(source, tmp_path / "untold", to="zero2", state="all")
@@ -125,19 +144,25 @@ def test_a_frozen_parameter_in_a_param_group_is_in_no_partition(
         assert "--frozen REGEX" in words
 
 
-@pytest.mark.parametrize("options", [{"model": frozen_net}, {"model": net, "frozen": r"^2\.weight$"}])
+@pytest.mark.parametrize(
+    "options", [{"model": frozen_net}, {"model": net, "frozen": r"^2\.weight$"}]
+)
 @pytest.mark.parametrize("after", ["fsdp", "fsdp-full"])
 def test_a_frozen_parameter_in_a_param_group_gets_no_moments(
     tmp_path: Path, after: str, options: dict[str, Any]
 ) -> None:
-    """Zeros for a frozen model of which small matrices are trained would be twice as large as the model."""
+    """Zeros for a frozen model of which small matrices are trained would be twice as large as the
+    model.
+    """
     model, optimizer = with_frozen_in_its_group()
     source = save_state(tmp_path / "source", "ddp", (model, optimizer))
     receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all", **options)
     assert not [words for words in receipt.warnings if "FSDP1" not in words]
     (state,) = open_optimizers(tmp_path / "new")
     assert state.groups[0].names == tuple(name for name, _ in model.named_parameters())
-    assert {name for name, held in state.states.items() if held} == {*state.groups[0].names} - {"2.weight"}
+    assert {name for name, held in state.states.items() if held} == {*state.groups[0].names} - {
+        "2.weight"
+    }
 
 
 @pytest.mark.parametrize("between", ["zero2", "zero3"])
@@ -153,7 +178,9 @@ def test_frozen_parameters_come_back_into_the_groups_that_deepspeed_leaves_them_
 
     source = save_state(tmp_path / "source", "ddp", run)
     ckptfix.migrate(source, tmp_path / "between", to=between, state="all", model=frozen_net)
-    receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "new", to=after, state="all", model=of_run)
+    receipt = ckptfix.migrate(
+        tmp_path / "between", tmp_path / "new", to=after, state="all", model=of_run
+    )
     assert not [words for words in receipt.warnings if "frozen" in words]
     (state,) = open_optimizers(tmp_path / "new")
     (group,) = state.groups
@@ -197,11 +224,15 @@ def test_a_parameter_of_no_dimension_goes_to_deepspeed_and_back(
         optimizer.step()
     source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
     if between == "universal" and kind != "AdamW":
-        with pytest.raises(OperationError, match="a universal checkpoint has a place for none but step"):
+        with pytest.raises(
+            OperationError, match="a universal checkpoint has a place for none but step"
+        ):
             ckptfix.migrate(source, tmp_path / "between", to=between, state="all")
         return
     ckptfix.migrate(source, tmp_path / "between", to=between, state="all", processes=3)
-    ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="fsdp-full", state="all", processes=2)
+    ckptfix.migrate(
+        tmp_path / "between", tmp_path / "new", to="fsdp-full", state="all", processes=2
+    )
     found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)
     assert_same(found["state"], get_optimizer_state_dict(model, optimizer)["state"])
     assert found["state"].keys() == {"scale", "inner.weight", "inner.bias"} or kind == "alone"
@@ -215,19 +246,24 @@ def test_a_parameter_of_no_dimension_goes_to_deepspeed_and_back(
 def test_an_optimizer_without_a_state_that_it_needs_is_refused(
     tmp_path: Path, after: str, option: str, value: object, state: str
 ) -> None:
-    """``ds_to_universal.py`` writes ``exp_avg``, ``exp_avg_sq`` and ``step`` of any optimizer, and nothing else."""
+    """``ds_to_universal.py`` writes ``exp_avg``, ``exp_avg_sq`` and ``step`` of any optimizer, and
+    nothing else.
+    """
     model, optimizer = trained()
     optimizer.param_groups[1][option] = value
     source = save_state(tmp_path / "source", "fsdp", (model, optimizer))
     words = (
-        f"{state} is missing, without which an optimizer with {option} .* next: migrate the ZeRO checkpoint"
+        f"{state} is missing, without which an optimizer with {option} .* next: migrate the ZeRO "
+        "checkpoint"
     )
     with pytest.raises(OperationError, match=words):
         ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
     assert not (tmp_path / "new").exists()
 
 
-def test_a_parameter_of_no_dimension_in_bf16_gets_masters_and_moments_in_fp32(tmp_path: Path) -> None:
+def test_a_parameter_of_no_dimension_in_bf16_gets_masters_and_moments_in_fp32(
+    tmp_path: Path,
+) -> None:
     model = Scaled().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(4, 3).bfloat16()).square().sum().backward()
@@ -242,10 +278,14 @@ def test_a_parameter_of_no_dimension_in_bf16_gets_masters_and_moments_in_fp32(tm
 
 
 @pytest.mark.parametrize("between", ["ddp", "fsdp", "zero1", "zero3", "universal"])
-def test_a_param_group_that_was_added_later_keeps_its_own_steps(tmp_path: Path, between: str) -> None:
+def test_a_param_group_that_was_added_later_keeps_its_own_steps(
+    tmp_path: Path, between: str
+) -> None:
     model = net()
     last = list(model[3].parameters())
-    optimizer = torch.optim.AdamW([one for layer in model[:3] for one in layer.parameters()], lr=0.1)
+    optimizer = torch.optim.AdamW(
+        [one for layer in model[:3] for one in layer.parameters()], lr=0.1
+    )
     for number in range(4):
         if number == 2:
             optimizer.add_param_group({"params": last, "lr": 0.3, "weight_decay": 0.0})
@@ -255,7 +295,9 @@ def test_a_param_group_that_was_added_later_keeps_its_own_steps(tmp_path: Path, 
     source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
     ckptfix.migrate(source, tmp_path / "between", to=between, state="all", processes=3)
     model_of_run = net if between == "ddp" else None
-    ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="fsdp-full", state="all", model=model_of_run)
+    ckptfix.migrate(
+        tmp_path / "between", tmp_path / "new", to="fsdp-full", state="all", model=model_of_run
+    )
     found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)
     assert_same(found, get_optimizer_state_dict(model, optimizer))
     assert {float(one["step"]) for one in found["state"].values()} == {2.0, 4.0}
@@ -295,7 +337,8 @@ def test_moments_in_bf16_become_fp32_for_deepspeed(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "after" / "optimizer.bin", weights_only=True)["state"][0]
     assert_same(found["exp_avg"], optimizer.state[model[0].weight]["exp_avg"].float())
     assert_same(
-        load_file(tmp_path / "after" / "model.safetensors")["0.weight"], model[0].weight.detach().float()
+        load_file(tmp_path / "after" / "model.safetensors")["0.weight"],
+        model[0].weight.detach().float(),
     )
 
 
@@ -305,14 +348,16 @@ def test_what_is_frozen_is_in_the_dtype_of_training(tmp_path: Path, between: str
     model.add_module("frozen", torch.nn.LayerNorm(6).requires_grad_(False))
     source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
     ckptfix.migrate(source, tmp_path / "between", to=between, state="all", dtype="bf16")
-    assert {one.fqn: one.dtype for one in open_checkpoint(tmp_path / "between").weights[0].tensors} == {
-        name: "BF16" if name.startswith("frozen") else "F32" for name in model.state_dict()
-    }
+    assert {
+        one.fqn: one.dtype for one in open_checkpoint(tmp_path / "between").weights[0].tensors
+    } == {name: "BF16" if name.startswith("frozen") else "F32" for name in model.state_dict()}
 
 
 @pytest.mark.parametrize("after", ["ddp", "fsdp", "fsdp-full"])
 @pytest.mark.parametrize("before", ["ddp", "fsdp", "fsdp-full"])
-def test_models_whose_parameters_differ_in_shape_alone(tmp_path: Path, before: str, after: str) -> None:
+def test_models_whose_parameters_differ_in_shape_alone(
+    tmp_path: Path, before: str, after: str
+) -> None:
     def of_width(width: int) -> Trained:
         model = torch.nn.Sequential(torch.nn.Linear(width, 3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=width / 100)
@@ -322,7 +367,9 @@ def test_models_whose_parameters_differ_in_shape_alone(tmp_path: Path, before: s
 
     runs = of_width(4), of_width(5)
     source = save_state(tmp_path / "source", before, *runs)
-    ckptfix.migrate(source, tmp_path / "new", to=after, state="all", model=lambda: [*runs[0], *runs[1]])
+    ckptfix.migrate(
+        source, tmp_path / "new", to=after, state="all", model=lambda: [*runs[0], *runs[1]]
+    )
     for index, (model, optimizer) in enumerate(runs):
         end = f"_{index}" if index else ""
         named = get_optimizer_state_dict(model, optimizer)
@@ -348,7 +395,9 @@ def test_frozen_parameters_of_a_named_optimizer_are_not_those_of_deepspeed(
     source = save_state(tmp_path / "source", "fsdp-full", trained(skipped="2.weight"))
     receipt = ckptfix.migrate(source, tmp_path / "zeros", to="zero2", state="all")
     assert "where the script freezes them: --frozen REGEX" in receipt.warnings[0]
-    given: dict[str, Any] = {key: frozen if key == "model" else value for key, value in options.items()}
+    given: dict[str, Any] = {
+        key: frozen if key == "model" else value for key, value in options.items()
+    }
     ckptfix.migrate(source, tmp_path / "new", to="zero2", state="all", **given)
     (state,) = open_optimizers(tmp_path / "new")
     assert [group.names for group in state.groups] == [
@@ -359,9 +408,14 @@ def test_frozen_parameters_of_a_named_optimizer_are_not_those_of_deepspeed(
 
 @pytest.mark.parametrize(
     ("frozen", "words"),
-    [("norm", "no parameter of the model has such a name"), ("^0", "with moments in optimizer.bin")],
+    [
+        ("norm", "no parameter of the model has such a name"),
+        ("^0", "with moments in optimizer.bin"),
+    ],
 )
-def test_a_pattern_that_matches_nothing_or_what_was_trained(tmp_path: Path, frozen: str, words: str) -> None:
+def test_a_pattern_that_matches_nothing_or_what_was_trained(
+    tmp_path: Path, frozen: str, words: str
+) -> None:
     source = save_state(tmp_path / "source", "fsdp-full", trained())
     with pytest.raises(UsageError, match=words):
         ckptfix.migrate(source, tmp_path / "new", to="zero2", state="all", frozen=frozen)
@@ -369,11 +423,15 @@ def test_a_pattern_that_matches_nothing_or_what_was_trained(tmp_path: Path, froz
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("after", ["ddp", "fsdp", "zero2"])
-def test_an_optimizer_of_another_run_is_not_what_was_sealed(tmp_path: Path, after: str, verify: bool) -> None:
+def test_an_optimizer_of_another_run_is_not_what_was_sealed(
+    tmp_path: Path, after: str, verify: bool
+) -> None:
     source = save_state(tmp_path / "source", "fsdp-full", trained())
     ckptfix.seal(source)
     torch.save(get_optimizer_state_dict(*trained(seed=1)), source / "optimizer.bin")
-    with pytest.raises(OperationError, match=r"optimizer\.bin has other bytes than its manifest says"):
+    with pytest.raises(
+        OperationError, match=r"optimizer\.bin has other bytes than its manifest says"
+    ):
         ckptfix.migrate(source, tmp_path / "new", to=after, state="all", verify=verify)
     assert not (tmp_path / "new").exists()
 
@@ -410,10 +468,16 @@ def test_the_order_that_names_rest_on_is_said(tmp_path: Path, has_optimizer: boo
     run = trained()
     source = save_state(tmp_path / "source", "ddp", run)
     receipt = ckptfix.migrate(
-        source, tmp_path / "new", to="fsdp", state="all", model=lambda: run if has_optimizer else run[0]
+        source,
+        tmp_path / "new",
+        to="fsdp",
+        state="all",
+        model=lambda: run if has_optimizer else run[0],
     )
     said = [
-        words for words in receipt.not_checked if "in the model's order, by which they are named" in words
+        words
+        for words in receipt.not_checked
+        if "in the model's order, by which they are named" in words
     ]
     assert len(said) == (not has_optimizer)
 
@@ -438,7 +502,8 @@ def test_an_order_that_is_not_the_models_is_refused_where_position_decides(
 ) -> None:
     torch.manual_seed(2)
     model = Units()
-    by_units = [model.first.weight, model.last.weight, model.block.weight]  # as FSDP1's flat parameters lie
+    # As FSDP1's flat parameters lie.
+    by_units = [model.first.weight, model.last.weight, model.block.weight]
     optimizer = torch.optim.AdamW(by_units)
     model(torch.randn(3, 4)).square().sum().backward()
     optimizer.step()
@@ -474,7 +539,9 @@ def test_an_order_that_is_not_the_models_is_refused_where_position_decides(
 
 
 @pytest.mark.parametrize("after", ["fsdp", "fsdp-full"])
-def test_a_parameter_without_a_gradient_gets_the_states_of_a_first_step(tmp_path: Path, after: str) -> None:
+def test_a_parameter_without_a_gradient_gets_the_states_of_a_first_step(
+    tmp_path: Path, after: str
+) -> None:
     source = save_state(tmp_path / "source", "ddp", trained(skipped="2.weight"))
     receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all", model=net)
     assert "1 parameter without moments, '2.weight'" in receipt.warnings[0]
@@ -502,7 +569,8 @@ def test_the_manifest_of_a_guarded_save_is_of_the_new_files(tmp_path: Path) -> N
     ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", model=net)
     assert ckptfix.verify(tmp_path / "new").status == 0
     assert (
-        json.loads((tmp_path / "new" / MANIFEST).read_text())["models"][0]["file"] == "pytorch_model_fsdp_0"
+        json.loads((tmp_path / "new" / MANIFEST).read_text())["models"][0]["file"]
+        == "pytorch_model_fsdp_0"
     )
 
 
@@ -520,12 +588,22 @@ def test_checkpoints_of_the_trainer_keep_its_names(tmp_path: Path, between: str)
     if between.startswith("zero"):
         assert (tmp_path / "between" / "latest").read_text() == "global_step3"
         save_file(
-            {name: one.bfloat16() for name, one in run[0].state_dict().items()}, model, {"format": "pt"}
+            {name: one.bfloat16() for name, one in run[0].state_dict().items()},
+            model,
+            {"format": "pt"},
         )
-    receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="ddp", state="all", processes=1)
+    receipt = ckptfix.migrate(
+        tmp_path / "between", tmp_path / "new", to="ddp", state="all", processes=1
+    )
     assert_same(load_file(tmp_path / "new" / "model.safetensors"), dict(run[0].state_dict()))
-    assert_same(torch.load(tmp_path / "new" / "optimizer.pt", weights_only=True), run[1].state_dict())
-    left = [one.what.split("'")[0] for one in receipt.left_out if "rng" in one.what or "random" in one.what]
+    assert_same(
+        torch.load(tmp_path / "new" / "optimizer.pt", weights_only=True), run[1].state_dict()
+    )
+    left = [
+        one.what.split("'")[0]
+        for one in receipt.left_out
+        if "rng" in one.what or "random" in one.what
+    ]
     assert left == ["rng_state_0.pth", "rng_state_1.pth", "random states in "]
     assert not receipt.warnings
 
@@ -533,15 +611,21 @@ def test_checkpoints_of_the_trainer_keep_its_names(tmp_path: Path, between: str)
 def test_masters_that_are_rounded_are_said_to_be(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "fsdp", trained())
     ckptfix.migrate(source, tmp_path / "between", to="zero2", state="all", dtype="bf16")
-    receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="ddp", state="all", dtype="bf16")
+    receipt = ckptfix.migrate(
+        tmp_path / "between", tmp_path / "new", to="ddp", state="all", dtype="bf16"
+    )
     assert "its fp32 masters are rounded to BF16, as --dtype asks" in receipt.warnings[0]
     assert load_file(tmp_path / "new" / "model.safetensors")["0.weight"].dtype is torch.bfloat16
-    assert torch.load(tmp_path / "new" / "optimizer.bin")["state"][0]["exp_avg"].dtype is torch.float32
+    assert (
+        torch.load(tmp_path / "new" / "optimizer.bin")["state"][0]["exp_avg"].dtype is torch.float32
+    )
 
 
 def test_a_dry_run_shows_the_optimizers(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "fsdp", trained())
-    receipt = ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all", processes=1, dry_run=True)
+    receipt = ckptfix.migrate(
+        source, tmp_path / "new", to="ddp", state="all", processes=1, dry_run=True
+    )
     assert not (tmp_path / "new").exists()
     assert "  optimizer_0: 8 parameters in 2 param groups, 912 B -> optimizer.bin" in str(receipt)
     assert "  to be loaded by 1 process of ddp" in str(receipt)
@@ -598,7 +682,12 @@ def test_the_proof_finds_what_differs(
     ],
 )
 def test_the_proof_finds_a_flipped_bit_in_the_module_of_deepspeed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str, dtype: str | None, name: str, file: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after: str,
+    dtype: str | None,
+    name: str,
+    file: str,
 ) -> None:
     """The module is what runs first; the weights that other readers find are the optimizer's."""
     source = save_state(tmp_path / "source", "fsdp-full", with_frozen_in_its_group())
@@ -645,12 +734,18 @@ def test_weights_of_another_run_are_not_blamed_on_adafactor(tmp_path: Path) -> N
 def test_moments_of_no_parameter_are_refused_by_name(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "fsdp-full", trained())
     torch.save({"other": torch.ones(2)}, source / "pytorch_model_fsdp.bin")
-    with pytest.raises(OperationError, match=r"'0.weight' has moments, and no model has such a parameter"):
+    with pytest.raises(
+        OperationError, match=r"'0.weight' has moments, and no model has such a parameter"
+    ):
         ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all")
 
 
-@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp-full", "ddp"), ("fsdp-full", "zero2")])
-def test_moments_of_no_param_group_are_refused_by_name(tmp_path: Path, before: str, after: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [("ddp", "fsdp"), ("fsdp-full", "ddp"), ("fsdp-full", "zero2")]
+)
+def test_moments_of_no_param_group_are_refused_by_name(
+    tmp_path: Path, before: str, after: str
+) -> None:
     source = save_state(tmp_path / "source", before, trained())
     state = torch.load(source / "optimizer.bin", weights_only=True)
     lost = state["param_groups"][0]["params"].pop()
@@ -676,7 +771,9 @@ def one_step(model: torch.nn.Module, width: int) -> Trained:
 
 @pytest.mark.parametrize("after", ["fsdp", "zero2"])
 def test_two_models_without_optimizers_name_both(tmp_path: Path, after: str) -> None:
-    """Some parameters of both have one shape, so all of them together would leave several assignments."""
+    """Some parameters of both have one shape, so all of them together would leave several
+    assignments.
+    """
     runs = trained(), one_step(other_net(), 3)
     source = save_state(tmp_path / "source", "ddp", *runs)
     receipt = ckptfix.migrate(
@@ -694,7 +791,9 @@ def test_two_models_that_are_alike_do_not_name_their_optimizers(tmp_path: Path) 
     with pytest.raises(
         OperationError, match=r"agree with those of models 0, 1 .*the models and their optimizers"
     ):
-        ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", model=lambda: (net(), net()))
+        ckptfix.migrate(
+            source, tmp_path / "new", to="fsdp", state="all", model=lambda: (net(), net())
+        )
 
 
 def test_an_optimizer_of_the_other_model_is_refused_by_name(tmp_path: Path) -> None:
@@ -708,10 +807,15 @@ def test_an_optimizer_of_the_other_model_is_refused_by_name(tmp_path: Path) -> N
     for name, other in swapped.items():
         (source / other).write_bytes(contents[name])
     with pytest.raises(
-        OperationError, match=r"optimizer\.bin: it has the parameters of model 1, and the loader looks"
+        OperationError,
+        match=r"optimizer\.bin: it has the parameters of model 1, and the loader looks",
     ):
         ckptfix.migrate(
-            source, tmp_path / "new", to="fsdp", state="all", model=lambda: (net(), torch.nn.Linear(3, 7))
+            source,
+            tmp_path / "new",
+            to="fsdp",
+            state="all",
+            model=lambda: (net(), torch.nn.Linear(3, 7)),
         )
     assert not (tmp_path / "new").exists()
 
@@ -767,7 +871,9 @@ def test_processes_that_nothing_shows(tmp_path: Path) -> None:
 def test_a_parameter_whose_name_no_folder_can_have_does_not_go_into_a_universal_checkpoint(
     tmp_path: Path, name: str
 ) -> None:
-    """The symptom: of a parameter with an absolute path as its name, the files were written there."""
+    """The symptom: of a parameter with an absolute path as its name, the files were written
+    there.
+    """
     name = name.format(tmp_path / "outside")
     source = tmp_path / "source"
     source.mkdir()
@@ -775,9 +881,12 @@ def test_a_parameter_whose_name_no_folder_can_have_does_not_go_into_a_universal_
     moments = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
     group = {"lr": 0.1, "params": [name, "a"]}
     torch.save(
-        {"state": dict.fromkeys([name, "a"], moments), "param_groups": [group]}, source / "optimizer.bin"
+        {"state": dict.fromkeys([name, "a"], moments), "param_groups": [group]},
+        source / "optimizer.bin",
     )
-    with pytest.raises(OperationError, match=r"no folder can have this name; next: --to zero1") as caught:
+    with pytest.raises(
+        OperationError, match=r"no folder can have this name; next: --to zero1"
+    ) as caught:
         ckptfix.migrate(source, tmp_path / "new", to="universal", state="all", processes=2)
     assert "optimizer.bin: " in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -799,15 +908,18 @@ def test_what_a_script_keeps_in_deepspeeds_files_goes_along_or_is_named(tmp_path
     ckptfix.migrate(source, tmp_path / "zero1", to="zero1", state="all")
     receipt = ckptfix.migrate(source, tmp_path / "zero3", to="zero3", state="all")
     found = torch.load(
-        tmp_path / "zero3" / "pytorch_model" / "zero_pp_rank_1_mp_rank_00_model_states.pt", weights_only=False
+        tmp_path / "zero3" / "pytorch_model" / "zero_pp_rank_1_mp_rank_00_model_states.pt",
+        weights_only=False,
     )
     assert_same(
-        {key: found[key] for key in ("epoch", "seen")}, {key: inside[key] for key in ("epoch", "seen")}
+        {key: found[key] for key in ("epoch", "seen")},
+        {key: inside[key] for key in ("epoch", "seen")},
     )
     assert "by place" not in found
     (words,) = [one for one in receipt.warnings if "model states" in one]
     assert (
-        "'by place' of its model states, a dict with keys that are neither text nor numbers, is left" in words
+        "'by place' of its model states, a dict with keys that are neither text nor numbers, is "
+        "left" in words
     )
     receipt = ckptfix.migrate(source, tmp_path / "ddp", to="ddp", state="all")
     (words,) = [one for one in receipt.warnings if "client_state" in one]
@@ -818,7 +930,13 @@ def test_what_a_script_keeps_in_deepspeeds_files_goes_along_or_is_named(tmp_path
 
 def test_a_hyperparameter_of_deepspeed_that_is_not_read_is_refused(tmp_path: Path) -> None:
     weights = {"a.weight": torch.ones(3)}
-    moments = {"a.weight": {"step": torch.tensor(3.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}}
+    moments = {
+        "a.weight": {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.ones(3),
+            "exp_avg_sq": torch.ones(3),
+        }
+    }
     options = [{"lr": 0.1, "by place": {(1, 2): 3}}]
     folder = tmp_path / "source" / "pytorch_model"
     make_zero(folder, [weights], stage=2, ranks=2, moments=moments, options=options)
@@ -829,7 +947,9 @@ def test_a_hyperparameter_of_deepspeed_that_is_not_read_is_refused(tmp_path: Pat
 
 @pytest.mark.parametrize("between", ["zero2", "zero3", "universal"])
 def test_steps_in_tensors_of_one_dimension(tmp_path: Path, between: str) -> None:
-    """As torch 1 counted; the symptom: equal steps of two parameters were refused for the places of their bytes."""
+    """As torch 1 counted; the symptom: equal steps of two parameters were refused for the places of
+    their bytes.
+    """
     source = save_state(tmp_path / "source", "fsdp-full", trained())
     content = torch.load(source / "optimizer.bin", weights_only=True)
     for held in content["state"].values():
@@ -843,7 +963,9 @@ def test_steps_in_tensors_of_one_dimension(tmp_path: Path, between: str) -> None
 
 @pytest.mark.parametrize("after", ["ddp", "zero2", "zero3", "fsdp-full"])
 def test_an_order_that_nothing_shows_is_named_as_not_checked(tmp_path: Path, after: str) -> None:
-    """The symptom: FSDP1's order went to other parameters without a word where the model's was alphabetical."""
+    """The symptom: FSDP1's order went to other parameters without a word where the model's was
+    alphabetical.
+    """
     torch.manual_seed(2)
     model = torch.nn.ModuleDict(
         {name: torch.nn.Linear(4, 4, bias=False) for name in ("embed", "layer", "norm")}
@@ -856,7 +978,9 @@ def test_an_order_that_nothing_shows_is_named_as_not_checked(tmp_path: Path, aft
     source = save_state(tmp_path / "source", "fsdp", (model, optimizer))
     receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
     words = [
-        one for one in receipt.not_checked if "'optimizer_0' lists parameters in the model's order" in one
+        one
+        for one in receipt.not_checked
+        if "'optimizer_0' lists parameters in the model's order" in one
     ]
     assert len(words) == (after != "fsdp-full"), "it goes by name"
     known = ckptfix.migrate(
@@ -869,7 +993,8 @@ def test_an_order_that_nothing_shows_is_named_as_not_checked(tmp_path: Path, aft
     assert not known.not_checked
     if after != "fsdp-full":
         with pytest.raises(
-            OperationError, match=r"'norm\.weight' comes before 'layer\.weight' in it, and behind it"
+            OperationError,
+            match=r"'norm\.weight' comes before 'layer\.weight' in it, and behind it",
         ):
             ckptfix.migrate(source, tmp_path / "other", to=after, state="all", model=lambda: model)
 
@@ -886,7 +1011,9 @@ def test_deepspeed_has_no_param_group_without_a_trained_parameter(tmp_path: Path
         one.grad = torch.ones_like(one)
     optimizer.step()
     source = save_state(tmp_path / "source", "ddp", (model, optimizer))
-    receipt = ckptfix.migrate(source, tmp_path / "new", to=to, state="all", model=lambda: (model, optimizer))
+    receipt = ckptfix.migrate(
+        source, tmp_path / "new", to=to, state="all", model=lambda: (model, optimizer)
+    )
     (state,) = open_optimizers(tmp_path / "new")
     assert [group.options["lr"] for group in state.groups] == [0.2]
     assert any(

@@ -1,4 +1,6 @@
-"""The cost of a migration, in what can be counted: threads, opened files, and bytes that are read; and its proof."""
+"""The cost of a migration, in what can be counted: threads, opened files, and bytes that are read;
+and its proof.
+"""
 
 import os
 import threading
@@ -35,12 +37,20 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("states") / "source"
     root.mkdir()
     torch.manual_seed(3)
-    weights = {f"layer.{number}.weight": torch.randn(64, 16 + number % 3) for number in range(PARAMETERS)}
+    weights = {
+        f"layer.{number}.weight": torch.randn(64, 16 + number % 3) for number in range(PARAMETERS)
+    }
     states = {
         name: {"step": torch.tensor(2.0), "exp_avg": one * 0.1, "exp_avg_sq": one.square()}
         for name, one in weights.items()
     }
-    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "params": [*weights]}
+    group = {
+        "lr": 0.1,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "params": [*weights],
+    }
     torch.save(weights, root / "pytorch_model_fsdp.bin")
     torch.save({"state": states, "param_groups": [group]}, root / "optimizer.bin")
     torch.save({"step": 2}, root / "random_states_0.pkl")
@@ -78,7 +88,9 @@ def test_many_small_files_take_no_more_threads_and_opened_files_than_few(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr(os, "open", counting)
-    receipt = migrate(source, tmp_path / "new", to="universal", state="all", processes=2, verify=False)
+    receipt = migrate(
+        source, tmp_path / "new", to="universal", state="all", processes=2, verify=False
+    )
     assert len(receipt.models[0].files) > 4 * PARAMETERS
     assert len(started) < 10
     assert opened[str(source / "optimizer.bin")] < 10
@@ -106,7 +118,9 @@ def test_the_proof_reads_the_result_once_and_the_source_no_second_time(
     assert again <= most + steps
     module = size // 3 if to in ("universal", "zero2") else 0
     new = tensors_of(read, source, below=False)
-    assert size + module <= new <= size + module + steps, "DeepSpeed's module is one more copy of the weights"
+    assert size + module <= new <= size + module + steps, (
+        "DeepSpeed's module is one more copy of the weights"
+    )
 
 
 @pytest.mark.parametrize("between", ["zero2", "zero3"])
@@ -124,14 +138,17 @@ def test_the_checksums_of_flat_partitions_are_compared_with_what_was_read(
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(OperationError, match=r"rank_1.*record at byte .* was written: the file is damaged"):
+    with pytest.raises(
+        OperationError, match=r"rank_1.*record at byte .* was written: the file is damaged"
+    ):
         migrate(tmp_path / "zero", tmp_path / "again", to="fsdp-full", state="all")
 
 
 def list_of(source: Path) -> Any:
     """Return a factory of the model that the source is of."""
     shapes = {
-        name: one.shape for name, one in torch.load(source / "pytorch_model_fsdp.bin", mmap=True).items()
+        name: one.shape
+        for name, one in torch.load(source / "pytorch_model_fsdp.bin", mmap=True).items()
     }
 
     def factory() -> torch.nn.Module:
@@ -159,7 +176,9 @@ def test_a_writer_that_takes_other_moments_than_it_says_is_found(
         return real(plan, exchanged(name) if state == "exp_avg" else name, state)
 
     monkeypatch.setattr(new_zero._Plan, "_in_fp32", wrong)
-    with pytest.raises(OperationError, match=r"'layer\.[36]\.weight/exp_avg' has other bytes than were read"):
+    with pytest.raises(
+        OperationError, match=r"'layer\.[36]\.weight/exp_avg' has other bytes than were read"
+    ):
         migrate(source, tmp_path / "new", to=to, state="all", processes=2)
     assert not (tmp_path / "new").exists()
 
@@ -178,7 +197,9 @@ def test_a_writer_of_torch_that_takes_other_moments_than_it_says_is_found(
         return found
 
     monkeypatch.setattr(new_optimizers._New, "_value", wrong)
-    with pytest.raises(OperationError, match=r"'layer\.[36]\.weight/exp_avg' has other bytes than were read"):
+    with pytest.raises(
+        OperationError, match=r"'layer\.[36]\.weight/exp_avg' has other bytes than were read"
+    ):
         migrate(source, tmp_path / "new", to=to, state="all", processes=2, model=list_of(source))
     assert not (tmp_path / "new").exists()
 
@@ -199,7 +220,9 @@ def new_file(path: Path, sizes: dict[str, int]) -> tuple[OutputFile, dict[str, S
         sources[name] = Source(NewTensor(name, "U8", (size,), size), stored)
         parts += [Data(name, size), Computed(10, partial(written, name), of=name)]
         offset += size
-    parts.append(Computed(10 * len(sizes), lambda crcs: b"".join(b"%010d" % crcs[name] for name in sizes)))
+    parts.append(
+        Computed(10 * len(sizes), lambda crcs: b"".join(b"%010d" % crcs[name] for name in sizes))
+    )
     return OutputFile(path=Path("new"), parts=tuple(parts)), sources  # type: ignore[arg-type]
 
 
@@ -221,7 +244,9 @@ def test_a_file_that_several_threads_write_is_as_its_parts_say(
         tail += b"%010d" % zlib.crc32(one)
         offset += size
         with OpenFiles() as files:
-            assert digests[name] == tensor_digest(sources[name].stored, files, memoryview(bytearray(1 << 16)))
+            assert digests[name] == tensor_digest(
+                sources[name].stored, files, memoryview(bytearray(1 << 16))
+            )
     assert (tmp_path / "new").read_bytes() == expected + tail
 
 
@@ -253,7 +278,9 @@ def test_digests_of_tensors_that_lie_within_the_parts_of_a_file(tmp_path: Path) 
     with Pacer() as pacer:
         control = Control(None)
         with streaming.Writer(pacer, control) as writer:
-            for job in NewFile(tmp_path / "new", file, {"flat": source}, digests, Checksums({})).jobs():
+            for job in NewFile(
+                tmp_path / "new", file, {"flat": source}, digests, Checksums({})
+            ).jobs():
                 writer.write(job)
         pacer.finish()
     found = digests.of({"two": two, "half": half, "cut": cut, "empty": empty})
@@ -265,7 +292,9 @@ def test_digests_of_tensors_that_lie_within_the_parts_of_a_file(tmp_path: Path) 
     assert not Digests([other]).marks(flat), "its first piece alone is no tensor"
 
 
-def test_a_thread_that_fails_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_fails_stops_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "_JOB", 1 << 12)
     file, sources = new_file(tmp_path / "old", {str(number): 1 << 12 for number in range(200)})
     os.truncate(tmp_path / "old", 100)
@@ -284,6 +313,8 @@ def test_it_digests_what_the_readers_of_the_new_files_find(source: Path, tmp_pat
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (1, 0), (0, 7), (1, 1), (3, 4096), (100_003, 1 << 17)])
-def test_the_checksum_of_two_runs_of_bytes_is_that_of_both_together(sizes: tuple[int, int]) -> None:
+def test_the_checksum_of_two_runs_of_bytes_is_that_of_both_together(
+    sizes: tuple[int, int],
+) -> None:
     one, other = map(os.urandom, sizes)
     assert combined(zlib.crc32(one), zlib.crc32(other), len(other)) == zlib.crc32(one + other)

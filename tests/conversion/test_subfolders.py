@@ -1,4 +1,6 @@
-"""Weights in sub-folders, as hooks of save_state and pipelines of diffusers have them: opened, compared, migrated."""
+"""Weights in sub-folders, as hooks of save_state and pipelines of diffusers have them: opened,
+compared, migrated.
+"""
 
 import json
 from pathlib import Path
@@ -34,7 +36,9 @@ def save(path: Path, factor: float = 1.0) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What ``save_state`` leaves when a hook saved two models by themselves, of equal names and shapes."""
+    """What ``save_state`` leaves when a hook saved two models by themselves, of equal names and
+    shapes.
+    """
     path = tmp_path / "src"
     path.mkdir()
     torch.save({"step": 1}, path / "random_states_0.pkl")
@@ -107,7 +111,9 @@ def test_a_new_dtype_is_written_into_the_config_of_each(folder: Path, tmp_path: 
         assert config["torch_dtype"] == "bfloat16"
 
 
-def test_models_of_the_same_class_beside_weights_of_the_folder(folder: Path, tmp_path: Path) -> None:
+def test_models_of_the_same_class_beside_weights_of_the_folder(
+    folder: Path, tmp_path: Path
+) -> None:
     save(folder / "model.safetensors", 3.0)
     save(folder / "best" / "notes.pt", 2.0)  # no library finds this: not a model of the checkpoint
     assert labels(folder) == [
@@ -116,9 +122,11 @@ def test_models_of_the_same_class_beside_weights_of_the_folder(folder: Path, tmp
         "unet_ema/diffusion_pytorch_model.safetensors",
     ]
     migrate(folder, tmp_path / "new", to="bin")
-    assert {"pytorch_model.bin", "unet/diffusion_pytorch_model.bin", "best/notes.pt"} <= names_below(
-        tmp_path / "new"
-    )
+    assert {
+        "pytorch_model.bin",
+        "unet/diffusion_pytorch_model.bin",
+        "best/notes.pt",
+    } <= names_below(tmp_path / "new")
     other = tmp_path / "other"
     migrate(tmp_path / "new", other, to="safetensors")
     save(other / UNET, 7.0)
@@ -127,7 +135,9 @@ def test_models_of_the_same_class_beside_weights_of_the_folder(folder: Path, tmp
 
 @pytest.mark.parametrize("config", ["adapter_config.json", "config.json"])
 def test_a_model_beside_weights_is_found_again_after_dcp(tmp_path: Path, config: str) -> None:
-    """As PEFT has a second adapter in the folder of the first, and sentence-transformers a layer behind a model."""
+    """As PEFT has a second adapter in the folder of the first, and sentence-transformers a layer
+    behind a model.
+    """
     source, new = tmp_path / "src", tmp_path / "new"
     stem = "adapter_model" if config.startswith("adapter") else "model"
     for home, factor in ((source, 1.0), (source / "second", 2.0)):
@@ -197,10 +207,14 @@ def test_damage_below_is_damage(folder: Path, tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
     for act in (lambda: diff(folder, folder), lambda: migrate(folder, tmp_path / "new", to="bin")):
-        with pytest.raises(OperationError, match=r"unet/diffusion_pytorch_model\.safetensors: truncated"):
+        with pytest.raises(
+            OperationError, match=r"unet/diffusion_pytorch_model\.safetensors: truncated"
+        ):
             act()
     (folder / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": dict.fromkeys([*WEIGHTS, "lost.weight"], path.name)})
+        json.dumps(
+            {"metadata": {}, "weight_map": dict.fromkeys([*WEIGHTS, "lost.weight"], path.name)}
+        )
     )
     path.write_bytes(whole)
     with pytest.raises(OperationError, match="unet"):
@@ -227,7 +241,9 @@ class TestCheck:
         path.write_bytes(path.read_bytes()[:-8])
         report = check(folder)
         assert report.status == 1
-        assert [(one.code, str(one.path)) for one in report.all_findings] == [("truncated-file", UNET)]
+        assert [(one.code, str(one.path)) for one in report.all_findings] == [
+            ("truncated-file", UNET)
+        ]
         assert f"ckptfix salvage {folder / 'unet'} NEW_FOLDER" in str(report)
         assert "no error found" not in str(report)
         assert [one["path"] for one in report.as_json()["below"]] == [
@@ -244,7 +260,8 @@ class TestCheck:
         assert report.status == 1
         assert f"next: ckptfix repair {folder / 'unet'}\n" in str(report)
         repair(folder / "unet")
-        # One module. stays: from_pretrained of the load hook does not find such keys, which unet_ema/ lacks.
+        # One module. stays: from_pretrained of the load hook does not find such keys, which
+        # unet_ema/ lacks.
         assert [finding.code for finding in check(folder).findings] == ["wrong-state"]
         repair(folder / "unet", policy=Policy(keys=Keys.BARE))
         assert check(folder).status == 0
@@ -282,7 +299,9 @@ class TestSeal:
         assert verify(folder).status == 0
         manifest = read_manifest(folder)
         assert manifest is not None
-        assert next(entry.file for entry in manifest.models if entry.index == 0) == "model.safetensors"
+        assert (
+            next(entry.file for entry in manifest.models if entry.index == 0) == "model.safetensors"
+        )
 
     def test_a_seal_from_before_they_were_looked_into_still_fits(self, folder: Path) -> None:
         """As ckptfix 0.4.0 sealed such a folder: the file has its digest, the tensors have none."""
@@ -305,5 +324,6 @@ class TestSeal:
         report = verify(folder)
         assert report.status == 1
         assert any(
-            item.where.startswith("unet_ema") and item.outcome.value == "match" for item in report.items
+            item.where.startswith("unet_ema") and item.outcome.value == "match"
+            for item in report.items
         )

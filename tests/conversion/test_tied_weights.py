@@ -1,4 +1,6 @@
-"""Ties in a complete state: one tensor where the new loader looks for one, both names where it looks for both."""
+"""Ties in a complete state: one tensor where the new loader looks for one, both names where it
+looks for both.
+"""
 
 from pathlib import Path
 
@@ -19,7 +21,10 @@ def test_a_tie_that_fsdp_saved_twice_is_one_tensor_again(tmp_path: Path, after: 
     run = trained()
     source = save_state(tmp_path / "source", "fsdp-full", run)
     weights = torch.load(source / "pytorch_model_fsdp.bin", weights_only=True)
-    weights |= {"head.weight": weights["2.weight"].clone(), "frozen.weight": weights["2.weight"] + 1}
+    weights |= {
+        "head.weight": weights["2.weight"].clone(),
+        "frozen.weight": weights["2.weight"] + 1,
+    }
     torch.save(weights, source / "pytorch_model_fsdp.bin")
     ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
     (opened,) = open_checkpoint(tmp_path / "new").weights
@@ -32,7 +37,10 @@ def test_equal_constants_are_not_taken_for_a_tie(tmp_path: Path, after: str) -> 
     source = save_state(tmp_path / "source", "fsdp-full", trained())
     weights = torch.load(source / "pytorch_model_fsdp.bin", weights_only=True)
     ones = torch.ones(6)  # norms in bf16 keep their ones at small learning rates
-    torch.save(weights | {"1.weight": ones, "frozen.weight": ones.clone()}, source / "pytorch_model_fsdp.bin")
+    torch.save(
+        weights | {"1.weight": ones, "frozen.weight": ones.clone()},
+        source / "pytorch_model_fsdp.bin",
+    )
     receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
     (opened,) = open_checkpoint(tmp_path / "new").weights
     assert not opened.ties
@@ -59,8 +67,12 @@ def test_the_model_decides_what_is_tied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("with_model", [True, False])
 @pytest.mark.parametrize("after", ["ddp", "zero3"])
-def test_a_tie_of_frozen_weights_is_one_tensor_again(tmp_path: Path, after: str, with_model: bool) -> None:
-    """As of a model that is trained by small matrices alone: its embedding and head are in no optimizer."""
+def test_a_tie_of_frozen_weights_is_one_tensor_again(
+    tmp_path: Path, after: str, with_model: bool
+) -> None:
+    """As of a model that is trained by small matrices alone: its embedding and head are in no
+    optimizer.
+    """
     run = trained()
     source = save_state(tmp_path / "source", "fsdp-full", run)
     weights = torch.load(source / "pytorch_model_fsdp.bin", weights_only=True)
@@ -78,7 +90,12 @@ def test_a_tie_of_frozen_weights_is_one_tensor_again(tmp_path: Path, after: str,
         return made.requires_grad_(False)
 
     receipt = ckptfix.migrate(
-        source, tmp_path / "new", to=after, state="all", model=model if with_model else None, frozen="embed"
+        source,
+        tmp_path / "new",
+        to=after,
+        state="all",
+        model=model if with_model else None,
+        frozen="embed",
     )
     (opened,) = open_checkpoint(tmp_path / "new").weights
     assert opened.ties == {"head.weight": "embed.weight"}

@@ -7,7 +7,9 @@ from ckptfix.conversion.salvage_sources import TensorLocation, zero_ends
 
 def test_pages_of_zeros_at_the_end_of_a_tensor(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    path.write_bytes(b"h" * 100 + b"\1" * 4000 + bytes(4096) + b"\1" * 50 + bytes(4095) + b"\1" * 10)
+    path.write_bytes(
+        b"h" * 100 + b"\1" * 4000 + bytes(4096) + b"\1" * 50 + bytes(4095) + b"\1" * 10
+    )
     places = [
         TensorLocation("ends", 100, 8196),
         TensorLocation("short", 8196, 12341),

@@ -1,7 +1,9 @@
-"""Train with transformers' Trainer, and prove what it makes of a checkpoint that was written for another strategy.
+"""Train with transformers' Trainer, and prove what it makes of a checkpoint that was written for
+another strategy.
 
-The jobs of ``state_training`` for the Trainer, in one process: accelerate switches FSDP on for GPUs alone, and here
-nothing can do it for the Trainer. ``make`` trains six steps and saves after three; ``prove`` resumes from there.
+The jobs of ``state_training`` for the Trainer, in one process: accelerate switches FSDP on for GPUs
+alone, and here nothing can do it for the Trainer. ``make`` trains six steps and saves after three;
+``prove`` resumes from there.
 """
 
 import os
@@ -54,9 +56,10 @@ class TrainerRun(Run):
         if self.is_zero:
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         arguments = TrainingArguments(
-            output_dir=str(output), max_steps=2 * STEPS, save_steps=STEPS, per_device_train_batch_size=BATCH,
-            learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.0, seed=1, report_to=[], disable_tqdm=True,
-            use_cpu=not self.is_zero, deepspeed=zero_config(self.stage, accumulation=1) if self.is_zero else None,
+            output_dir=str(output), max_steps=2 * STEPS, save_steps=STEPS,
+            per_device_train_batch_size=BATCH, learning_rate=1e-2, weight_decay=0.1,
+            max_grad_norm=0.0, seed=1, report_to=[], disable_tqdm=True, use_cpu=not self.is_zero,
+            deepspeed=zero_config(self.stage, accumulation=1) if self.is_zero else None,
             dataloader_pin_memory=False,
         )  # fmt: skip
         rows = torch.randint(
@@ -67,12 +70,17 @@ class TrainerRun(Run):
         decayed = set(self.trainer.get_decay_parameter_names(model))
         trained = [name for name, one in model.named_parameters() if one.requires_grad]
         self.groups = [
-            [[name for name in trained if name in decayed], [name for name in trained if name not in decayed]]
+            [
+                [name for name in trained if name in decayed],
+                [name for name in trained if name not in decayed],
+            ]
         ]
         self.accelerator = self.trainer.accelerator
 
     def train(self, checkpoint: str | None = None, *, alteration: str = "") -> list[Model]:
-        """Train to the end, and return the memory after ``STEPS`` steps; ``alteration``: made then."""
+        """Train to the end, and return the memory after ``STEPS`` steps; ``alteration``: made
+        then.
+        """
         run, found = self, []
 
         class Callback(TrainerCallback):  # type: ignore[misc]
@@ -108,7 +116,9 @@ def make(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def prove(job: dict[str, Any]) -> dict[str, Any]:
-    """Resume from a checkpoint; then again, and alter the memory once it is loaded, which no proof may overlook."""
+    """Resume from a checkpoint; then again, and alter the memory once it is loaded, which no proof
+    may overlook.
+    """
     expected = torch.load(job["expected"], weights_only=False)
     found: dict[str, Any] = {"source": expected["after"], "altered": {}}
     for how in ("", *job["altered"]):

@@ -1,4 +1,6 @@
-"""The shipped pipeline on one device alone: from the device to itself, each half on a stream of its own."""
+"""The shipped pipeline on one device alone: from the device to itself, each half on a stream of its
+own.
+"""
 
 import torch
 
@@ -10,7 +12,11 @@ class _SideStream(staged_copies._Streams):
     """The source's pieces go on a side stream, as those of another device would."""
 
     def __init__(
-        self, memory: torch.Tensor, destination: torch.Tensor, source: torch.Tensor, side: torch.Stream
+        self,
+        memory: torch.Tensor,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        side: torch.Stream,
     ) -> None:
         super().__init__(memory, destination, source)
         self._stream[Queue.SOURCE] = side
@@ -34,7 +40,12 @@ class RoundTrip:
         """The stream of the copy's source."""
 
     def copy(
-        self, destination: torch.Tensor, source: torch.Tensor, waiting: Waiting, *, join: bool = True
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        waiting: Waiting,
+        *,
+        join: bool = True,
     ) -> None:
         """Queue it behind what the current stream holds, and before what comes later there.
 

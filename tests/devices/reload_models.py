@@ -1,4 +1,6 @@
-"""Checkpoints and factories for the tests of reloads. Import it by its name, as the user's own module is."""
+"""Checkpoints and factories for the tests of reloads. Import it by its name, as the user's own
+module is.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,9 @@ def half() -> Any:
 
 
 def split() -> Any:
-    """The small transformer of the simulated devices, with other random weights than the checkpoint's."""
+    """The small transformer of the simulated devices, with other random weights than the
+    checkpoint's.
+    """
     torch.manual_seed(99)
     return Transformer(), {"input_ids": tokens("cpu")}
 
@@ -50,12 +54,16 @@ def wrong_inputs() -> Any:
 
 def save_transformer(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    save_file(transformer().state_dict(), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    save_file(
+        transformer().state_dict(), str(folder / "model.safetensors"), metadata={"format": "pt"}
+    )
     return folder
 
 
 def save_tied(folder: Path, *, suffix: str = ".safetensors") -> Path:
-    """Save a model whose head is its embedding, as accelerate does: safetensors keeps one name, torch both."""
+    """Save a model whose head is its embedding, as accelerate does: safetensors keeps one name,
+    torch both.
+    """
     torch.manual_seed(3)
     folder.mkdir(parents=True)
     state = Tied().state_dict()

@@ -26,7 +26,9 @@ class Source(SourceFileLoader):
 
 
 def execute(name: str, path: str, text: str, **variables: Any) -> None:
-    """Run a text as import and ``ckptfix run`` do: frames of importlib are between it and its caller."""
+    """Run a text as import and ``ckptfix run`` do: frames of importlib are between it and its
+    caller.
+    """
     loader = Source(name, path, text)
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None

@@ -1,4 +1,6 @@
-"""Models split over simulated devices whose links are broken: wrong without safe transfers, exact with them."""
+"""Models split over simulated devices whose links are broken: wrong without safe transfers, exact
+with them.
+"""
 
 import contextlib
 import copy
@@ -17,7 +19,11 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from torch import nn
 
 from ckptfix.devices import probe, transfers
-from ckptfix.devices.dispatching import dispatch_model, load_checkpoint_and_dispatch, remove_safe_transfers
+from ckptfix.devices.dispatching import (
+    dispatch_model,
+    load_checkpoint_and_dispatch,
+    remove_safe_transfers,
+)
 from ckptfix.devices.probe.probe_report import Verdict
 from ckptfix.devices.transfers import acquire, counters, release, staged_pairs
 from ckptfix.errors import UsageError
@@ -41,7 +47,9 @@ ALL = frozenset(permutations(range(3), 2))
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, simulator: Simulator) -> Iterator[None]:
+def nothing_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, simulator: Simulator
+) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probe, "_measured_here", {})
     monkeypatch.delenv(transfers.VARIABLE, raising=False)
@@ -92,7 +100,9 @@ def test_the_scenario_of_the_report(simulator: Simulator) -> None:
 
 @pytest.mark.filterwarnings("ignore:.* not proven")
 @pytest.mark.parametrize("broken", [(), ((0, 1),)], ids=["healthy", "broken"])
-def test_auto_measures_for_itself(simulator: Simulator, broken: tuple[tuple[int, int], ...]) -> None:
+def test_auto_measures_for_itself(
+    simulator: Simulator, broken: tuple[tuple[int, int], ...]
+) -> None:
     """The probe as it ships. On a slow machine its 3 s prove less, and then more is staged."""
     baseline = logits_of(on_one_device()).detach()
     for pair in broken:
@@ -113,7 +123,9 @@ def test_auto_on_healthy_links_installs_nothing(
     found_broken(monkeypatch)
     model = dispatch_model(transformer(), THREE)
     assert staged_pairs() == frozenset()
-    assert "RegisterCompositeExplicitAutograd" in repr(torch.library.get_kernel("aten::copy_", "CUDA"))
+    assert "RegisterCompositeExplicitAutograd" in repr(
+        torch.library.get_kernel("aten::copy_", "CUDA")
+    )
     logits_of(model)
     assert simulator.count(0, 1) > 0
 
@@ -122,7 +134,8 @@ def test_auto_on_healthy_links_installs_nothing(
 def test_exact_with_all_six_links_broken(simulator: Simulator, make: Callable[[], Any]) -> None:
     device_map = THREE if make is transformer else balanced_map(make())
     logits, gradients = gradients_of(on_one_device(make))
-    # T5's gradients are sums whose order depends on which device's thread comes first: up to 8e-6 apart, broken or not.
+    # T5's gradients are sums whose order depends on which device's thread comes first: up to 8e-6
+    # apart, broken or not.
     tolerance = 2e-5 if make is t5 else 0.0
     break_links(simulator)
     model = dispatch_model(make(), device_map, safe_transfers="always")
@@ -130,13 +143,17 @@ def test_exact_with_all_six_links_broken(simulator: Simulator, make: Callable[[]
     split_logits, split_gradients = gradients_of(model)
     assert max_abs_diff(split_logits, logits) == 0.0
     assert split_gradients.keys() == gradients.keys()
-    assert all(max_abs_diff(split_gradients[name], gradients[name]) <= tolerance for name in gradients)
+    assert all(
+        max_abs_diff(split_gradients[name], gradients[name]) <= tolerance for name in gradients
+    )
     assert simulator.count() == 0
     assert sum(count.staged for count in counters().values()) > 0
 
 
 @pytest.mark.parametrize("make", [qwen2, gpt2, t5])
-def test_generate_is_exact_with_all_six_links_broken(simulator: Simulator, make: Callable[[], Any]) -> None:
+def test_generate_is_exact_with_all_six_links_broken(
+    simulator: Simulator, make: Callable[[], Any]
+) -> None:
     baseline = on_one_device(make)
     right = generated(baseline), generated(baseline, num_beams=3)
     break_links(simulator)
@@ -146,7 +163,9 @@ def test_generate_is_exact_with_all_six_links_broken(simulator: Simulator, make:
     assert simulator.count() == 0
 
 
-def test_a_link_broken_on_the_way_back(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_broken_on_the_way_back(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, gradients = gradients_of(on_one_device())
     break_links(simulator, (1, 0))
     found_broken(monkeypatch, (1, 0))
@@ -191,13 +210,17 @@ def test_each_model_holds_for_itself() -> None:
     models = [dispatch_model(transformer(), THREE, safe_transfers="always") for _ in range(2)]
     remove_safe_transfers(models[0])
     assert staged_pairs() == ALL
-    with pytest.warns(UserWarning, match="stay on .* because a dispatched Transformer still needs them"):
+    with pytest.warns(
+        UserWarning, match="stay on .* because a dispatched Transformer still needs them"
+    ):
         dispatch_model(transformer(), THREE, safe_transfers="never")
     remove_safe_transfers(models[1])
     assert staged_pairs() == frozenset()
 
 
-def test_dispatched_again_it_holds_what_the_last_call_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatched_again_it_holds_what_the_last_call_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = transformer()
     found_broken(monkeypatch, (0, 2))
     dispatch_model(model, THREE, safe_transfers="always")
@@ -211,7 +234,10 @@ def test_dispatched_again_it_holds_what_the_last_call_says(monkeypatch: pytest.M
 def test_a_dispatch_that_fails_changes_nothing() -> None:
     model = dispatch_model(transformer(), THREE, safe_transfers="always")
     other = transformer()
-    for arguments in ({"safe_transfers": "never"}, {"safe_transfers": "always", "device_guard": True}):
+    for arguments in (
+        {"safe_transfers": "never"},
+        {"safe_transfers": "always", "device_guard": True},
+    ):
         with pytest.raises(ValueError, match="layers"):
             dispatch_model(model, {"embed": 0}, **arguments)
         with pytest.raises(ValueError, match="layers"):
@@ -222,7 +248,9 @@ def test_a_dispatch_that_fails_changes_nothing() -> None:
 
 def test_arguments_that_contradict_each_other() -> None:
     with pytest.raises(UsageError, match="leave one out"):
-        dispatch_model(transformer(), THREE, safe_transfers="never", force_cuda_to_cuda_via_cpu=True)
+        dispatch_model(
+            transformer(), THREE, safe_transfers="never", force_cuda_to_cuda_via_cpu=True
+        )
     with pytest.raises(UsageError, match="'sometimes'"):
         dispatch_model(transformer(), THREE, safe_transfers="sometimes")
 
@@ -253,7 +281,9 @@ def test_a_model_that_is_on_another_device_is_on_two(
     found_broken(monkeypatch, *ALL)
     with pytest.warns(UserWarning, match="6 of 6"):
         dispatch_model(model, {"": 2})
-    assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor.cpu(), weights[name]) for name, tensor in model.state_dict().items()
+    )
     assert staged_pairs() == ALL
 
 
@@ -277,7 +307,8 @@ def test_a_main_device_is_one_more(
 def test_so_is_the_device_of_a_given_state_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     found_broken(monkeypatch, (1, 0))
     state = {
-        name: tensor.to("cuda:1") for name, tensor in transformer().norm.state_dict(prefix="norm.").items()
+        name: tensor.to("cuda:1")
+        for name, tensor in transformer().norm.state_dict(prefix="norm.").items()
     }
     device_map = {"embed": 0, "layers": 0, "norm": "cpu", "head": 0}
     with pytest.warns(UserWarning, match="1 -> 0"):
@@ -286,7 +317,9 @@ def test_so_is_the_device_of_a_given_state_dict(monkeypatch: pytest.MonkeyPatch)
 
 def test_arguments_of_accelerate_by_place(tmp_path: Path, saved: Path) -> None:
     folder = tmp_path / "offload"
-    model = dispatch_model(transformer(), {**THREE, "norm": "disk"}, 0, None, folder, safe_transfers="never")
+    model = dispatch_model(
+        transformer(), {**THREE, "norm": "disk"}, 0, None, folder, safe_transfers="never"
+    )
     assert any(folder.iterdir())
     load_checkpoint_and_dispatch(empty(), saved, "auto", None, ("Block",), safe_transfers="never")
     with pytest.raises(TypeError, match="no_such_argument"):
@@ -323,11 +356,17 @@ def empty() -> Transformer:
 
 
 @pytest.mark.parametrize("names", [list, set, tuple])
-def test_load_checkpoint_and_dispatch(simulator: Simulator, saved: Path, names: Callable[[Any], Any]) -> None:
+def test_load_checkpoint_and_dispatch(
+    simulator: Simulator, saved: Path, names: Callable[[Any], Any]
+) -> None:
     baseline = logits_of(on_one_device()).detach()
     break_links(simulator)
     model = load_checkpoint_and_dispatch(
-        empty(), str(saved), "auto", safe_transfers="always", no_split_module_classes=names(["Block"])
+        empty(),
+        str(saved),
+        "auto",
+        safe_transfers="always",
+        no_split_module_classes=names(["Block"]),
     )
     assert set(model.hf_device_map.values()) == {0, 1, 2}
     assert not any(name.count(".") > 1 for name in model.hf_device_map), "blocks stay whole"
@@ -449,7 +488,9 @@ def test_the_current_device_follows_the_blocks(failing: type[BaseException]) -> 
 @pytest.mark.parametrize("failing", [None, KeyboardInterrupt])
 def test_device_guards_do_not_keep_the_model(failing: type[BaseException] | None) -> None:
     model, _ = chain()
-    dispatch_model(model, {"0": 1, "1": 2, "2": 0, "3": 2}, safe_transfers="always", device_guard=True)
+    dispatch_model(
+        model, {"0": 1, "1": 2, "2": 0, "3": 2}, safe_transfers="always", device_guard=True
+    )
     model[1].failing = failing
     with contextlib.suppress(KeyboardInterrupt):
         model(torch.ones(2))
@@ -461,7 +502,9 @@ def test_device_guards_do_not_keep_the_model(failing: type[BaseException] | None
 
 def test_device_guards_outlive_other_hooks_and_are_copied_with_the_model() -> None:
     model, notes = chain()
-    dispatch_model(model, {"0": 1, "1": 2, "2": 0, "3": 2}, safe_transfers="never", device_guard=True)
+    dispatch_model(
+        model, {"0": 1, "1": 2, "2": 0, "3": 2}, safe_transfers="never", device_guard=True
+    )
     assert list(inspect.signature(model[0].forward).parameters) == ["given"]
     add_hook_to_module(model[1], AlignDevicesHook(execution_device=2), append=True)
     model(torch.ones(2))
@@ -471,14 +514,18 @@ def test_device_guards_outlive_other_hooks_and_are_copied_with_the_model() -> No
     assert twin[0].notes == 2 * [(1, 1), (2, 2), (0, 0), (2, 2)]
     remove_hook_from_module(model, recurse=True)
     remove_safe_transfers(model)
-    assert all(block._forward_hooks == {} and block.forward.__func__ is Launches.forward for block in model)
+    assert all(
+        block._forward_hooks == {} and block.forward.__func__ is Launches.forward for block in model
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_models_with_a_device_guard() -> None:
     torch._dynamo.reset()
     model, _ = chain()
-    dispatch_model(model, {"0": 1, "1": 2, "2": 0, "3": 2}, safe_transfers="never", device_guard=True)
+    dispatch_model(
+        model, {"0": 1, "1": 2, "2": 0, "3": 2}, safe_transfers="never", device_guard=True
+    )
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         assert torch.equal(compiled(torch.ones(2)).cpu(), torch.ones(2))
@@ -512,7 +559,9 @@ def addresses(model: nn.Module) -> set[int]:
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_no_address_of_a_freed_tied_weight_is_kept(place: str, tmp_path: Path) -> None:
-    """Where accelerate keeps one, a weight read from disk to that address is replaced by the tied weight."""
+    """Where accelerate keeps one, a weight read from disk to that address is replaced by the tied
+    weight.
+    """
     device_map = {"embed": 0, "middle": place, "head": 0 if place == "disk" else "cpu"}
     offload: dict[str, Any] = {"offload_dir": str(tmp_path / "offload")} if place == "disk" else {}
     stock = accelerate.dispatch_model(Tied(), device_map, **offload)
@@ -537,9 +586,13 @@ def test_a_weight_at_the_address_of_a_tied_one(tmp_path: Path) -> None:
     """Bring the collision about that memory brings about by chance."""
     device_map = {"embed": 0, "middle": "disk", "head": 0}
     wrong = {}
-    for name, dispatch in {"accelerate": accelerate.dispatch_model, "ckptfix": dispatch_model}.items():
+    for name, dispatch in {
+        "accelerate": accelerate.dispatch_model,
+        "ckptfix": dispatch_model,
+    }.items():
         model = Tied()
-        tied = model.embed.weight  # kept alive, so that its address cannot be anything else's meanwhile
+        # Kept alive, so that its address cannot be anything else's meanwhile.
+        tied = model.embed.weight
         dispatch(model, device_map, offload_dir=str(tmp_path / name))
         hook = model.middle[0]._hf_hook
         right = hook.weights_map["weight"]
@@ -570,7 +623,9 @@ def test_a_model_that_holds_data_parallel_is_told_what_is_not_staged(
 ) -> None:
     found_broken(monkeypatch, (0, 1))
     model = nn.Sequential(nn.Linear(3, 3), nn.DataParallel(nn.Linear(3, 3), device_ids=[1]))
-    with pytest.warns(UserWarning, match=r"Sequential holds a torch.nn.DataParallel: .*NCCL.*not stage"):
+    with pytest.warns(
+        UserWarning, match=r"Sequential holds a torch.nn.DataParallel: .*NCCL.*not stage"
+    ):
         dispatch_model(model, {"0": 0, "1": 1}, safe_transfers="always")
     remove_safe_transfers(model)
 

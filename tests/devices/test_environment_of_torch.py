@@ -1,4 +1,6 @@
-"""What torch is asked, in a process of its own: a torch or a driver that fails, crashes or hangs takes nobody along."""
+"""What torch is asked, in a process of its own: a torch or a driver that fails, crashes or hangs
+takes nobody along.
+"""
 
 import json
 import subprocess
@@ -47,7 +49,9 @@ def test_in_this_process_it_says_the_same() -> None:
         ("import os; os._exit(0)", "import", "it ended early (while torch was imported)"),
     ],
 )
-def test_a_torch_that_cannot_be_imported(torch_says: Path, text: str, stage: str, words: str) -> None:
+def test_a_torch_that_cannot_be_imported(
+    torch_says: Path, text: str, stage: str, words: str
+) -> None:
     torch_says.write_text(text)
     said = look(patience=2.0 if "no answer" in words else 60.0)
     assert said["stage"] == stage
@@ -81,17 +85,22 @@ def test_a_driver_that_cannot_be_asked(torch_says: Path, text: str, words: str) 
 
 def test_warnings_of_torch_are_evidence(torch_says: Path) -> None:
     torch_says.write_text(
-        "import warnings\nwarnings.warn('CUDA initialization:\\n unknown error')\nraise ImportError('x')"
+        "import warnings\nwarnings.warn('CUDA initialization:\\n unknown error')\nraise "
+        "ImportError('x')"
     )
     assert look()["warnings"] == ["CUDA initialization: unknown error"]
 
 
 def test_noise_on_the_standard_output_is_no_answer(torch_says: Path) -> None:
-    torch_says.write_text("print('{\"stage\": 3'); print('[1]'); print('hello')\nraise ImportError('gone')")
+    torch_says.write_text(
+        "print('{\"stage\": 3'); print('[1]'); print('hello')\nraise ImportError('gone')"
+    )
     assert look()["problem"] == "ImportError: gone"
 
 
-def test_the_current_folder_is_no_place_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_is_no_place_for_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch.py").write_text("open('ran', 'w')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])
@@ -100,7 +109,10 @@ def test_the_current_folder_is_no_place_for_torch(tmp_path: Path, monkeypatch: p
 
 
 def test_the_one_who_asks_imports_no_torch() -> None:
-    code = "import sys; from ckptfix.devices.environment_of_torch import look; look(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from ckptfix.devices.environment_of_torch import look; look(); print('torch' "
+        "in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

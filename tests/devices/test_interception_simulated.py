@@ -1,4 +1,6 @@
-"""A torch that hands out no kernels, on simulated devices: accelerate's own moves are staged, the rest is named."""
+"""A torch that hands out no kernels, on simulated devices: accelerate's own moves are staged, the
+rest is named.
+"""
 
 from collections.abc import Iterator
 from itertools import permutations
@@ -40,7 +42,8 @@ def older_torch(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> Iterat
     transfers._told.update({ALL})
     monkeypatch.setattr(transfers, "_told_what_is_not_covered", {False, True})
     before = {
-        name: getattr(accelerate.hooks, name) for name in ("send_to_device", "set_module_tensor_to_device")
+        name: getattr(accelerate.hooks, name)
+        for name in ("send_to_device", "set_module_tensor_to_device")
     }
     yield
     assert staged_pairs() == frozenset()
@@ -91,7 +94,9 @@ def test_weights_of_a_model_that_is_on_a_device_already(simulator: Simulator) ->
     weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     break_links(simulator)
     dispatch_model(model, balanced_map(gpt2()))
-    assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor.cpu(), weights[name]) for name, tensor in model.state_dict().items()
+    )
     assert model.lm_head.weight is model.transformer.wte.weight, "still tied"
     assert simulator.count() == 0
     remove_safe_transfers(model)
@@ -102,13 +107,20 @@ def test_structures_that_hold_tensors(simulator: Simulator) -> None:
 
     break_links(simulator)
     here = torch.arange(3, device="cuda:0")
-    given = {"list": [here, (here, 1)], "text": "words", "skip": here, "batch": BatchEncoding({"ids": here})}
+    given = {
+        "list": [here, (here, 1)],
+        "text": "words",
+        "skip": here,
+        "batch": BatchEncoding({"ids": here}),
+    }
     with safe_transfers("always"):
         there = accelerate.hooks.send_to_device(given, 1, skip_keys={"skip"})
         assert there["skip"] is here
         assert there["text"] == "words"
         moved = (there["list"][0], there["list"][1][0], there["batch"]["ids"])
-        assert all(str(tensor.device) == "cuda:1" and tensor.tolist() == [0, 1, 2] for tensor in moved)
+        assert all(
+            str(tensor.device) == "cuda:1" and tensor.tolist() == [0, 1, 2] for tensor in moved
+        )
         assert accelerate.hooks.send_to_device(here, 0) is here
         with bypassed():
             assert accelerate.hooks.send_to_device(here, "cuda:1").tolist() == [0, 0, 0]
@@ -165,7 +177,9 @@ def test_it_leaves_in_place_what_others_put_there_since(monkeypatch: pytest.Monk
     accelerate.hooks.send_to_device = accelerate.utils.send_to_device
 
 
-def test_what_is_not_covered_is_said_once_by_whoever_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_covered_is_said_once_by_whoever_asks_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(transfers, "_told_what_is_not_covered", set())
     with pytest.warns(
         UserWarning, match=r"not staged: everything but the moves of accelerate's hooks.*NCCL"
@@ -176,7 +190,9 @@ def test_what_is_not_covered_is_said_once_by_whoever_asks_first(monkeypatch: pyt
     for model in models:
         remove_safe_transfers(model)
     with (
-        pytest.warns(UserWarning, match=r"are not refused: .*\.to\(device\) in the code of a model"),
+        pytest.warns(
+            UserWarning, match=r"are not refused: .*\.to\(device\) in the code of a model"
+        ),
         safe_transfers("raise"),
     ):
         assert torch.ones(2, device="cuda:0").to("cuda:1").sum() == 2

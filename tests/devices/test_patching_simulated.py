@@ -1,4 +1,6 @@
-"""The patch of accelerate's own dispatch, on simulated devices: code that knows nothing of ckptfix is covered."""
+"""The patch of accelerate's own dispatch, on simulated devices: code that knows nothing of ckptfix
+is covered.
+"""
 
 import gc
 import warnings
@@ -102,11 +104,15 @@ def test_one_accelerator_and_offloading_alone_ask_for_nothing(
     imported_before(transformer(), {"": 1}, force_hooks=True)
     imported_before(transformer(), {"embed": 2, "layers": 2, "norm": "cpu", "head": 2})
     accelerate.cpu_offload(transformer(), execution_device=torch.device("cuda:0"))
-    accelerate.disk_offload(transformer(), str(tmp_path / "offload"), execution_device=torch.device("cuda:0"))
+    accelerate.disk_offload(
+        transformer(), str(tmp_path / "offload"), execution_device=torch.device("cuda:0")
+    )
     assert staged_pairs() == frozenset()
 
 
-@pytest.mark.parametrize(("said", "staged"), [("always", ALL), ("never", frozenset()), ("auto", ALL)])
+@pytest.mark.parametrize(
+    ("said", "staged"), [("always", ALL), ("never", frozenset()), ("auto", ALL)]
+)
 def test_the_environment_says_what_auto_means(
     monkeypatch: pytest.MonkeyPatch, said: str, staged: frozenset[Any]
 ) -> None:
@@ -157,7 +163,9 @@ def test_a_model_that_is_moved_as_a_whole(simulator: Simulator, mode: str) -> No
     break_links(simulator)
     patch_accelerate(safe_transfers=mode)
     imported_before(model, {"": 1})
-    assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor.cpu(), weights[name]) for name, tensor in model.state_dict().items()
+    )
     assert {tensor.device.index for tensor in model.parameters()} == {1}
     assert simulator.count() == 0
     assert staged_pairs() == ALL

@@ -1,4 +1,6 @@
-"""The remembered report: private, whole, and never believed for other hardware. No device is needed."""
+"""The remembered report: private, whole, and never believed for other hardware. No device is
+needed.
+"""
 
 import json
 import os
@@ -17,7 +19,10 @@ from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
 
 IDENTITY = {
     "type": "cuda",
-    "devices": [{"name": "X", "uuid": "u0", "pci": "0000:01:00.0", "memory": 1}, {"name": "X", "uuid": "u1"}],
+    "devices": [
+        {"name": "X", "uuid": "u0", "pci": "0000:01:00.0", "memory": 1},
+        {"name": "X", "uuid": "u1"},
+    ],
     "drivers": {"nvidia": "560.35.03 ABC"},
     "boot": "b",
     "host": "h",
@@ -37,10 +42,21 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def report(**changes: Any) -> ProbeReport:
     pairs = (
         PairReport(
-            pair=(0, 1), verdict=Verdict.WRONG, kind="late", trials=7, failures=2, seed=3, detail="d\x1b[0m"
+            pair=(0, 1),
+            verdict=Verdict.WRONG,
+            kind="late",
+            trials=7,
+            failures=2,
+            seed=3,
+            detail="d\x1b[0m",
         ),
         PairReport(
-            pair=(1, 0), verdict=Verdict.HEALTHY, trials=600, seed=3, first_offset=None, peer_access=True
+            pair=(1, 0),
+            verdict=Verdict.HEALTHY,
+            trials=600,
+            seed=3,
+            first_offset=None,
+            peer_access=True,
         ),
     )
     made = ProbeReport(
@@ -113,7 +129,9 @@ def test_a_new_boot_takes_the_same_file(home: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["torch", "allocator", "backend", "runtime"])
 def test_jobs_with_other_settings_keep_what_the_other_one_knows(home: Path, setting: str) -> None:
-    """Training with expandable segments and evaluation without them took turns, and never settled a pair."""
+    """Training with expandable segments and evaluation without them took turns, and never settled a
+    pair.
+    """
     other = {**IDENTITY, setting: "another"}
     cache.store(report())
     cache.store(report(identity=other))
@@ -206,13 +224,17 @@ def a_folder(path: Path) -> None:
     [open_to_all, readable_by_all, in_an_open_folder, a_link, a_fifo, a_folder],
     ids=lambda f: f.__name__,
 )
-def test_what_others_could_have_written_is_not_believed(home: Path, tamper: Callable[[Path], None]) -> None:
+def test_what_others_could_have_written_is_not_believed(
+    home: Path, tamper: Callable[[Path], None]
+) -> None:
     cache.store(report())
     tamper(kept(home))
     assert cache.load(IDENTITY) is None
 
 
-def test_the_file_of_another_user_is_not_believed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_another_user_is_not_believed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.store(report())
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert cache.load(IDENTITY) is None
@@ -263,7 +285,9 @@ def known() -> dict[tuple[int, int], PairReport]:
 
 @pytest.mark.parametrize("found", [Verdict.WRONG, Verdict.HANG])
 @pytest.mark.parametrize("plan", ["quick", "full"])
-def test_damage_is_known_until_the_full_plan_finds_none(home: Path, found: Verdict, plan: str) -> None:
+def test_damage_is_known_until_the_full_plan_finds_none(
+    home: Path, found: Verdict, plan: str
+) -> None:
     damage = pair(found, kind="late", plan=plan)
     cache.store(probed(damage))
     for weaker in (
@@ -305,8 +329,12 @@ def test_of_two_processes_that_store_at_once_none_loses_what_the_other_found(
 ) -> None:
     """Both have read what was there before either writes."""
     theirs = [
-        probed(pair(Verdict.WRONG, kind="zeros", plan="quick"), pair(Verdict.HEALTHY, 1, plan="quick")),
-        probed(pair(Verdict.HEALTHY, plan="quick"), pair(Verdict.WRONG, 1, kind="late", plan="quick")),
+        probed(
+            pair(Verdict.WRONG, kind="zeros", plan="quick"), pair(Verdict.HEALTHY, 1, plan="quick")
+        ),
+        probed(
+            pair(Verdict.HEALTHY, plan="quick"), pair(Verdict.WRONG, 1, kind="late", plan="quick")
+        ),
     ]
     cache.store(probed(pair(Verdict.INCONCLUSIVE), pair(Verdict.INCONCLUSIVE, 1)))
     write = cache._write
@@ -327,7 +355,9 @@ def test_of_two_processes_that_store_at_once_none_loses_what_the_other_found(
 def test_damage_that_is_newer_than_a_proof_outlives_a_process_that_did_not_see_it(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Proven at 10 s; at 90 s one process sees damage while another, which looked at 95 s, has read the proof."""
+    """Proven at 10 s; at 90 s one process sees damage while another, which looked at 95 s, has read
+    the proof.
+    """
     proven = pair(Verdict.HEALTHY, plan="full", began=5.0, measured=10.0)
     looked = pair(Verdict.HEALTHY, plan="sample", began=94.0, measured=95.0)
     damage = pair(Verdict.WRONG, kind="zeros", plan="quick", began=80.0, measured=90.0)
@@ -348,12 +378,16 @@ def test_a_full_probe_takes_back_only_damage_that_was_found_before_it_began(home
     damage = pair(Verdict.WRONG, kind="zeros", plan="quick", began=80.0, measured=90.0)
     cache.store(probed(damage))
     cache.store(probed(pair(Verdict.HEALTHY, plan="full", began=85.0, measured=120.0)))
-    assert known() == {(0, 1): damage}, "of two probes that run at once, the one that saw damage is right"
+    assert known() == {(0, 1): damage}, (
+        "of two probes that run at once, the one that saw damage is right"
+    )
     cache.store(probed(pair(Verdict.HEALTHY, plan="full", began=90.0, measured=120.0)))
     assert known()[0, 1].verdict is Verdict.HEALTHY
 
 
-def test_a_file_that_is_replaced_before_it_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_replaced_before_it_is_read(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.store(probed(pair(Verdict.WRONG, kind="zeros")))
     files = cache._files
 
@@ -401,11 +435,17 @@ for step in range(1, 31):
 
 
 @pytest.mark.slow
-def test_processes_that_store_at_once_and_are_killed_lose_nothing_of_each_other(home: Path) -> None:
-    """Each tells after which step it has stored: that much, and of a killed one at most a step more, is known."""
+def test_processes_that_store_at_once_and_are_killed_lose_nothing_of_each_other(
+    home: Path,
+) -> None:
+    """Each tells after which step it has stored: that much, and of a killed one at most a step
+    more, is known.
+    """
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", STORING, str(number), repr(IDENTITY)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", STORING, str(number), repr(IDENTITY)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for number in range(4)
     ]

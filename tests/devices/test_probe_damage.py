@@ -129,8 +129,12 @@ def test_without_knowing_what_was_held_nothing_is_called_not_written() -> None:
 
 
 @pytest.mark.parametrize("size", range(1, 20))
-@pytest.mark.parametrize("damage", [zeros, unwritten, second_half_missing, bit_flip, swapped, garbage])
-def test_small_payloads_are_judged_without_an_error(size: int, damage: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "damage", [zeros, unwritten, second_half_missing, bit_flip, swapped, garbage]
+)
+def test_small_payloads_are_judged_without_an_error(
+    size: int, damage: Callable[[Any], Any]
+) -> None:
     for seed in range(20):
         sent = sent_of(size, seed)
         arrived = damage(sent)

@@ -1,4 +1,6 @@
-"""The probe on real devices. Nothing here runs without one; what needs two is skipped with one, and says so."""
+"""The probe on real devices. Nothing here runs without one; what needs two is skipped with one, and
+says so.
+"""
 
 from collections import deque
 
@@ -22,7 +24,9 @@ def real_devices() -> int:
 
 
 one_gpu = pytest.mark.skipif(real_devices() < 1, reason="no GPU")
-two_gpus = pytest.mark.skipif(real_devices() < 2, reason=f"needs two GPUs, there are {real_devices()}")
+two_gpus = pytest.mark.skipif(
+    real_devices() < 2, reason=f"needs two GPUs, there are {real_devices()}"
+)
 
 
 @one_gpu
@@ -44,7 +48,8 @@ def test_every_case_of_the_plan_runs_within_one_device() -> None:
                 )
                 assert failures == (), failures
                 continue
-            # `to()` of the same device returns the tensor itself, which is no copy: only its bits are of interest.
+            # `to()` of the same device returns the tensor itself, which is no copy: only its bits
+            # are of interest.
             failure = trials.run(case, seed)
             assert failure is None, failure
 

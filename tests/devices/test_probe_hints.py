@@ -139,7 +139,9 @@ SWITCH = f"{ROOT}/0000:05:00.0/0000:06:00.0"
     ],
     ids=["PIX", "PXB", "PHB", "NODE", "SYS"],
 )
-def test_distance_is_read_from_the_tree(host: Host, one: str, two: str, node: int, between: Distance) -> None:
+def test_distance_is_read_from_the_tree(
+    host: Host, one: str, two: str, node: int, between: Distance
+) -> None:
     host.device(one)
     host.device(two, node=node)
     ends = (one.rpartition("/")[2], two.rpartition("/")[2])
@@ -153,7 +155,8 @@ def test_distance_is_read_from_the_tree(host: Host, one: str, two: str, node: in
 
 def test_driver_virtual_machine_and_missing_peer_access_are_named(host: Host) -> None:
     (host.root / "proc/driver/nvidia/version").write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  565.57.01  Release Build\nGCC version: x\n"
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  565.57.01  Release Build\nGCC "
+        "version: x\n"
     )
     (host.root / "proc/cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu vme hypervisor sse\n")
     text = "\n".join(hints(("", ""), BOTH, {(0, 1): False, (1, 0): True}, host.root))
@@ -173,8 +176,8 @@ def test_the_table_of_nvidia_smi_is_read_by_address() -> None:
 def test_nvlink_takes_the_blame_from_the_bus(host: Host) -> None:
     tool = host.root / "nvidia-smi"
     tool.write_text(
-        f"#!{sys.executable}\nimport sys\n"
-        f"print({TOPOLOGY!r} if 'topo' in sys.argv else '0, 00000000:01:00.0\\n1, 00000000:02:00.0')\n"
+        f"#!{sys.executable}\nimport sys\nprint({TOPOLOGY!r} if 'topo' in sys.argv else '0, "
+        "00000000:01:00.0\\n1, 00000000:02:00.0')\n"
     )
     tool.chmod(0o755)
     host.device(f"pci0000:00/0000:00:01.0/{ONE}")
@@ -189,7 +192,9 @@ def test_a_tool_that_fails_hangs_or_babbles_is_left_alone(
     host: Host, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     tool = host.root / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\nexec {script}\n" if script.startswith("sleep") else f"#!/bin/sh\n{script}\n")
+    tool.write_text(
+        f"#!/bin/sh\nexec {script}\n" if script.startswith("sleep") else f"#!/bin/sh\n{script}\n"
+    )
     tool.chmod(0o755)
     monkeypatch.setattr(hinting, "_PATIENCE", 0.3)
     host.device(f"pci0000:00/0000:00:01.0/{ONE}")

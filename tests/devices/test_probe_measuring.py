@@ -1,4 +1,6 @@
-"""One probe, with a bench in place of the worker: whose devices are measured. No device is needed."""
+"""One probe, with a bench in place of the worker: whose devices are measured. No device is
+needed.
+"""
 
 from typing import Any
 
@@ -15,7 +17,9 @@ PAIRS = ((0, 1), (1, 0))
 def machine(*uuids: str, **more: Any) -> Machine:
     devices = [{"name": "X", "uuid": uuid} for uuid in uuids]
     return Machine(
-        names=("X",) * len(uuids), pci=("",) * len(uuids), identity={"boot": "b", "devices": devices, **more}
+        names=("X",) * len(uuids),
+        pci=("",) * len(uuids),
+        identity={"boot": "b", "devices": devices, **more},
     )
 
 
@@ -64,7 +68,9 @@ def test_other_devices_than_those_of_this_process_prove_nothing_here(
     assert "the probe's worker sees" in report.pairs[0, 1].detail
 
 
-@pytest.mark.parametrize("here", [HERE, None], ids=["the same devices", "a process that uses none so far"])
+@pytest.mark.parametrize(
+    "here", [HERE, None], ids=["the same devices", "a process that uses none so far"]
+)
 def test_the_same_devices_do(monkeypatch: pytest.MonkeyPatch, here: Machine | None) -> None:
     monkeypatch.setattr(measuring, "Watched", Worker(machine("a", "b")))
     report = measuring.measure(PAIRS, budget=3.0, seed=1, in_process=False, here=here)

@@ -1,4 +1,6 @@
-"""What is sent: random in every bit, the same for the same seed, and finite where it is a number."""
+"""What is sent: random in every bit, the same for the same seed, and finite where it is a
+number.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,12 @@ def test_same_seed_same_bytes_and_other_seed_other_bytes() -> None:
     assert payload.seed_of(1, "a", 2) == payload.seed_of(1, "a", 2) < 2**63
     assert (
         len(
-            {payload.seed_of(seed, source, to) for seed in range(9) for source in range(9) for to in range(9)}
+            {
+                payload.seed_of(seed, source, to)
+                for seed in range(9)
+                for source in range(9)
+                for to in range(9)
+            }
         )
         == 729
     )
@@ -24,7 +31,10 @@ def test_same_seed_same_bytes_and_other_seed_other_bytes() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4097])
 def test_every_bit_of_every_byte_varies(size: int) -> None:
-    seen_or, seen_and = torch.zeros(size, dtype=torch.uint8), torch.full((size,), 255, dtype=torch.uint8)
+    seen_or, seen_and = (
+        torch.zeros(size, dtype=torch.uint8),
+        torch.full((size,), 255, dtype=torch.uint8),
+    )
     for seed in range(64):
         bits = payload.random_bytes(size, seed)
         seen_or |= bits
@@ -46,7 +56,9 @@ def test_values_are_what_their_dtype_may_hold(name: str) -> None:
         assert bits.unique().numel() == 256
 
 
-@pytest.mark.parametrize(("size", "offset"), [(64, 0), (65, 0), (64, 3), (3, 0), ((33 << 20) + 5, 0)])
+@pytest.mark.parametrize(
+    ("size", "offset"), [(64, 0), (65, 0), (64, 3), (3, 0), ((33 << 20) + 5, 0)]
+)
 def test_comparing_finds_any_byte(size: int, offset: int) -> None:
     one = payload.random_bytes(size + offset, 1)[offset:]
     other = one.clone()
@@ -82,21 +94,29 @@ def test_a_destination_holds_the_complement_of_what_will_arrive(case: Case) -> N
     beside = (sent.before == sent.after).sum()
     assert int(beside) == landing.size - case.size, "what no copy may touch stays as it is"
     landing.view(sent.before).copy_(sent.source.view(landing.view(sent.before).shape))
-    assert torch.equal(sent.before, sent.after), "a copy that does what it should makes the one of the other"
+    assert torch.equal(sent.before, sent.after), (
+        "a copy that does what it should makes the one of the other"
+    )
 
 
 def test_plans_hold_what_known_faults_need() -> None:
     for plan in (QUICK, FULL):  # a sample proves nothing that was not proven before
         cases = [case for section in plan.sections for case in section.cases]
         for route in (Route.COPY, Route.STRIDED_SOURCE):
-            assert sum(case.route is route and case.size > 2 * 4096 for case in cases) >= REPEATS == 200
+            assert (
+                sum(case.route is route and case.size > 2 * 4096 for case in cases)
+                >= REPEATS
+                == 200
+            )
         for by_kernel in (False, True):
             engine = [case for case in cases if (case.route in (Route.CONVERTING,)) is by_kernel]
             assert max(case.size for case in engine) > 32 << 20
         dtypes = {case.dtype for case in cases}
         assert dtypes == {name for name in payload.DTYPES if payload.known(name)}
         assert {case.route for case in cases} == set(Route)
-    large = {case.size for section in FULL.sections for case in section.cases if case.size >= 64 << 20}
+    large = {
+        case.size for section in FULL.sections for case in section.cases if case.size >= 64 << 20
+    }
     assert large == {64 << 20, (64 << 20) + 13}
     assert QUICK.copies < FULL.copies
 

@@ -40,17 +40,30 @@ def test_json_and_back() -> None:
 
 
 def test_verdicts_have_the_five_words() -> None:
-    assert [verdict.value for verdict in Verdict] == ["healthy", "wrong", "hang", "inconclusive", "unusable"]
+    assert [verdict.value for verdict in Verdict] == [
+        "healthy",
+        "wrong",
+        "hang",
+        "inconclusive",
+        "unusable",
+    ]
 
 
-@pytest.mark.parametrize("verdict", [verdict for verdict in Verdict if verdict is not Verdict.HEALTHY])
+@pytest.mark.parametrize(
+    "verdict", [verdict for verdict in Verdict if verdict is not Verdict.HEALTHY]
+)
 def test_anything_but_healthy_is_unproven(verdict: Verdict) -> None:
     assert report((0, 1, verdict), (1, 0, Verdict.HEALTHY)).unproven == {(0, 1)}
 
 
 def test_text_is_a_matrix_with_source_and_destination_apart() -> None:
     pair = PairReport(
-        pair=(0, 1), verdict=Verdict.WRONG, kind="zeros", first_offset=0, seed=1, detail="6 of 6 copies"
+        pair=(0, 1),
+        verdict=Verdict.WRONG,
+        kind="zeros",
+        first_offset=0,
+        seed=1,
+        detail="6 of 6 copies",
     )
     text = str(replace(FOUND, pairs={**FOUND.pairs, (0, 1): pair}))
     lines = text.splitlines()
@@ -68,7 +81,11 @@ def test_repr_is_short_and_counts_verdicts() -> None:
 
 def test_a_hang_is_not_said_twice() -> None:
     hung = PairReport(
-        pair=(2, 0), verdict=Verdict.HANG, kind="hang", seed=1, detail="copy_(): no end after 5.0 s"
+        pair=(2, 0),
+        verdict=Verdict.HANG,
+        kind="hang",
+        seed=1,
+        detail="copy_(): no end after 5.0 s",
     )
     assert str(hung) == "2 -> 0 hang; copy_(): no end after 5.0 s"
 
@@ -85,9 +102,16 @@ def test_tasks_outcomes_and_machines_survive_the_pipe() -> None:
     task = Task(work=Work.CHAIN, pairs=((0, 1), (1, 2), (2, 0)), plan="full", seed=2**62, section=3)
     failure = Failure(pair=(0, 1), kind="late", first_offset=None, wrong_bytes=0, size=1, case="c")
     outcome = TaskResult(
-        ending=Ending.RAISED, trials=3, failures=(failure,), stage="s", left_out=("a",), unpoisoned=2
+        ending=Ending.RAISED,
+        trials=3,
+        failures=(failure,),
+        stage="s",
+        left_out=("a",),
+        unpoisoned=2,
     )
-    machine = Machine(names=("a",), pci=("",), peer_access={(0, 1): None, (1, 0): True}, identity={"a": 1})
+    machine = Machine(
+        names=("a",), pci=("",), peer_access={(0, 1): None, (1, 0): True}, identity={"a": 1}
+    )
     assert Task.from_json(json.loads(json.dumps(task.to_json()))) == task
     assert TaskResult.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
     assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
@@ -100,7 +124,9 @@ def test_a_machine_without_two_devices_is_told_that_nothing_was_exercised(
         monkeypatch.setattr("ckptfix.devices.torch_devices.device_count", lambda count=count: count)
         found = probe.probe_peer_copies(seed=4)
         assert (found.pairs, found.exercised, found.seed) == ({}, (), 4)
-        assert found.not_exercised == (f"copies between devices: torch sees {seen} on this machine",)
+        assert found.not_exercised == (
+            f"copies between devices: torch sees {seen} on this machine",
+        )
         assert found.unproven == probe.unproven_pairs() == frozenset()
         assert "NOT exercised" in str(found)
 
@@ -173,7 +199,9 @@ def test_asking_for_a_probe_measures_whatever_is_remembered(
     known = report((0, 1, Verdict.HEALTHY), (1, 0, Verdict.HEALTHY), identity=two_devices)
     probe.remember(known)
     assert probe.unproven_pairs() == frozenset()
-    measured = Measured(report((0, 1, Verdict.WRONG), (1, 0, Verdict.HEALTHY), identity=two_devices))
+    measured = Measured(
+        report((0, 1, Verdict.WRONG), (1, 0, Verdict.HEALTHY), identity=two_devices)
+    )
     monkeypatch.setattr("ckptfix.devices.probe.measuring.measure", measured)
     assert probe.probe_peer_copies().unproven == {(0, 1)}
     assert probe.unproven_pairs() == frozenset(), "a probe does not remember by itself"
@@ -195,7 +223,9 @@ def test_devices_that_cannot_be_told_from_others_are_measured_in_each_process(
 def test_a_pair_that_nothing_is_known_of_is_measured_and_unproven_until_then(
     two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A report of fewer pairs than there are, of two devices where three are now, said that the rest is healthy."""
+    """A report of fewer pairs than there are, of two devices where three are now, said that the
+    rest is healthy.
+    """
     probe.remember(report((0, 1, Verdict.HEALTHY), identity=two_devices))
     measured = Measured(ProbeReport(pairs={}, seed=1, identity=two_devices))
     monkeypatch.setattr("ckptfix.devices.probe.measuring.measure", measured)
@@ -245,7 +275,9 @@ def test_damage_that_cannot_be_kept_is_not_forgotten_for_an_older_proof(
 def test_what_another_process_decides_meanwhile_is_known_here(
     two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undecided = report((0, 1, Verdict.INCONCLUSIVE), (1, 0, Verdict.INCONCLUSIVE), identity=two_devices)
+    undecided = report(
+        (0, 1, Verdict.INCONCLUSIVE), (1, 0, Verdict.INCONCLUSIVE), identity=two_devices
+    )
     monkeypatch.setattr("ckptfix.devices.probe.measuring.measure", Measured(undecided))
     assert probe.unproven_pairs() == {(0, 1), (1, 0)}
     doctors = report((0, 1, Verdict.HEALTHY), (1, 0, Verdict.WRONG), identity=two_devices)
@@ -286,7 +318,9 @@ proving = st.builds(
     st.sampled_from(["quick", "full"]),
     done=st.dictionaries(st.sampled_from("abc"), st.integers(1, 9)),
     tried=st.dictionaries(
-        st.sampled_from("123"), st.dictionaries(st.just("small dense"), st.integers(1, 9)), max_size=2
+        st.sampled_from("123"),
+        st.dictionaries(st.just("small dense"), st.integers(1, 9)),
+        max_size=2,
     ),
     measured=st.floats(0.0, 10.0),
 )
@@ -314,7 +348,9 @@ def test_evidence_adds_up_in_any_order_and_once(reports: list[PairReport], lot: 
 
 
 timed = st.builds(
-    lambda verdict, plan, began, lasted: one(verdict, plan=plan, began=began, measured=began + lasted),
+    lambda verdict, plan, began, lasted: one(
+        verdict, plan=plan, began=began, measured=began + lasted
+    ),
     st.sampled_from([Verdict.HEALTHY, Verdict.WRONG, Verdict.HANG, Verdict.INCONCLUSIVE]),
     st.sampled_from(["quick", "full"]),
     st.sampled_from([2.0, 4.0, 6.0, 8.0]),
@@ -341,11 +377,15 @@ def test_no_order_of_taking_in_hides_damage_that_is_newer_than_every_proof(
         known = report.over(known)
     assert known is not None
     proofs = [it.began for it in reports if (it.verdict, it.plan) == (Verdict.HEALTHY, "full")]
-    newest = max((it.measured for it in reports if it.verdict in (Verdict.WRONG, Verdict.HANG)), default=0.0)
+    newest = max(
+        (it.measured for it in reports if it.verdict in (Verdict.WRONG, Verdict.HANG)), default=0.0
+    )
     if newest > max(proofs, default=0.0):
         assert known.verdict in (Verdict.WRONG, Verdict.HANG)
     else:
-        assert (known.verdict is Verdict.HEALTHY) == any(it.verdict is Verdict.HEALTHY for it in reports)
+        assert (known.verdict is Verdict.HEALTHY) == any(
+            it.verdict is Verdict.HEALTHY for it in reports
+        )
 
 
 def test_a_sample_renews_what_was_proven_and_proves_nothing() -> None:
@@ -378,7 +418,8 @@ def test_healthy_pairs_are_looked_at_again_after_a_day_by_one_process(
     }
     probe.remember(ProbeReport(pairs=pairs, seed=1, identity=two_devices))
     sampled = {
-        pair: replace(found, plan="sample", seed=2, measured=1000.0 + DAY) for pair, found in pairs.items()
+        pair: replace(found, plan="sample", seed=2, measured=1000.0 + DAY)
+        for pair, found in pairs.items()
     }
     answer = ProbeReport(pairs=sampled, seed=2, identity=two_devices)
     later = {
@@ -404,9 +445,14 @@ def test_healthy_pairs_are_looked_at_again_after_a_day_by_one_process(
     assert probe.unproven_pairs() == {(1, 0)}
 
 
-def test_a_report_of_the_future_is_old(two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_of_the_future_is_old(
+    two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clock of another namespace: what cannot be compared is looked at."""
     monkeypatch.setattr("ckptfix.devices.probe.seconds_since_boot", lambda: 5.0)
-    pairs = {(0, 1): one(Verdict.HEALTHY, measured=900.0), (1, 0): replace(one(Verdict.HEALTHY), pair=(1, 0))}
+    pairs = {
+        (0, 1): one(Verdict.HEALTHY, measured=900.0),
+        (1, 0): replace(one(Verdict.HEALTHY), pair=(1, 0)),
+    }
     known = ProbeReport(pairs=pairs, seed=1, identity=two_devices)
     assert probe._healthy_for_long(known) == [(0, 1)]

@@ -1,4 +1,6 @@
-"""The order of the work, the budget, and the verdicts, on a bench that does nothing but answer. No device is needed."""
+"""The order of the work, the budget, and the verdicts, on a bench that does nothing but answer. No
+device is needed.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +30,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class FakeBench:
-    """Takes ``seconds`` for each task, and what ``answer`` says of it; DONE with 10 trials where it says nothing."""
+    """Takes ``seconds`` for each task, and what ``answer`` says of it; DONE with 10 trials where it
+    says nothing.
+    """
 
     def __init__(
         self, clock: Clock, answer: Callable[[Task], TaskResult | None], seconds: float = 0.1
@@ -73,7 +77,9 @@ def probe(
     pairs = tuple(permutations(range(count), 2))
     schedule = Schedule(bench, pairs, plan, budget=budget, seed=9, known=known)
     found = schedule.run()
-    run = Run(plan=plan, budget=budget, seed=9, seconds=schedule.spent, starting=0.0, in_process=False)
+    run = Run(
+        plan=plan, budget=budget, seed=9, seconds=schedule.spent, starting=0.0, in_process=False
+    )
     return summarise(run, bench.machine(), found), bench, found
 
 
@@ -86,7 +92,9 @@ def test_everything_is_done_in_order_and_only_then_called_healthy(clock: Clock) 
     works = [task.work for task in bench.tasks]
     assert works[:3] == [Work.HOST] * 3, "no pair before all devices are proven"
     first = bench.tasks[3:9]
-    assert {task.section for task in first} == {0}, "all pairs get a first look before one is finished"
+    assert {task.section for task in first} == {0}, (
+        "all pairs get a first look before one is finished"
+    )
     assert len({task.pairs for task in first}) == 6
     assert Counter(works) == {
         Work.HOST: 3,
@@ -112,13 +120,17 @@ def test_a_failure_ends_the_work_on_its_pair_alone_and_names_it(clock: Clock) ->
     )
     report, bench, _ = probe(clock, on((1, 2), Work.SECTION, wrong))
     found = report.pairs[1, 2]
-    assert (found.verdict, found.kind, found.first_offset) == (Verdict.WRONG, "shift", 5), (
-        "1 byte tells no kind"
-    )
+    assert (found.verdict, found.kind, found.first_offset) == (
+        Verdict.WRONG,
+        "shift",
+        5,
+    ), "1 byte tells no kind"
     assert (found.trials, found.failures, found.seed) == (7, 4, 9)
     assert report.unproven == {(1, 2)}
     assert sum(task.pairs == ((1, 2),) for task in bench.tasks) == 1
-    assert all((1, 2) not in task.pairs for task in bench.tasks if task.work in (Work.TOGETHER, Work.CHAIN))
+    assert all(
+        (1, 2) not in task.pairs for task in bench.tasks if task.work in (Work.TOGETHER, Work.CHAIN)
+    )
     assert "1 -> 2 wrong: shift from byte 5" in str(report)
 
 
@@ -150,7 +162,9 @@ def test_a_device_that_fails_with_the_host_is_unusable_and_no_pair_is_blamed(clo
     report, bench, _ = probe(clock, on((2, 2), Work.HOST, outcome))
     assert report.with_verdict(Verdict.UNUSABLE) == {pair for pair in report.pairs if 2 in pair}
     assert report.with_verdict(Verdict.HEALTHY) == {(0, 1), (1, 0)}
-    assert not any(2 in pair for task in bench.tasks for pair in task.pairs if task.work is not Work.HOST)
+    assert not any(
+        2 in pair for task in bench.tasks for pair in task.pairs if task.work is not Work.HOST
+    )
     assert report.pairs[0, 2].detail == "device 2: 3 of 4.0 KiB are wrong"
 
 
@@ -161,7 +175,9 @@ def test_a_device_found_unusable_late_takes_back_what_its_pairs_had_proven(clock
 
 
 @pytest.mark.parametrize("ending", [Ending.HUNG, Ending.RAISED, Ending.DIED])
-def test_a_bad_end_of_several_pairs_leaves_none_of_them_proven(clock: Clock, ending: Ending) -> None:
+def test_a_bad_end_of_several_pairs_leaves_none_of_them_proven(
+    clock: Clock, ending: Ending
+) -> None:
     outcome = TaskResult(ending=ending, stage="chain", message="no end")
     report, bench, _ = probe(clock, on((0, 1), Work.CHAIN, outcome))
     chains = [task for task in bench.tasks if task.work is Work.CHAIN and (0, 1) in task.pairs]
@@ -179,19 +195,27 @@ def test_the_budget_is_kept_and_what_it_left_out_is_said(clock: Clock) -> None:
     began = clock.now
     report, bench, _ = probe(clock, slow, budget=6.0)
     assert clock.now - began <= 6.0 + 1.1, "only the task under way may end after it"
-    assert report.with_verdict(Verdict.HEALTHY) == {(0, 1)}, "some are settled, where not all can be"
+    assert report.with_verdict(Verdict.HEALTHY) == {(0, 1)}, (
+        "some are settled, where not all can be"
+    )
     assert report.with_verdict(Verdict.INCONCLUSIVE) == set(report.pairs) - {(0, 1)}
     text = "\n".join(report.not_exercised)
     assert "the budget of 6 s was spent" in text
     assert "large copies of" in text
-    assert not any(task.work is Work.CHAIN for task in bench.tasks), "the next quick probe goes on with pairs"
+    assert not any(task.work is Work.CHAIN for task in bench.tasks), (
+        "the next quick probe goes on with pairs"
+    )
     assert all(seconds >= 0 for seconds in bench.given)
     _, bench, _ = probe(clock, slow, budget=12.0)
-    assert any(task.work is Work.CHAIN for task in bench.tasks), "the full plan keeps time for several pairs"
+    assert any(task.work is Work.CHAIN for task in bench.tasks), (
+        "the full plan keeps time for several pairs"
+    )
 
 
 def test_a_section_that_ran_out_of_time_proves_nothing(clock: Clock) -> None:
-    report, _, _ = probe(clock, on((0, 2), Work.SECTION, TaskResult(ending=Ending.OUT_OF_TIME, trials=3)))
+    report, _, _ = probe(
+        clock, on((0, 2), Work.SECTION, TaskResult(ending=Ending.OUT_OF_TIME, trials=3))
+    )
     assert report.unproven == {(0, 2)}
     assert report.pairs[0, 2].verdict is Verdict.INCONCLUSIVE
     assert "before the time was up" in report.pairs[0, 2].detail
@@ -224,7 +248,9 @@ def test_a_worker_that_does_not_start_any_more_leaves_the_rest_inconclusive(cloc
 
 
 def test_failures_of_chains_and_of_all_at_once_name_their_pair(clock: Clock) -> None:
-    late = Failure(pair=(2, 0), kind="late", first_offset=None, wrong_bytes=0, size=40, case="chain")
+    late = Failure(
+        pair=(2, 0), kind="late", first_offset=None, wrong_bytes=0, size=40, case="chain"
+    )
     outcome = TaskResult(ending=Ending.DONE, trials=1, failures=(late,))
     for work in (Work.CHAIN, Work.TOGETHER):
         report, _, _ = probe(clock, on((2, 0), work, outcome))
@@ -256,7 +282,9 @@ def test_only_the_full_plan_may_take_damage_back() -> None:
     assert FULL.name == STRICTEST
     assert set(PLANS) == {FULL.name, QUICK.name, SAMPLE.name}
     assert FULL.copies > QUICK.copies > SAMPLE.copies
-    assert FULL.sections[: len(QUICK.sections)] == QUICK.sections, "the full plan finishes the quick one"
+    assert FULL.sections[: len(QUICK.sections)] == QUICK.sections, (
+        "the full plan finishes the quick one"
+    )
 
 
 def test_a_sections_name_stands_for_its_cases() -> None:
@@ -273,7 +301,10 @@ def test_what_was_done_is_not_done_again_and_what_was_begun_goes_on(clock: Clock
         if task.work is Work.SECTION and task.section == 1:
             clock.now += 2.0
             return TaskResult(
-                ending=Ending.OUT_OF_TIME, trials=40, done=task.start + 40, tried={"small dense": 40}
+                ending=Ending.OUT_OF_TIME,
+                trials=40,
+                done=task.start + 40,
+                tried={"small dense": 40},
             )
         return None
 
@@ -283,7 +314,9 @@ def test_what_was_done_is_not_done_again_and_what_was_begun_goes_on(clock: Clock
     assert begun
     assert set(first.hosts) == {0, 1, 2}
     second, bench, _ = probe(clock, budget=9.0, known=first)
-    assert Work.HOST not in {task.work for task in bench.tasks}, "one proof of each device, not one a process"
+    assert Work.HOST not in {task.work for task in bench.tasks}, (
+        "one proof of each device, not one a process"
+    )
     assert {task.pairs[0] for task in bench.tasks if task.start == 40} == begun
     assert bench.tasks[0].pairs[0] in begun, "those that are nearest to their end come first"
     assert not any(task.section == 0 and task.work is Work.SECTION for task in bench.tasks)
@@ -293,7 +326,9 @@ def test_what_was_done_is_not_done_again_and_what_was_begun_goes_on(clock: Clock
     assert second.pairs[pair].trials_by_kind()["small dense"] == 40
 
 
-def test_every_quick_probe_brings_a_healthy_host_of_eight_devices_nearer_to_its_end(clock: Clock) -> None:
+def test_every_quick_probe_brings_a_healthy_host_of_eight_devices_nearer_to_its_end(
+    clock: Clock,
+) -> None:
     """0.4.0 began anew in each process: 3 s never settled one of 56 pairs."""
     known: ProbeReport | None = None
     left = 56
@@ -310,16 +345,24 @@ def test_every_quick_probe_brings_a_healthy_host_of_eight_devices_nearer_to_its_
 def test_pairs_without_a_device_in_common_make_their_large_copies_at_once(clock: Clock) -> None:
     report, bench, _ = probe(clock, count=4, seconds=0.001)
     large = [number for number, section in enumerate(FULL.sections) if section.is_large]
-    waves = [task.pairs for task in bench.tasks if task.work is Work.SECTION and task.section in large]
+    waves = [
+        task.pairs for task in bench.tasks if task.work is Work.SECTION and task.section in large
+    ]
     assert len(waves) == 6 * len(large)
-    assert all(len({index for pair in wave for index in pair}) == 2 * len(wave) == 4 for wave in waves)
-    others = [task for task in bench.tasks if task.work is Work.SECTION and task.section not in large]
+    assert all(
+        len({index for pair in wave for index in pair}) == 2 * len(wave) == 4 for wave in waves
+    )
+    others = [
+        task for task in bench.tasks if task.work is Work.SECTION and task.section not in large
+    ]
     assert all(len(task.pairs) == 1 for task in others)
     assert report.unproven == frozenset()
 
 
 @pytest.mark.parametrize("ending", [Ending.HUNG, Ending.RAISED, Ending.DIED, Ending.NO_MEMORY])
-def test_of_pairs_that_end_badly_at_once_each_answers_for_itself(clock: Clock, ending: Ending) -> None:
+def test_of_pairs_that_end_badly_at_once_each_answers_for_itself(
+    clock: Clock, ending: Ending
+) -> None:
     outcome = TaskResult(ending=ending, stage="copy_() of 64 MiB", message="no end")
     large = QUICK.sections.index(next(section for section in QUICK.sections if section.is_large))
     report, _, _ = probe(
@@ -332,10 +375,14 @@ def test_of_pairs_that_end_badly_at_once_each_answers_for_itself(clock: Clock, e
 
 
 @pytest.mark.parametrize("unusable", [-1, 2])
-def test_a_wrong_copy_counts_even_where_another_pair_ends_the_task(clock: Clock, unusable: int) -> None:
+def test_a_wrong_copy_counts_even_where_another_pair_ends_the_task(
+    clock: Clock, unusable: int
+) -> None:
     """A rare fault: the pair's next copies, alone, are all right."""
     ending = Ending.NO_MEMORY if unusable < 0 else Ending.DONE
-    outcome = TaskResult(ending=ending, trials=4, failures=(failure((0, 1)),), unusable=unusable, message="x")
+    outcome = TaskResult(
+        ending=ending, trials=4, failures=(failure((0, 1)),), unusable=unusable, message="x"
+    )
     report, _, _ = probe(
         clock, lambda task: outcome if len(task.pairs) == 2 and task.work is Work.SECTION else None,
         count=4, seconds=0.001,
@@ -370,8 +417,12 @@ def test_pairs_that_end_badly_only_together_are_not_proven(
 
 
 def test_a_probe_that_makes_no_copy_proves_nothing(clock: Clock) -> None:
-    """All sections are done, but the pairs copied wrong or hung at once; then no worker starts any more."""
-    bad = TaskResult(ending=Ending.DIED, stage="1 MiB with all pairs at once", message="killed by SIGABRT")
+    """All sections are done, but the pairs copied wrong or hung at once; then no worker starts any
+    more.
+    """
+    bad = TaskResult(
+        ending=Ending.DIED, stage="1 MiB with all pairs at once", message="killed by SIGABRT"
+    )
     first, _, _ = probe(clock, lambda task: bad if task.work is Work.TOGETHER else None)
     assert first.unproven == set(first.pairs)
 
@@ -381,7 +432,9 @@ def test_a_probe_that_makes_no_copy_proves_nothing(clock: Clock) -> None:
     second, _, _ = probe(clock, ended, known=first)
     assert second.unproven == set(first.pairs)
     assert "the worker could not be started" in second.pairs[0, 1].detail
-    assert {found.verdict for found in first.renewed_by(second).pairs.values()} == {Verdict.INCONCLUSIVE}
+    assert {found.verdict for found in first.renewed_by(second).pairs.values()} == {
+        Verdict.INCONCLUSIVE
+    }
 
 
 def test_what_time_is_left_goes_to_more_large_copies_with_other_bits(clock: Clock) -> None:
@@ -394,7 +447,10 @@ def test_what_time_is_left_goes_to_more_large_copies_with_other_bits(clock: Cloc
     assert {task.again for task in bench.tasks} == set(range(21))
     assert {found.trials_by_kind()["large dense"] for found in report.pairs.values()} == {42}
     text = "\n".join(report.not_exercised)
-    assert "faults of large dense copies that hit fewer than 10 % of them: 42 by each healthy pair" in text
+    assert (
+        "faults of large dense copies that hit fewer than 10 % of them: 42 by each healthy pair"
+        in text
+    )
     assert "rarer than one copy" not in text
 
 
@@ -411,7 +467,9 @@ def test_a_device_that_never_answered_or_was_taken_away_is_not_decided(
     clock: Clock, ending: Ending, trials: int, message: str
 ) -> None:
     """Another process may have it for itself: that is of this moment, and must be asked again."""
-    outcome = TaskResult(ending=ending, trials=trials, stage="host round trip of 1 B", message=message)
+    outcome = TaskResult(
+        ending=ending, trials=trials, stage="host round trip of 1 B", message=message
+    )
     report, _, _ = probe(clock, on((2, 2), Work.HOST, outcome))
     assert report.with_verdict(Verdict.INCONCLUSIVE) == {pair for pair in report.pairs if 2 in pair}
     assert report.with_verdict(Verdict.HEALTHY) == {(0, 1), (1, 0)}
@@ -421,7 +479,9 @@ def test_a_device_that_never_answered_or_was_taken_away_is_not_decided(
 
 @pytest.mark.parametrize("ending", [Ending.RAISED, Ending.HUNG, Ending.DIED])
 def test_a_device_that_fails_after_it_answered_is_unusable(clock: Clock, ending: Ending) -> None:
-    outcome = TaskResult(ending=ending, trials=1, stage="host round trip of 4.0 KiB", message="no end")
+    outcome = TaskResult(
+        ending=ending, trials=1, stage="host round trip of 4.0 KiB", message="no end"
+    )
     report, _, _ = probe(clock, on((2, 2), Work.HOST, outcome))
     assert report.with_verdict(Verdict.UNUSABLE) == {pair for pair in report.pairs if 2 in pair}
     assert report.pairs[0, 2].detail == "device 2: host round trip of 4.0 KiB: no end"

@@ -1,4 +1,6 @@
-"""The probe on simulated devices, in their process: every kind of fault is found, and none where there is none."""
+"""The probe on simulated devices, in their process: every kind of fault is found, and none where
+there is none.
+"""
 
 from collections import deque
 from dataclasses import replace
@@ -62,8 +64,13 @@ FILTERS: tuple[dict[str, Any], ...] = (
 
 def name(value: Any) -> str | None:
     if isinstance(value, dict):
-        return "-".join(f"{key}={getattr(item, 'value', item)}" for key, item in value.items()) or "always"
-    return value.value if isinstance(value, Kind) else value.name if isinstance(value, Plan) else None
+        return (
+            "-".join(f"{key}={getattr(item, 'value', item)}" for key, item in value.items())
+            or "always"
+        )
+    return (
+        value.value if isinstance(value, Kind) else value.name if isinstance(value, Plan) else None
+    )
 
 
 def measured(plan: Plan, *pairs: Pair, seed: int = 1) -> ProbeReport:
@@ -78,7 +85,9 @@ def measured(plan: Plan, *pairs: Pair, seed: int = 1) -> ProbeReport:
 
 
 PLANNED = [(QUICK, options) for options in FILTERS] + [(FULL, options) for options in FILTERS[:3]]
-"""The full plan holds the quick one's cases: it is enough to see that it finds what needs many of them."""
+"""The full plan holds the quick one's cases: it is enough to see that it finds what needs many of
+them.
+"""
 
 
 @pytest.mark.parametrize(("plan", "options"), PLANNED, ids=name)
@@ -138,7 +147,9 @@ def test_a_thousand_healthy_copies_over_each_pair_give_no_false_alarm(
     trials = {pair: found.trials for pair, found in report.pairs.items()}
     assert min(trials.values()) >= 1000
     copies = simulator.log()
-    assert all(len(copies[pair]) >= trials[pair] for pair in ALL), "each trial is a copy over the link"
+    assert all(len(copies[pair]) >= trials[pair] for pair in ALL), (
+        "each trial is a copy over the link"
+    )
     engines = {pair: {copy.engine for copy in copies[pair]} for pair in ALL}
     assert set(map(frozenset, engines.values())) == {frozenset({Engine.MEMCPY, Engine.KERNEL})}
     if keeps:
@@ -147,7 +158,9 @@ def test_a_thousand_healthy_copies_over_each_pair_give_no_false_alarm(
 
 @pytest.mark.parametrize("source", range(3))
 @pytest.mark.parametrize("destination", range(3))
-def test_only_the_faulty_direction_is_named(simulator: Simulator, source: int, destination: int) -> None:
+def test_only_the_faulty_direction_is_named(
+    simulator: Simulator, source: int, destination: int
+) -> None:
     if source == destination:
         return
     simulator.fault(source, destination, Kind.STALE)
@@ -157,7 +170,11 @@ def test_only_the_faulty_direction_is_named(simulator: Simulator, source: int, d
 
 def test_every_pair_faulty_in_another_way_is_told_apart(simulator: Simulator) -> None:
     kinds = dict(
-        zip(ALL, (Kind.ZEROS, Kind.LATE, Kind.PAGES, Kind.SHIFT, Kind.BITFLIP, Kind.SWAP), strict=True)
+        zip(
+            ALL,
+            (Kind.ZEROS, Kind.LATE, Kind.PAGES, Kind.SHIFT, Kind.BITFLIP, Kind.SWAP),
+            strict=True,
+        )
     )
     for pair, kind in kinds.items():
         simulator.fault(*pair, kind)
@@ -177,7 +194,9 @@ def test_the_same_seed_repeats_the_same_bits(simulator: Simulator) -> None:
     assert damage(5) != damage(6)
 
 
-def test_it_measures_past_installed_staging(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_measures_past_installed_staging(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measuring, "plan_for", lambda budget: replace(QUICK, again=0))
     simulator.fault(1, 2, Kind.ZEROS)
     with safe_transfers("always") as held:
@@ -208,7 +227,10 @@ def test_a_chain_names_the_hop_that_failed(simulator: Simulator, kind: Kind, hop
     assert said == ["12.0 KiB + 8 B through the chain 0 -> 1 -> 2 -> 0", None]
     simulator.fault(*hops[hop], kind)
     (failure,) = together.chain(hops, 12296, 8, said.append)
-    assert (failure.pair, failure.kind) == (hops[hop], "garbage" if kind is Kind.STALE else WORDS[kind])
+    assert (failure.pair, failure.kind) == (
+        hops[hop],
+        "garbage" if kind is Kind.STALE else WORDS[kind],
+    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WORDS if kind is not Kind.ERROR], ids=name)
@@ -223,10 +245,16 @@ def test_all_pairs_at_once_name_those_that_failed(simulator: Simulator, kind: Ki
 
 def test_bytes_written_beside_the_destination_are_seen(simulator: Simulator) -> None:
     class Overruns(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             made = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.copy_.default and [part.device.index for part in args[:2]] == [1, 0]:
-                whole = torch.empty(0, dtype=torch.uint8, device="cuda:1").set_(args[0].untyped_storage())
+            if func is torch.ops.aten.copy_.default and [
+                part.device.index for part in args[:2]
+            ] == [1, 0]:
+                whole = torch.empty(0, dtype=torch.uint8, device="cuda:1").set_(
+                    args[0].untyped_storage()
+                )
                 whole[-3:] ^= 1
             return made
 
@@ -241,13 +269,17 @@ def test_bytes_written_beside_the_destination_are_seen(simulator: Simulator) -> 
         last = run_batch(batched, (0, 1), row, 3, Memory(), lambda stage: None, deque(), 6)
     assert [(found.kind, found.wrong_bytes) for found in last] == [("outside", 3)]
     assert failure is not None
-    assert (failure.kind, failure.first_offset, failure.wrong_bytes) == ("outside", None, 3), (
-        "no byte of the payload"
-    )
+    assert (failure.kind, failure.first_offset, failure.wrong_bytes) == (
+        "outside",
+        None,
+        3,
+    ), "no byte of the payload"
 
 
 class HostLoses(TorchDispatchMode):  # type: ignore[misc]
-    """Copies between the host and one device lose a byte from ``least`` bytes on; ``up``: those to the device."""
+    """Copies between the host and one device lose a byte from ``least`` bytes on; ``up``: those to
+    the device.
+    """
 
     def __init__(self, index: int, *, up: bool, least: int = 0) -> None:
         super().__init__()
@@ -285,7 +317,9 @@ def test_a_host_path_that_fails_only_now_is_not_the_pairs_fault(
     simulator: Simulator, index: int, up: bool
 ) -> None:
     with HostLoses(index, up=up), pytest.raises(UnusableDevice) as caught:
-        PairTrials((0, 1), Memory(), deque(), lambda stage: None).run(Case(route=Route.COPY, count=5000), 1)
+        PairTrials((0, 1), Memory(), deque(), lambda stage: None).run(
+            Case(route=Route.COPY, count=5000), 1
+        )
     assert caught.value.index == index
 
 
@@ -408,7 +442,9 @@ def test_in_little_memory_small_copies_are_made_and_the_large_ones_named(
     found = report.pairs[0, 1]
     assert found.done["repeats"] == 400
     assert found.done["large copies"] == 0
-    assert "no memory for copies of 33.0 MiB + 13 B: device 1 has only 64.0 MiB free" in found.detail
+    assert (
+        "no memory for copies of 33.0 MiB + 13 B: device 1 has only 64.0 MiB free" in found.detail
+    )
     assert "doctor --peer-copies" in found.detail
     monkeypatch.undo()
     monkeypatch.setattr(measuring, "plan_for", lambda budget: replace(QUICK, again=0))

@@ -1,4 +1,6 @@
-"""The side that asks, with workers that answer what a test wants. No torch in them, and no device is needed."""
+"""The side that asks, with workers that answer what a test wants. No torch in them, and no device
+is needed.
+"""
 
 import os
 import signal
@@ -39,7 +41,9 @@ def started() -> Iterator[list[Watched]]:
         watched.close()
 
 
-def watched(started: list[Watched], body: str, patience: float = 1.0, before: str = READY) -> Watched:
+def watched(
+    started: list[Watched], body: str, patience: float = 1.0, before: str = READY
+) -> Watched:
     program = before + textwrap.indent(textwrap.dedent(body), "    " if before else "")
     made = Watched(patience, [sys.executable, "-c", program])
     started.append(made)
@@ -64,10 +68,13 @@ def test_a_task_is_done_and_the_machine_described(started: list[Watched]) -> Non
     assert 0 < bench.starting < 60
 
 
-def test_a_copy_that_hangs_is_ended_and_the_next_task_gets_a_new_worker(started: list[Watched]) -> None:
+def test_a_copy_that_hangs_is_ended_and_the_next_task_gets_a_new_worker(
+    started: list[Watched],
+) -> None:
     bench = watched(
         started,
-        'tell({"stage": "copy"})\ntime.sleep(600 if asked["seconds"] == 1.0 else 0)\ntell({"outcome": DONE})',
+        'tell({"stage": "copy"})\ntime.sleep(600 if asked["seconds"] == 1.0 else '
+        '0)\ntell({"outcome": DONE})',
     )
     bench.machine()
     first = pid_of(bench)
@@ -86,10 +93,16 @@ def test_work_between_copies_may_take_longer(started: list[Watched]) -> None:
 
 
 def test_a_worker_that_dies_is_told_with_its_signal_and_stage(started: list[Watched]) -> None:
-    bench = watched(started, f'tell({{"stage": "copy"}}); os.kill(os.getpid(), {int(signal.SIGABRT)})')
+    bench = watched(
+        started, f'tell({{"stage": "copy"}}); os.kill(os.getpid(), {int(signal.SIGABRT)})'
+    )
     bench.machine()
     outcome = bench.run(TASK, 1.0)
-    assert (outcome.ending, outcome.stage, outcome.message) == (Ending.DIED, "copy", "killed by SIGABRT")
+    assert (outcome.ending, outcome.stage, outcome.message) == (
+        Ending.DIED,
+        "copy",
+        "killed by SIGABRT",
+    )
     assert bench.run(TASK, 1.0).ending is Ending.DIED
 
 
@@ -148,7 +161,9 @@ def test_a_program_that_is_not_there_is_an_error(started: list[Watched]) -> None
         bench.machine()
 
 
-def test_the_worker_imports_what_this_process_would_and_nothing_of_the_current_folder(tmp_path: Path) -> None:
+def test_the_worker_imports_what_this_process_would_and_nothing_of_the_current_folder(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('the torch.py of a checkpoint was run')\n")
     command = list(worker_command())
     done = subprocess.run(
@@ -164,22 +179,24 @@ def test_variables_that_hide_faults_do_not_reach_the_worker(
 ) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("KEPT", "1")
-    body = 'tell({"outcome": {**DONE, "message": str(sorted({"CUDA_LAUNCH_BLOCKING", "KEPT"} & set(os.environ)))}})'
+    body = (
+        'tell({"outcome": {**DONE, "message": str(sorted({"CUDA_LAUNCH_BLOCKING", "KEPT"} & '
+        "set(os.environ)))}})"
+    )
     bench = watched(started, body)
     bench.machine()
     assert bench.run(TASK, 1.0).message == "['KEPT']"
 
 
 def test_a_worker_ends_when_its_parent_is_killed() -> None:
-    # It holds the other end of its own input, so that only the death of its parent can end it, as if a copy hung.
+    # It holds the other end of its own input, so that only the death of its parent can end it, as
+    # if a copy hung.
     parent = (
-        "import os, subprocess, time\n"
-        "from ckptfix.devices.probe.measuring import worker_command\n"
-        "end, other = os.pipe()\n"
-        "child = subprocess.Popen(worker_command(), stdin=end, stdout=subprocess.PIPE, pass_fds=(other,))\n"
-        "child.stdout.readline()\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)\n"
+        "import os, subprocess, time\nfrom ckptfix.devices.probe.measuring import "
+        "worker_command\nend, other = os.pipe()\nchild = subprocess.Popen(worker_command(), "
+        "stdin=end, stdout=subprocess.PIPE, "
+        "pass_fds=(other,))\nchild.stdout.readline()\nprint(child.pid, "
+        "flush=True)\ntime.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -199,8 +216,12 @@ def test_a_worker_ends_when_its_parent_is_killed() -> None:
     raise AssertionError(f"the worker {child} outlived its parent")
 
 
-@pytest.mark.parametrize(("end", "ending"), [("sys.exit()", Ending.DIED), ("time.sleep(600)", Ending.HUNG)])
-def test_what_was_done_before_a_bad_end_is_counted(started: list[Watched], end: str, ending: Ending) -> None:
+@pytest.mark.parametrize(
+    ("end", "ending"), [("sys.exit()", Ending.DIED), ("time.sleep(600)", Ending.HUNG)]
+)
+def test_what_was_done_before_a_bad_end_is_counted(
+    started: list[Watched], end: str, ending: Ending
+) -> None:
     body = f"""
     for _ in range(3):
         tell({{"stage": "copy"}}); tell({{"stage": None}})

@@ -1,4 +1,6 @@
-"""The probe in a process of its own, on simulated devices: faults that hang it, end it, or take a device with them."""
+"""The probe in a process of its own, on simulated devices: faults that hang it, end it, or take a
+device with them.
+"""
 
 import json
 from collections.abc import Mapping
@@ -24,10 +26,17 @@ print(json.dumps(probe_peer_copies(budget={budget}, seed={seed}).to_json()))
 
 
 def probed(
-    *, budget: float = 600.0, seed: int = 1, count: int = 3, faults: Faults | None = None, **more: Any
+    *,
+    budget: float = 600.0,
+    seed: int = 1,
+    count: int = 3,
+    faults: Faults | None = None,
+    **more: Any,
 ) -> Any:
     return json.loads(
-        run_simulated(PROBE.format(budget=budget, seed=seed), count, faults=faults, timeout=900, **more)
+        run_simulated(
+            PROBE.format(budget=budget, seed=seed), count, faults=faults, timeout=900, **more
+        )
     )
 
 
@@ -71,23 +80,16 @@ def test_a_broken_pair_hangs_raises_or_takes_its_device_along_and_the_others_are
 def test_a_copy_that_kills_the_process_is_a_crash_of_its_pair(tmp_path: Path) -> None:
     # What an abort inside the driver looks like: the process of the probe dies in a copy of 0 -> 1.
     (tmp_path / "aborting.py").write_text(
-        "import os, torch\n"
-        "from ckptfix.devices.probe import trials\n"
-        "run = trials.PairTrials.run\n"
-        "def run_or_abort(self, case, seed):\n"
-        "    announce = self._announce\n"
-        "    self._announce = lambda stage: (announce(stage), stage and self.pair == (0, 1) and os.abort())\n"
-        "    try:\n"
-        "        return run(self, case, seed)\n"
-        "    finally:\n"
-        "        self._announce = announce\n"
-        "trials.PairTrials.run = run_or_abort\n"
+        "import os, torch\nfrom ckptfix.devices.probe import trials\nrun = "
+        "trials.PairTrials.run\ndef run_or_abort(self, case, seed):\n    announce = "
+        "self._announce\n    self._announce = lambda stage: (announce(stage), stage and self.pair "
+        "== (0, 1) and os.abort())\n    try:\n        return run(self, case, seed)\n    "
+        "finally:\n        self._announce = announce\ntrials.PairTrials.run = run_or_abort\n"
     )
     code = (
-        "import sys\n"
-        "from ckptfix.devices.probe import measuring\n"
-        "measuring._BEGIN = measuring._BEGIN.replace('from ckptfix', 'import aborting; from ckptfix', 1)\n"
-        f"sys.path.append({str(tmp_path)!r})\n" + PROBE.format(budget=9.0, seed=1).strip()
+        "import sys\nfrom ckptfix.devices.probe import measuring\nmeasuring._BEGIN = "
+        "measuring._BEGIN.replace('from ckptfix', 'import aborting; from ckptfix', "
+        f"1)\nsys.path.append({str(tmp_path)!r})\n" + PROBE.format(budget=9.0, seed=1).strip()
     )
     found = verdicts(json.loads(run_simulated(code, 2)))
     assert found[0, 1] == ("wrong", "crash")
@@ -118,13 +120,17 @@ def test_auto_measures_in_one_process_and_the_next_one_reads(tmp_path: Path) -> 
     """
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     faults: Faults = {(0, 1): "stale"}
-    assert run_simulated(code, 2, faults=faults, environment=environment, timeout=600).split("\n")[:2] == [
+    assert run_simulated(code, 2, faults=faults, environment=environment, timeout=600).split("\n")[
+        :2
+    ] == [
         "[(0, 1)]",
         "[(0, 1)] stale",
     ]
     assert run_simulated(again, 2, environment=environment) == "[(0, 1)] stale\n"
     other = {**environment, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    done = start_simulated(["-c", "import torch\n" + again.replace("    ", "")], 2, environment=other)
+    done = start_simulated(
+        ["-c", "import torch\n" + again.replace("    ", "")], 2, environment=other
+    )
     assert done.returncode != 0, "another allocator is another key: it would measure"
     assert "NoneType" in done.stderr
 
@@ -176,5 +182,8 @@ def test_of_simulated_pairs_at_once_the_one_that_failed_is_named() -> None:
         "partial [((2, 3), 'partial')] None",
         "late [((2, 3), 'late')] None",
         "late [((2, 3), 'late')] None",
-        "copy_() of 33.0 MiB + 13 B, uint8 over 2 pairs without a device in common {(0, 1): 6, (2, 3): 6}",
+        (
+            "copy_() of 33.0 MiB + 13 B, uint8 over 2 pairs without a device in common {(0, 1): 6, "
+            "(2, 3): 6}"
+        ),
     ]

@@ -1,4 +1,6 @@
-"""``verify_reload`` on a machine without an accelerator: what it proves, what it refuses, what it does not exercise."""
+"""``verify_reload`` on a machine without an accelerator: what it proves, what it refuses, what it
+does not exercise.
+"""
 
 import json
 import shutil
@@ -36,7 +38,9 @@ def outcomes(report: ReloadReport, subject: Subject) -> list[Outcome]:
 
 def text_of(report: ReloadReport, subject: Subject, outcome: Outcome) -> str:
     return "\n".join(
-        proof.text for proof in report.proofs if proof.subject is subject and proof.outcome is outcome
+        proof.text
+        for proof in report.proofs
+        if proof.subject is subject and proof.outcome is outcome
     )
 
 
@@ -57,12 +61,16 @@ def test_every_repaired_folder_is_proven_as_far_as_a_cpu_can(tmp_path: Path, rea
     assert outcomes(report, Subject.DISK_OFFLOAD) == [Outcome.PROVEN]
     assert set(outcomes(report, Subject.DEVICE_MAP)) == {Outcome.PROVEN}
     assert outcomes(report, Subject.OUTPUTS) == [Outcome.NOT_EXERCISED]
-    assert text_of(report, Subject.PEER_PROBE, Outcome.NOT_EXERCISED).startswith("any device transfer")
+    assert text_of(report, Subject.PEER_PROBE, Outcome.NOT_EXERCISED).startswith(
+        "any device transfer"
+    )
     assert sum(report.device_bytes.values()) == report.nbytes
 
 
 @pytest.mark.parametrize("factory", ["two_layer", "two_layer_alone"])
-def test_transfers_that_were_not_exercised_fail_only_when_asked(tmp_path: Path, factory: str) -> None:
+def test_transfers_that_were_not_exercised_fail_only_when_asked(
+    tmp_path: Path, factory: str
+) -> None:
     folder = copied(tmp_path, "clean-safetensors")
     model = f"{MODELS}:{factory}"
     assert verify_reload(folder, model=model).status == 0
@@ -158,7 +166,9 @@ def test_a_wider_dtype_is_exact_and_said(tmp_path: Path) -> None:
     assert "4 held in another dtype" in text_of(report, Subject.NAMES, Outcome.PROVEN)
     narrow = verify_reload(copied(tmp_path / "other", "clean-safetensors"), model=f"{MODELS}:half")
     assert narrow.status == 1
-    assert "is float32 in the file, float16 in the model" in text_of(narrow, Subject.NAMES, Outcome.FAILED)
+    assert "is float32 in the file, float16 in the model" in text_of(
+        narrow, Subject.NAMES, Outcome.FAILED
+    )
 
 
 def test_wrapped_names_are_one_sentence_with_the_next_command(tmp_path: Path) -> None:
@@ -183,7 +193,9 @@ def test_tied_names_with_other_bytes_are_lost_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 @pytest.mark.parametrize("model", [None, f"{MODELS}:tied"])
-def test_a_map_that_splits_tied_weights_is_refused(tmp_path: Path, suffix: str, model: str | None) -> None:
+def test_a_map_that_splits_tied_weights_is_refused(
+    tmp_path: Path, suffix: str, model: str | None
+) -> None:
     folder = save_tied(tmp_path / "checkpoint", suffix=suffix)
     device_map = {"embed": "cpu", "mixer": "cpu", "lm_head": "disk"}
     report = verify_reload(folder, device_map=device_map, model=model)
@@ -211,7 +223,9 @@ def test_a_map_that_forgets_tensors_is_refused(tmp_path: Path) -> None:
     for model in (None, f"{MODELS}:two_layer"):
         report = verify_reload(folder, device_map=path, model=model)
         assert report.status == 1
-        assert "no device to 1 tensor: 'fc2.bias'" in text_of(report, Subject.DEVICE_MAP, Outcome.FAILED)
+        assert "no device to 1 tensor: 'fc2.bias'" in text_of(
+            report, Subject.DEVICE_MAP, Outcome.FAILED
+        )
 
 
 @pytest.mark.parametrize("model", [None, f"{MODELS}:two_layer"])
@@ -223,7 +237,10 @@ def test_devices_that_are_not_here_are_not_exercised(tmp_path: Path, model: str 
     assert "device 0 of the map is not on this machine: 2 tensors" in says
     assert "device 1 of the map is not on this machine: 2 tensors" in says
     assert report.device_bytes == {"0": 224, "1": 108}
-    assert verify_reload(folder, device_map={"fc1": 0, "fc2": 1}, require_transfer_proof=True).status == 1
+    assert (
+        verify_reload(folder, device_map={"fc1": 0, "fc2": 1}, require_transfer_proof=True).status
+        == 1
+    )
 
 
 @pytest.mark.parametrize("spread", ["auto", "balanced", "sequential", "balanced_low_0"])
@@ -239,7 +256,9 @@ def test_weights_beyond_the_memory_go_to_the_disk_and_come_back(
         assert "disk == cpu alone" in text_of(report, Subject.OUTPUTS, Outcome.PROVEN)
 
 
-def test_a_library_that_reads_wrong_bytes_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_reads_wrong_bytes_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wrong(self: stored.Weights, fqn: str) -> torch.Tensor:
         value = right(self, fqn).clone()
         if fqn == "fc1.bias":
@@ -258,8 +277,12 @@ def test_a_library_that_reads_wrong_bytes_is_caught(tmp_path: Path, monkeypatch:
     assert "'fc1.bias': on cpu: byte 9" in text_of(report, Subject.PLACEMENT, Outcome.FAILED)
 
 
-def test_an_offload_that_changes_bytes_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "load_offloaded_weight", lambda path, info: torch.zeros(info["shape"]))
+def test_an_offload_that_changes_bytes_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        placing, "load_offloaded_weight", lambda path, info: torch.zeros(info["shape"])
+    )
     report = verify_reload(copied(tmp_path, "clean-safetensors"))
     assert report.status == 1
     assert "4 of 4 tensors differ" in text_of(report, Subject.DISK_OFFLOAD, Outcome.FAILED)
@@ -334,7 +357,9 @@ def test_the_factorys_own_inputs_must_suit_its_model(tmp_path: Path) -> None:
 def test_without_inputs_the_outputs_are_not_exercised(tmp_path: Path) -> None:
     report = verify_reload(copied(tmp_path, "clean-safetensors"), model=f"{MODELS}:two_layer_alone")
     assert report.status == 0
-    assert "let it return (model, inputs)" in text_of(report, Subject.OUTPUTS, Outcome.NOT_EXERCISED)
+    assert "let it return (model, inputs)" in text_of(
+        report, Subject.OUTPUTS, Outcome.NOT_EXERCISED
+    )
 
 
 def test_of_several_models_the_one_that_fits_is_taken(tmp_path: Path) -> None:
@@ -348,7 +373,9 @@ def test_of_several_models_the_one_that_fits_is_taken(tmp_path: Path) -> None:
         verify_reload(folder, device_map={"": "cpu"})
 
 
-def test_random_numbers_are_the_same_in_every_run_and_the_processs_own_stay(tmp_path: Path) -> None:
+def test_random_numbers_are_the_same_in_every_run_and_the_processs_own_stay(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "checkpoint").mkdir()
     save_file({"weight": torch.ones(3)}, str(tmp_path / "checkpoint" / "model.safetensors"))
     before = torch.random.get_rng_state()
@@ -359,10 +386,14 @@ def test_random_numbers_are_the_same_in_every_run_and_the_processs_own_stay(tmp_
 
 def test_limits_are_for_maps_that_are_made(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="max_memory limits a map that is made"):
-        verify_reload(copied(tmp_path, "clean-safetensors"), device_map={"": 0}, max_memory={0: "1GiB"})
+        verify_reload(
+            copied(tmp_path, "clean-safetensors"), device_map={"": 0}, max_memory={0: "1GiB"}
+        )
 
 
-def test_no_room_on_the_disk_is_not_exercised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_on_the_disk_is_not_exercised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     report = verify_reload(copied(tmp_path, "clean-safetensors"), model=f"{MODELS}:two_layer")
@@ -375,7 +406,9 @@ def test_repeats_must_be_positive(tmp_path: Path) -> None:
         verify_reload(copied(tmp_path, "clean-safetensors"), repeats=0)
 
 
-def test_nothing_is_left_behind_and_nothing_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_behind_and_nothing_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = copied(tmp_path, "clean-bin")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     (tmp_path / "tmp").mkdir()

@@ -43,7 +43,16 @@ def test_other_words_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["[]", "{}", "nonsense", "[" * 5000, '{"a": -1}', '{"a": "gpu zero"}', '{"a": true}', '{"a": "cpu:0"}'],
+    [
+        "[]",
+        "{}",
+        "nonsense",
+        "[" * 5000,
+        '{"a": -1}',
+        '{"a": "gpu zero"}',
+        '{"a": true}',
+        '{"a": "cpu:0"}',
+    ],
 )
 def test_files_that_hold_no_map_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "map.json"

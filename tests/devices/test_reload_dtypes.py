@@ -1,4 +1,6 @@
-"""Dtypes: a model gets the one that every user's ``from_pretrained`` gives, and what that loses is no proof."""
+"""Dtypes: a model gets the one that every user's ``from_pretrained`` gives, and what that loses is
+no proof.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -95,7 +97,10 @@ def test_what_from_pretrained_makes_narrower_is_a_difference(tmp_path: Path) -> 
     report = verify_reload(folder)
     assert report.status == 1
     says = text_of(report, Subject.NAMES, Outcome.FAILED)
-    assert "'model.layers.0.input_layernorm.weight' is float32 in the file, bfloat16 in the model" in says
+    assert (
+        "'model.layers.0.input_layernorm.weight' is float32 in the file, bfloat16 in the model"
+        in says
+    )
     assert "and 11 more dtypes differ" in says
 
 
@@ -104,7 +109,10 @@ def test_what_from_pretrained_makes_narrower_is_a_difference(tmp_path: Path) -> 
 def test_a_file_of_eight_bit_floats_is_loaded_as_from_pretrained_does(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", qwen2())
     rewrite(
-        folder, lambda name, value: value.to(torch.float8_e4m3fn) if "proj.weight" in name else value.clone()
+        folder,
+        lambda name, value: (
+            value.to(torch.float8_e4m3fn) if "proj.weight" in name else value.clone()
+        ),
     )
     edit_config(folder, dtype="float32")
     report = verify_reload(folder)

@@ -1,4 +1,6 @@
-"""Reloads on real accelerators; skipped where there are too few of them. Nothing here is simulated."""
+"""Reloads on real accelerators; skipped where there are too few of them. Nothing here is
+simulated.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""Reloads on one simulated device: the device, the host's memory and the disk are exercised, P2P copies are not."""
+"""Reloads on one simulated device: the device, the host's memory and the disk are exercised, P2P
+copies are not.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,11 @@ pytestmark = [pytest.mark.simulated(1), pytest.mark.usefixtures("each_accelerate
 
 
 def texts(report: Any, subject: Subject, outcome: Outcome) -> list[str]:
-    return [proof.text for proof in report.proofs if proof.subject is subject and proof.outcome is outcome]
+    return [
+        proof.text
+        for proof in report.proofs
+        if proof.subject is subject and proof.outcome is outcome
+    ]
 
 
 @pytest.mark.parametrize("make", [qwen2, gpt2])

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.devices.reload.outputs import deviation, equal_bits, is_empty, output_tensors, tensors_in
+from ckptfix.devices.reload.outputs import (
+    deviation,
+    equal_bits,
+    is_empty,
+    output_tensors,
+    tensors_in,
+)
 from ckptfix.devices.reload.reload_report import Outcome, Subject
 from ckptfix.devices.reload.verifying import verify_reload
 from ckptfix.devices.torch_devices import device_count
@@ -17,13 +23,17 @@ from tests.devices.reload_models import Head, eights, save_model
 from tests.devices.test_reload import outcomes, text_of
 
 
-@pytest.mark.skipif(device_count() > 0, reason="these say what a machine without accelerator proves")
+@pytest.mark.skipif(
+    device_count() > 0, reason="these say what a machine without accelerator proves"
+)
 def test_an_output_without_a_tensor_proves_nothing(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "checkpoint", Head())
     report = verify_reload(folder, model=lambda: (models.Empty(), eights()))
     assert report.status == 0, str(report)
     assert outcomes(report, Subject.OUTPUTS) == [Outcome.NOT_EXERCISED]
-    assert "holds no tensor with an element" in text_of(report, Subject.OUTPUTS, Outcome.NOT_EXERCISED)
+    assert "holds no tensor with an element" in text_of(
+        report, Subject.OUTPUTS, Outcome.NOT_EXERCISED
+    )
 
 
 class Result:

@@ -68,8 +68,8 @@ def report() -> ReloadReport:
             PairFacts(pair=(0, 2), probe="inconclusive"),
         ),
         divergence=Divergence(
-            runs=8, wrong_runs=8, suspects=((0, 1),), pair=(0, 1), block=EVIL, dtype="float32", shape=(2, 3),
-            first_offset=0,
+            runs=8, wrong_runs=8, suspects=((0, 1),), pair=(0, 1), block=EVIL, dtype="float32",
+            shape=(2, 3), first_offset=0,
         ),
     )  # fmt: skip
 
@@ -128,7 +128,9 @@ def test_colours_follow_the_outcome_of_each_pair() -> None:
 
 def test_a_machine_without_accelerators_has_no_matrix() -> None:
     page = Page(
-        html_page(replace(report(), pairs=(), divergence=None, machine=Accelerators(accelerator=None)))
+        html_page(
+            replace(report(), pairs=(), divergence=None, machine=Accelerators(accelerator=None))
+        )
     )
     assert "Copies between accelerators" not in page.text
     assert "CPU only" in page.text
@@ -148,6 +150,7 @@ def test_str_is_what_the_terminal_prints() -> None:
 
 
 def test_repr_is_short() -> None:
-    assert repr(replace(report(), path=Path("f"))) == (
-        "<ReloadReport f: 7 tensors, 3.0 KiB; 3 cuda devices (Card); status 1>"
+    assert (
+        repr(replace(report(), path=Path("f")))
+        == "<ReloadReport f: 7 tensors, 3.0 KiB; 3 cuda devices (Card); status 1>"
     )

@@ -1,6 +1,8 @@
-"""Checkpoints of which ``from_pretrained`` raises, warns or says nothing: the verdict is its own, in words that help.
+"""Checkpoints of which ``from_pretrained`` raises, warns or says nothing: the verdict is its own,
+in words that help.
 
-Every case is loaded by ``from_pretrained`` itself, too, so that an expectation is never of a transformers of the past.
+Every case is loaded by ``from_pretrained`` itself, too, so that an expectation is never of a
+transformers of the past.
 """
 
 import json
@@ -23,7 +25,9 @@ from tests.simulated.models import VOCABULARY, WIDTH, gpt2, mixtral, qwen2
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(device_count() > 0, reason="these say what a machine without accelerator proves"),
+    pytest.mark.skipif(
+        device_count() > 0, reason="these say what a machine without accelerator proves"
+    ),
 ]
 State = dict[str, torch.Tensor]
 EXPERTS = "model.layers.0.block_sparse_moe.experts"
@@ -34,16 +38,27 @@ def bert() -> Any:
 
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4,
     )  # fmt: skip
     return BertForSequenceClassification(config).eval()
 
 
 def llava() -> Any:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     text = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, pad_token_id=0, **sizes)
     vision = CLIPVisionConfig(image_size=28, patch_size=14, **sizes)
     return LlavaForConditionalGeneration(
@@ -66,7 +81,9 @@ def failed(report: ReloadReport) -> str:
 
 
 def refuses(folder: Path, kind: Any) -> str:
-    """Return what ``from_pretrained`` raises, of the configuration first, as AutoModel does; "" for nothing."""
+    """Return what ``from_pretrained`` raises, of the configuration first, as AutoModel does; "" for
+    nothing.
+    """
     from transformers import AutoConfig
 
     try:
@@ -78,7 +95,9 @@ def refuses(folder: Path, kind: Any) -> str:
 
 
 class Refused(NamedTuple):
-    """A checkpoint that from_pretrained refuses: its model, what is done to it, and words of the failing lines."""
+    """A checkpoint that from_pretrained refuses: its model, what is done to it, and words of the
+    failing lines.
+    """
 
     make: Callable[[], Any]
     entries: dict[str, Any]
@@ -87,12 +106,19 @@ class Refused(NamedTuple):
 
 
 REFUSED = {
-    "unknown model type": Refused(qwen2, {"model_type": "of-nobody"}, None, ("model type `of-nobody`",)),
+    "unknown model type": Refused(
+        qwen2, {"model_type": "of-nobody"}, None, ("model type `of-nobody`",)
+    ),
     "unknown model type and class": Refused(
-        qwen2, {"model_type": "of-nobody", "architectures": ["Nobody"]}, None, ("model type `of-nobody`",)
+        qwen2,
+        {"model_type": "of-nobody", "architectures": ["Nobody"]},
+        None,
+        ("model type `of-nobody`",),
     ),
     "no model type": Refused(qwen2, {"model_type": None}, None, ("Unrecognized model",)),
-    "heads in words": Refused(qwen2, {"num_attention_heads": "four"}, None, ("expected int, got str",)),
+    "heads in words": Refused(
+        qwen2, {"num_attention_heads": "four"}, None, ("expected int, got str",)
+    ),
     "seven heads": Refused(
         qwen2,
         {"num_attention_heads": 7},
@@ -102,9 +128,13 @@ REFUSED = {
             "more shapes differ",
         ),
     ),
-    "an activation of nobody": Refused(qwen2, {"hidden_act": "of-nobody"}, None, ("KeyError: 'of-nobody'",)),
+    "an activation of nobody": Refused(
+        qwen2, {"hidden_act": "of-nobody"}, None, ("KeyError: 'of-nobody'",)
+    ),
     "a dtype of nobody": Refused(qwen2, {"dtype": "float31"}, None, ("float31",)),
-    "fewer layers than their types": Refused(qwen2, {"num_hidden_layers": 1}, None, ("layer_types",)),
+    "fewer layers than their types": Refused(
+        qwen2, {"num_hidden_layers": 1}, None, ("layer_types",)
+    ),
     "another vocabulary": Refused(
         qwen2,
         {"vocab_size": 101},
@@ -133,7 +163,10 @@ REFUSED = {
         mixtral,
         {},
         without(f"{EXPERTS}.1.w1"),
-        ("'model.layers.0.mlp.experts.gate_up_proj' do not fit together", f"no '{EXPERTS}.1.w1.weight'"),
+        (
+            "'model.layers.0.mlp.experts.gate_up_proj' do not fit together",
+            f"no '{EXPERTS}.1.w1.weight'",
+        ),
     ),
     "an expert of another shape": Refused(
         mixtral,
@@ -142,7 +175,10 @@ REFUSED = {
         ("but got [48, 32] at entry 0 and [5, 5] at entry 1",),
     ),
     "more experts than in the file": Refused(
-        mixtral, {"num_local_experts": 8}, None, ("has shape [4, 32, 48] merged from the file, [8, 32, 48]",)
+        mixtral,
+        {"num_local_experts": 8},
+        None,
+        ("has shape [4, 32, 48] merged from the file, [8, 32, 48]",),
     ),
 }
 
@@ -160,7 +196,9 @@ def test_what_from_pretrained_refuses_is_a_failure(tmp_path: Path, name: str) ->
     assert report.status == 1, str(report)
     for words in (*case.says, "from_pretrained refuses"):
         assert words in failed(report), str(report)
-    assert outcomes(report, Subject.FILE_BYTES) == [Outcome.PROVEN], "the file itself is not accused"
+    assert outcomes(report, Subject.FILE_BYTES) == [Outcome.PROVEN], (
+        "the file itself is not accused"
+    )
     assert "renamed or merged" not in str(report)
     assert not any("\n" in proof.text for proof in report.proofs)
 
@@ -196,7 +234,9 @@ def test_a_generation_config_counts_as_it_does_for_from_pretrained(
     assert ("generation_config.json: " in failed(report)) == bool(status)
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "model_1.safetensors", "model.bin", "student.pth"])
+@pytest.mark.parametrize(
+    "name", ["weights.safetensors", "model_1.safetensors", "model.bin", "student.pth"]
+)
 def test_weights_under_a_name_that_from_pretrained_does_not_look_for_are_a_failure(
     tmp_path: Path, name: str
 ) -> None:
@@ -214,7 +254,9 @@ def test_weights_under_a_name_that_from_pretrained_does_not_look_for_are_a_failu
     assert report.status == 1, str(report)
     assert f"from_pretrained refuses {folder}: it looks for model.safetensors" in failed(report)
     assert f"passes over {name}; rename it" in failed(report)
-    assert outcomes(report, Subject.OUTPUTS) == [Outcome.PROVEN], "the model itself is exercised all the same"
+    assert outcomes(report, Subject.OUTPUTS) == [Outcome.PROVEN], (
+        "the model itself is exercised all the same"
+    )
     assert verify_reload(folder / name).status == 0, "one file by its path: its name is no promise"
 
 
@@ -239,7 +281,9 @@ def test_a_config_of_a_model_that_no_memory_holds_is_refused_before_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(tmp_path / "model", qwen2())
-    (folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}')
+    (folder / "config.json").write_text(
+        '{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}'
+    )
     monkeypatch.setattr(pretrained, "free_memory", lambda: {"cpu": 1 << 30})
     report = verify_reload(folder)
     assert report.status == 1
@@ -258,7 +302,10 @@ def test_a_config_of_a_model_that_no_memory_holds_is_refused_before_it_is_made(
             qwen2,
             {},
             without("layers.0.self_attn.q_proj.weight"),
-            "missing: 'model.layers.0.self_attn.q_proj.weight'; from_pretrained fills the gap with random values",
+            (
+                "missing: 'model.layers.0.self_attn.q_proj.weight'; from_pretrained fills the gap "
+                "with random values"
+            ),
         ),
         (
             qwen2,
@@ -276,17 +323,25 @@ def test_a_config_of_a_model_that_no_memory_holds_is_refused_before_it_is_made(
             mixtral,
             {},
             lambda state: {
-                name: value.double() if "experts" in name else value for name, value in state.items()
+                name: value.double() if "experts" in name else value
+                for name, value in state.items()
             },
-            "'model.layers.0.block_sparse_moe.experts.0.w1.weight' is float64 in the file, float32 in the model",
+            (
+                "'model.layers.0.block_sparse_moe.experts.0.w1.weight' is float64 in the file, "
+                "float32 in the model"
+            ),
         ),
         (
             mixtral,
             {},
             lambda state: {
-                name.replace(f"{EXPERTS}.3.", f"{EXPERTS}.4."): value for name, value in state.items()
+                name.replace(f"{EXPERTS}.3.", f"{EXPERTS}.4."): value
+                for name, value in state.items()
             },
-            "from_pretrained closes the gap, so that later ones move up, and says nothing; the file has no",
+            (
+                "from_pretrained closes the gap, so that later ones move up, and says nothing; the "
+                "file has no"
+            ),
         ),
         (
             bert,
@@ -295,7 +350,14 @@ def test_a_config_of_a_model_that_no_memory_holds_is_refused_before_it_is_made(
             "both go to 'bert.embeddings.LayerNorm.weight': from_pretrained drops one of them",
         ),
     ],
-    ids=["missing", "unexpected", "prefix", "float64 experts", "a gap in the experts", "two for one place"],
+    ids=[
+        "missing",
+        "unexpected",
+        "prefix",
+        "float64 experts",
+        "a gap in the experts",
+        "two for one place",
+    ],
 )
 def test_what_from_pretrained_takes_and_changes_is_a_failure_that_says_what_happened(
     tmp_path: Path, make: Any, entries: dict[str, Any], changed: Any, says: str
@@ -318,7 +380,11 @@ def test_what_from_pretrained_takes_and_changes_is_a_failure_that_says_what_happ
     ],
 )
 def test_a_tie_that_the_file_breaks_is_a_failure(
-    tmp_path: Path, make: Any, entries: dict[str, Any], changed: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    make: Any,
+    entries: dict[str, Any],
+    changed: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = make()
     folder = saved(tmp_path / "model", model)
@@ -341,7 +407,9 @@ def test_a_tie_that_the_file_breaks_is_a_failure(
 
 def test_a_tie_whose_two_copies_are_equal_is_proven(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", gpt2())
-    change(folder, lambda state: {**state, "lm_head.weight": state["transformer.wte.weight"].clone()})
+    change(
+        folder, lambda state: {**state, "lm_head.weight": state["transformer.wte.weight"].clone()}
+    )
     report = verify_reload(folder)
     assert report.status == 0, str(report)
     assert outcomes(report, Subject.TIES) == [Outcome.PROVEN]
@@ -359,11 +427,15 @@ def test_tensors_that_were_only_renamed_are_proven_byte_by_byte(tmp_path: Path) 
     folder = saved(tmp_path / "model", bert())
     change(
         folder,
-        lambda state: {name.replace("LayerNorm.weight", "LayerNorm.gamma"): state[name] for name in state},
+        lambda state: {
+            name.replace("LayerNorm.weight", "LayerNorm.gamma"): state[name] for name in state
+        },
     )
     report = verify_reload(folder)
     assert report.status == 0, str(report)
-    assert not [proof for proof in report.proofs if "merged" in proof.text or "renamed" in proof.text]
+    assert not [
+        proof for proof in report.proofs if "merged" in proof.text or "renamed" in proof.text
+    ]
     assert f"{len(load_file(str(folder / 'model.safetensors')))} tensors" in text_of(
         report, Subject.PLACEMENT, Outcome.PROVEN
     )
@@ -398,14 +470,18 @@ def test_a_model_that_uses_all_of_its_weights_has_no_unreached_part(tmp_path: Pa
         assert "no input reached" not in str(report)
 
 
-def test_an_offload_that_computes_something_else_accuses_only_a_map_that_has_it(tmp_path: Path) -> None:
-    """A module that reads another's weight in its forward pass gets what lies on the meta device, or worse."""
+def test_an_offload_that_computes_something_else_accuses_only_a_map_that_has_it(
+    tmp_path: Path,
+) -> None:
+    """A module that reads another's weight in its forward pass gets what lies on the meta device,
+    or worse.
+    """
     from transformers import MobileBertConfig, MobileBertForMaskedLM
 
     torch.manual_seed(0)
     config = MobileBertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, embedding_size=16, num_hidden_layers=1, num_attention_heads=4,
-        intermediate_size=48, max_position_embeddings=64,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, embedding_size=16, num_hidden_layers=1,
+        num_attention_heads=4, intermediate_size=48, max_position_embeddings=64,
     )  # fmt: skip
     folder = saved(tmp_path / "model", MobileBertForMaskedLM(config).eval())
     report = verify_reload(folder)

@@ -1,7 +1,8 @@
-"""Reloads on simulated devices: healthy is exact, every fault gives wrong outputs and is caught by its pair's name.
+"""Reloads on simulated devices: healthy is exact, every fault gives wrong outputs and is caught by
+its pair's name.
 
-The probe is answered "healthy" here, except where a test says otherwise: what is shown is that the reload itself finds
-what a probe missed.
+The probe is answered "healthy" here, except where a test says otherwise: what is shown is that the
+reload itself finds what a probe missed.
 """
 
 from pathlib import Path
@@ -29,7 +30,11 @@ pytestmark = [pytest.mark.simulated(3), pytest.mark.usefixtures("each_accelerate
 SPLIT = "tests.devices.reload_models:split"
 TIED = "tests.devices.reload_models:tied"
 DAMAGES: tuple[dict[str, Any], ...] = (
-    *({"kind": kind} for kind in Kind if kind not in (Kind.PAGES, Kind.HANG, Kind.ERROR, Kind.ASSERT)),
+    *(
+        {"kind": kind}
+        for kind in Kind
+        if kind not in (Kind.PAGES, Kind.HANG, Kind.ERROR, Kind.ASSERT)
+    ),
     {"kind": "pages", "page": 256},
     {"kind": "zeros", "every": 2},
     {"kind": "zeros", "min_bytes": 1024},
@@ -42,7 +47,9 @@ def answering(verdicts: dict[Pair, Verdict] | None = None) -> Any:
     def probe(*, budget: float) -> ProbeReport:
         return ProbeReport(
             pairs={
-                pair: PairReport(pair=pair, verdict=(verdicts or {}).get(pair, Verdict.HEALTHY), seed=1)
+                pair: PairReport(
+                    pair=pair, verdict=(verdicts or {}).get(pair, Verdict.HEALTHY), seed=1
+                )
                 for pair in ordered_pairs()
             },
             seed=1,
@@ -78,13 +85,20 @@ def test_a_healthy_split_is_exact(simulator: Simulator, folder: Path) -> None:
     assert report.require_transfer_proof is False
     assert set(proofs(report, Outcome.NOT_EXERCISED)) == {Subject.BEYOND}
     proven = proofs(report, Outcome.PROVEN)
-    assert proven[Subject.SPLIT] == (
-        "direct split over 0, 1, 2 == staged split: 4 runs each of 7 copies between accelerators, equal in every bit"
+    assert (
+        proven[Subject.SPLIT]
+        == "direct split over 0, 1, 2 == staged split: 4 runs each of 7 copies between "
+        "accelerators, equal in every bit"
     )
     assert proven[Subject.OUTPUTS] == "split over 0, 1, 2 == cuda:0 alone: equal in every bit"
     assert {facts.outcome for facts in report.pairs} == {Outcome.PROVEN}
     assert all(facts.hops for facts in report.pairs), "every ordered pair carries tensors"
-    assert {facts.pair for facts in report.pairs if facts.moves} >= {(0, 1), (0, 2), (1, 2), (2, 0)}
+    assert {facts.pair for facts in report.pairs if facts.moves} >= {
+        (0, 1),
+        (0, 2),
+        (1, 2),
+        (2, 0),
+    }
     assert verified(folder, require_transfer_proof=True).status == 0
 
 
@@ -95,9 +109,13 @@ def test_models_of_transformers_are_exact(simulator: Simulator, tmp_path: Path, 
     assert report.status == 0, str(report)
     assert {"0", "1", "2"} == set(report.device_map.values())
     proven = proofs(report, Outcome.PROVEN)
-    assert {Subject.NAMES, Subject.PLACEMENT, Subject.SPLIT, Subject.OUTPUTS, Subject.PEER_HOPS} <= set(
-        proven
-    )
+    assert {
+        Subject.NAMES,
+        Subject.PLACEMENT,
+        Subject.SPLIT,
+        Subject.OUTPUTS,
+        Subject.PEER_HOPS,
+    } <= set(proven)
     assert (Subject.TIES in proven) == (make is not qwen2)
 
 
@@ -112,7 +130,9 @@ def test_every_fault_is_caught_and_its_pair_named(
     assert report.status == 1
     failed = proofs(report, Outcome.FAILED)
     assert failed[Subject.SPLIT].startswith("transfer fault: ")
-    assert proofs(report, Outcome.PROVEN)[Subject.OUTPUTS].endswith("equal in every bit"), "staged is right"
+    assert proofs(report, Outcome.PROVEN)[Subject.OUTPUTS].endswith("equal in every bit"), (
+        "staged is right"
+    )
     found = report.divergence
     assert found is not None
     assert found.suspects == ((0, 1),)
@@ -127,7 +147,8 @@ def test_every_fault_is_caught_and_its_pair_named(
 
 
 @pytest.mark.parametrize(
-    ("pair", "block"), [((0, 1), "layers.2"), ((1, 2), "layers.4"), ((0, 2), "layers.4"), ((2, 0), "")]
+    ("pair", "block"),
+    [((0, 1), "layers.2"), ((1, 2), "layers.4"), ((0, 2), "layers.4"), ((2, 0), "")],
 )
 def test_each_pair_of_the_forward_pass_is_told_from_the_others(
     simulator: Simulator, folder: Path, pair: Pair, block: str
@@ -154,7 +175,9 @@ def test_a_pair_that_the_forward_pass_does_not_use_is_found_by_hops(
 
 @pytest.mark.parametrize("make", [qwen2, gpt2, t5])
 @pytest.mark.parametrize("kind", ["zeros", "bitflip", "late"])
-def test_faults_in_models_of_transformers(simulator: Simulator, tmp_path: Path, make: Any, kind: str) -> None:
+def test_faults_in_models_of_transformers(
+    simulator: Simulator, tmp_path: Path, make: Any, kind: str
+) -> None:
     make().save_pretrained(tmp_path / "model")
     simulator.fault(0, 1, kind)
     report = verified(tmp_path / "model", model=None, device_map="auto", repeats=2)
@@ -169,7 +192,9 @@ def test_all_six_pairs_faulty(simulator: Simulator, folder: Path) -> None:
         simulator.fault(*pair, "zeros")
     report = verified(folder)
     assert {facts.pair for facts in report.pairs if facts.hops_wrong} == set(ordered_pairs(3))
-    assert proofs(report, Outcome.PROVEN)[Subject.OUTPUTS].endswith("equal in every bit"), "staged is right"
+    assert proofs(report, Outcome.PROVEN)[Subject.OUTPUTS].endswith("equal in every bit"), (
+        "staged is right"
+    )
     assert proofs(report, Outcome.PROVEN)[Subject.PLACEMENT], "from the host all arrives"
 
 
@@ -188,13 +213,17 @@ def test_without_a_class_hops_find_the_pair(simulator: Simulator, folder: Path, 
 
 
 def test_a_hop_into_memory_that_holds_the_right_bytes_is_no_proof(simulator: Simulator) -> None:
-    """After one hop by way of the host a caching allocator hands back the block that it filled (pytorch #87363)."""
+    """After one hop by way of the host a caching allocator hands back the block that it filled
+    (pytorch #87363).
+    """
     simulator.keep_freed_memory(True)
     simulator.fault(0, 1, "unwritten")
     value = torch.arange(4096.0)
     left = value.to("cuda:1")
     del left
-    assert torch.equal(value.to("cuda:0").to("cuda:1").cpu(), value), "looks right, and nothing was copied"
+    assert torch.equal(value.to("cuda:0").to("cuda:1").cpu(), value), (
+        "looks right, and nothing was copied"
+    )
     left = value.to("cuda:1")
     del left
     found = hop(value.to("cuda:0"), host_bytes(value), torch.device("cuda", 1))
@@ -202,7 +231,9 @@ def test_a_hop_into_memory_that_holds_the_right_bytes_is_no_proof(simulator: Sim
     assert found.have == 0xFF - found.want if found.want is not None else False
 
 
-def test_direct_runs_are_direct_where_the_process_stages_already(simulator: Simulator, folder: Path) -> None:
+def test_direct_runs_are_direct_where_the_process_stages_already(
+    simulator: Simulator, folder: Path
+) -> None:
     simulator.fault(0, 1, "zeros")
     with safe_transfers("always"):
         report = verify_reload(folder, model=SPLIT, device_map=THREE, repeats=2)
@@ -229,13 +260,20 @@ def test_what_the_probe_could_not_decide_is_not_exercised(
     monkeypatch.setattr(verifying, "probe_peer_copies", answering({(2, 1): Verdict.INCONCLUSIVE}))
     report = verified(folder)
     assert report.status == 0
-    assert "2 -> 1: the probe could not decide" in proofs(report, Outcome.NOT_EXERCISED)[Subject.PEER_PROBE]
-    assert [facts.pair for facts in report.pairs if facts.outcome is Outcome.NOT_EXERCISED] == [(2, 1)]
+    assert (
+        "2 -> 1: the probe could not decide"
+        in proofs(report, Outcome.NOT_EXERCISED)[Subject.PEER_PROBE]
+    )
+    assert [facts.pair for facts in report.pairs if facts.outcome is Outcome.NOT_EXERCISED] == [
+        (2, 1)
+    ]
     assert verified(folder, require_transfer_proof=True).status == 1
 
 
 @pytest.mark.parametrize("kind", ["error", "assert"])
-def test_a_copy_that_raises_is_a_transfer_fault(simulator: Simulator, folder: Path, kind: str) -> None:
+def test_a_copy_that_raises_is_a_transfer_fault(
+    simulator: Simulator, folder: Path, kind: str
+) -> None:
     simulator.fault(0, 1, kind)
     report = verified(folder)
     assert report.status == 1
@@ -255,8 +293,8 @@ def test_tensors_on_another_device_than_the_map_says_are_found(
     assert report.status == 1
     says = proofs(report, Outcome.FAILED)[Subject.PLACEMENT]
     assert (
-        "12 of 76 tensors differ: 'layers.2.before.weight': it should be on device 1, and is on cuda:2"
-        in says
+        "12 of 76 tensors differ: 'layers.2.before.weight': it should be on device 1, and is on "
+        "cuda:2" in says
     )
 
 
@@ -277,16 +315,24 @@ def test_tied_weights_that_a_map_splits_are_refused(simulator: Simulator, tmp_pa
     folder = save_tied(tmp_path / "checkpoint")
     report = verified(folder, model=TIED, device_map={"embed": 0, "mixer": 1, "lm_head": 2})
     assert report.status == 1
-    assert "'embed.weight' is on 0, 'lm_head.weight' on 2" in proofs(report, Outcome.FAILED)[Subject.TIES]
+    assert (
+        "'embed.weight' is on 0, 'lm_head.weight' on 2"
+        in proofs(report, Outcome.FAILED)[Subject.TIES]
+    )
     assert "the map is refused" in proofs(report, Outcome.NOT_EXERCISED)[Subject.PLACEMENT]
-    assert verified(folder, model=TIED, device_map={"embed": 0, "mixer": 1, "lm_head": 0}).status == 0
+    assert (
+        verified(folder, model=TIED, device_map={"embed": 0, "mixer": 1, "lm_head": 0}).status == 0
+    )
 
 
-def test_weights_offloaded_from_a_split_model_are_proven(simulator: Simulator, tmp_path: Path) -> None:
+def test_weights_offloaded_from_a_split_model_are_proven(
+    simulator: Simulator, tmp_path: Path
+) -> None:
     qwen2().save_pretrained(tmp_path / "model")
     blocks = {"model.embed_tokens": 0, "model.norm": 1, "model.rotary_emb": 1, "lm_head": "cpu"}
     layers = {
-        f"model.layers.{number}": place for number, place in enumerate([0, "cpu", 1, "disk", 1, "disk"])
+        f"model.layers.{number}": place
+        for number, place in enumerate([0, "cpu", 1, "disk", 1, "disk"])
     }
     report = verified(tmp_path / "model", model=None, device_map=blocks | layers)
     assert report.status == 0, str(report)
@@ -298,7 +344,9 @@ def test_a_map_may_begin_with_another_device(simulator: Simulator, folder: Path)
     report = verified(folder, device_map={name: (place + 1) % 3 for name, place in THREE.items()})
     assert report.status == 0, str(report)
     report = verified(folder, device_map={name: min(place + 1, 2) for name, place in THREE.items()})
-    assert proofs(report, Outcome.PROVEN)[Subject.OUTPUTS].startswith("split over 1, 2 == cuda:1 alone")
+    assert proofs(report, Outcome.PROVEN)[Subject.OUTPUTS].startswith(
+        "split over 1, 2 == cuda:1 alone"
+    )
 
 
 def test_a_baseline_that_does_not_fit_comes_block_by_block(
@@ -307,7 +355,9 @@ def test_a_baseline_that_does_not_fit_comes_block_by_block(
     monkeypatch.setattr(running, "has_room", lambda where, nbytes: False)
     report = verified(folder)
     assert report.status == 0
-    assert proofs(report, Outcome.PROVEN)[Subject.OUTPUTS].endswith("cuda:0 alone: equal in every bit")
+    assert proofs(report, Outcome.PROVEN)[Subject.OUTPUTS].endswith(
+        "cuda:0 alone: equal in every bit"
+    )
 
 
 def test_a_model_that_draws_other_numbers_each_time_is_no_transfer_fault(
@@ -330,9 +380,15 @@ def test_a_model_that_draws_other_numbers_each_time_is_no_transfer_fault(
     assert "beyond the noise" in proofs(report, Outcome.FAILED)[Subject.SPLIT]
 
 
-@pytest.mark.parametrize(("difference", "outcome"), [(1e-6, Outcome.TOLERANCE), (1e-2, Outcome.FAILED)])
+@pytest.mark.parametrize(
+    ("difference", "outcome"), [(1e-6, Outcome.TOLERANCE), (1e-2, Outcome.FAILED)]
+)
 def test_other_kernels_are_no_transfer_fault(
-    simulator: Simulator, folder: Path, monkeypatch: pytest.MonkeyPatch, difference: float, outcome: Outcome
+    simulator: Simulator,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    difference: float,
+    outcome: Outcome,
 ) -> None:
     def otherwise(self: Transformer, input_ids: torch.Tensor) -> torch.Tensor:
         is_split = hasattr(self, "hf_device_map")
@@ -341,7 +397,9 @@ def test_other_kernels_are_no_transfer_fault(
     forward = Transformer.forward
     monkeypatch.setattr(Transformer, "forward", otherwise)
     report = verified(folder)
-    assert Subject.SPLIT in proofs(report, Outcome.PROVEN), "direct and staged have the same kernels"
+    assert Subject.SPLIT in proofs(report, Outcome.PROVEN), (
+        "direct and staged have the same kernels"
+    )
     assert "max |difference|" in proofs(report, outcome)[Subject.OUTPUTS]
 
 
@@ -358,7 +416,8 @@ def test_a_map_on_which_the_model_does_not_run_fails(simulator: Simulator, folde
     parts = {"before": 0, "attention": 1, "after": 2, "widen": 1, "narrow": 2}
     inside = {f"layers.0.{part}": place for part, place in parts.items()}
     report = verified(
-        folder, device_map={**inside, **{name: THREE[name] for name in THREE if name != "layers.0"}}
+        folder,
+        device_map={**inside, **{name: THREE[name] for name in THREE if name != "layers.0"}},
     )
     assert report.status == 1
     failed = proofs(report, Outcome.FAILED)

@@ -1,4 +1,6 @@
-"""Weights read twice: by a library and as the file's bytes; each must catch what the other gets wrong."""
+"""Weights read twice: by a library and as the file's bytes; each must catch what the other gets
+wrong.
+"""
 
 import os
 import shutil
@@ -44,13 +46,17 @@ def test_every_tensor_is_its_files_bytes(name: str) -> None:
         assert not weights.opaque
         for fqn in weights.tensors:
             value = weights.read(fqn)
-            assert all_bytes(weights, fqn) == value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            assert (
+                all_bytes(weights, fqn)
+                == value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
             assert first_mismatch(value, file_bytes(weights.tensors[fqn], comparing.CHUNK)) is None
 
 
 EVERY_DTYPE = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.uint16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool, torch.complex64,
+    torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
 
 
@@ -59,7 +65,11 @@ EVERY_DTYPE = [
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype, suffix: str) -> None:
     raw = torch.arange(48, dtype=torch.uint8)
     value = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
-    state = {"layer.full": value.clone(), "layer.scalar": value[0].clone(), "layer.empty": value[:0].clone()}
+    state = {
+        "layer.full": value.clone(),
+        "layer.scalar": value[0].clone(),
+        "layer.empty": value[:0].clone(),
+    }
     if suffix == ".bin":
         torch.save(state, tmp_path / "pytorch_model.bin")
     else:
@@ -85,14 +95,19 @@ def test_strided_tensors_are_gathered_and_shared_ones_are_ties(tmp_path: Path) -
     torch.save(state, tmp_path / "pytorch_model.bin")
     weights = only(tmp_path)
     for fqn in ("m.a", "m.t", "m.part", "m.same"):
-        assert all_bytes(weights, fqn) == state[fqn].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        assert (
+            all_bytes(weights, fqn)
+            == state[fqn].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     assert weights.ties == (("m.a", "m.same"),)
     assert weights.opaque == ("m.wide",), "nine elements of one value are not written out"
 
 
 def test_aliases_of_save_model_are_ties(tmp_path: Path) -> None:
     metadata = {"format": "pt", "lm_head.weight": "embed.weight"}
-    save_file({"embed.weight": torch.ones(2, 2)}, str(tmp_path / "model.safetensors"), metadata=metadata)
+    save_file(
+        {"embed.weight": torch.ones(2, 2)}, str(tmp_path / "model.safetensors"), metadata=metadata
+    )
     assert only(tmp_path).ties == (("embed.weight", "lm_head.weight"),)
 
 

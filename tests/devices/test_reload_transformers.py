@@ -1,4 +1,6 @@
-"""Folders of ``save_pretrained``: the class comes from ``config.json``, its code from transformers alone."""
+"""Folders of ``save_pretrained``: the class comes from ``config.json``, its code from transformers
+alone.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,9 @@ from tests.simulated.models import gpt2, qwen2, t5
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(device_count() > 0, reason="these say what a machine without accelerator proves"),
+    pytest.mark.skipif(
+        device_count() > 0, reason="these say what a machine without accelerator proves"
+    ),
 ]
 
 
@@ -64,12 +68,15 @@ def test_torch_files_are_read_without_unpickling(tmp_path: Path) -> None:
 
 
 def test_weights_that_the_model_widens_when_it_runs_are_still_the_files(tmp_path: Path) -> None:
-    """Routers of Switch Transformers turn their bfloat16 weights into float32 in the first forward pass."""
+    """Routers of Switch Transformers turn their bfloat16 weights into float32 in the first forward
+    pass.
+    """
     from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
     config = SwitchTransformersConfig(
         vocab_size=97, d_model=16, d_kv=4, d_ff=32, num_heads=4, num_layers=2, num_decoder_layers=2,
-        num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0,
+        num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
+        decoder_start_token_id=0,
     )  # fmt: skip
     model = SwitchTransformersForConditionalGeneration(config).to(torch.bfloat16)
     report = verify_reload(saved(tmp_path / "model", model))
@@ -80,7 +87,9 @@ def test_weights_that_the_model_widens_when_it_runs_are_still_the_files(tmp_path
 def test_a_base_models_file_is_not_the_model_with_a_head(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", qwen2())
     path = folder / "model.safetensors"
-    state = {name: value for name, value in load_file(str(path)).items() if name != "lm_head.weight"}
+    state = {
+        name: value for name, value in load_file(str(path)).items() if name != "lm_head.weight"
+    }
     save_file(state, str(path), metadata={"format": "pt"})
     report = verify_reload(folder)
     assert report.status == 1
@@ -143,7 +152,9 @@ def test_a_config_cannot_point_to_other_weights(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", qwen2())
     other = saved(tmp_path / "other", gpt2())
     edit_config(
-        folder, transformers_weights=str(other / "model.safetensors"), attn_implementation="x/kernels"
+        folder,
+        transformers_weights=str(other / "model.safetensors"),
+        attn_implementation="x/kernels",
     )
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(other)}))
     report = verify_reload(folder)

@@ -1,4 +1,6 @@
-"""Models and factories that end the process, raise, or hold what no copy fills: an answer each time, never a crash."""
+"""Models and factories that end the process, raise, or hold what no copy fills: an answer each
+time, never a crash.
+"""
 
 import sys
 from collections.abc import Callable
@@ -67,7 +69,9 @@ def test_a_forward_pass_that_ends_the_process_on_the_map_only_failed(folder: Pat
 
     report = verify_reload(folder, model=returning(Later()), device_map={"": "disk"})
     assert report.status == 1
-    assert "does not run on this map: SystemExit: 0" in text_of(report, Subject.OUTPUTS, Outcome.FAILED)
+    assert "does not run on this map: SystemExit: 0" in text_of(
+        report, Subject.OUTPUTS, Outcome.FAILED
+    )
 
 
 def test_a_buffer_that_cannot_be_filled_is_a_difference(tmp_path: Path) -> None:
@@ -98,10 +102,14 @@ def test_lazy_layers_that_the_file_has_not_are_missing(folder: Path) -> None:
 def test_an_extra_state_that_is_no_tensor_costs_the_disk_only(folder: Path) -> None:
     report = verify_reload(folder, model=returning(models.Remembering()))
     assert report.status == 0, str(report)
-    assert "the model does not get onto disk: " in text_of(report, Subject.PLACEMENT, Outcome.NOT_EXERCISED)
+    assert "the model does not get onto disk: " in text_of(
+        report, Subject.PLACEMENT, Outcome.NOT_EXERCISED
+    )
     report = verify_reload(folder, model=returning(models.Remembering()), device_map={"": "disk"})
     assert report.status == 1
-    assert "the model does not get onto disk: " in text_of(report, Subject.PLACEMENT, Outcome.FAILED)
+    assert "the model does not get onto disk: " in text_of(
+        report, Subject.PLACEMENT, Outcome.FAILED
+    )
 
 
 def test_an_extra_state_of_a_tensor_goes_to_its_module(tmp_path: Path) -> None:
@@ -136,7 +144,9 @@ def test_a_model_of_which_accelerate_makes_no_map_failed(
     monkeypatch.setattr(planning, "map_model", refuses)
     report = verify_reload(folder, max_memory={"cpu": 100}, model=returning(Head()))
     assert report.status == 1
-    assert "accelerate makes no map for Head: KeyError" in text_of(report, Subject.DEVICE_MAP, Outcome.FAILED)
+    assert "accelerate makes no map for Head: KeyError" in text_of(
+        report, Subject.DEVICE_MAP, Outcome.FAILED
+    )
 
 
 def test_inputs_that_the_forward_pass_changes_are_new_in_every_run(folder: Path) -> None:
@@ -171,5 +181,7 @@ def test_inputs_that_cannot_be_copied_are_handed_on(folder: Path) -> None:
             with lock:
                 return super().forward(x.mul_(0.5))
 
-    report = verify_reload(folder, model=returning(Locking(), {"x": eights(), "lock": threading.Lock()}))
+    report = verify_reload(
+        folder, model=returning(Locking(), {"x": eights(), "lock": threading.Lock()})
+    )
     assert outcomes(report, Subject.OUTPUTS) == [Outcome.PROVEN], str(report)

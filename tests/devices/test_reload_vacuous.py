@@ -77,7 +77,9 @@ def test_no_room_for_a_tensor_is_found_before_it_is_written(
 
 
 @on_a_cpu
-def test_room_is_asked_for_what_the_model_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_asked_for_what_the_model_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_model(tmp_path / "checkpoint", Head().half())
     usage = shutil.disk_usage(tmp_path)._replace(
         free=400

@@ -1,4 +1,6 @@
-"""NaN, Inf and weights of zeros in a reload: judged as ``verify --data`` judges them, and traced to a module."""
+"""NaN, Inf and weights of zeros in a reload: judged as ``verify --data`` judges them, and traced to
+a module.
+"""
 
 import json
 from collections.abc import Callable
@@ -42,14 +44,19 @@ def one_nan(model: Head) -> None:
     model.first.weight[0, 3] = NAN
 
 
-def test_a_nan_in_a_weight_fails_and_names_the_first_module_whose_output_has_it(tmp_path: Path) -> None:
+def test_a_nan_in_a_weight_fails_and_names_the_first_module_whose_output_has_it(
+    tmp_path: Path,
+) -> None:
     report = reloaded(saved(tmp_path / "c", one_nan))
     assert report.status == 1
-    assert text_of(report, Subject.VALUES, Outcome.FAILED) == (
-        "nonfinite: model.safetensors: 'first.weight' (F32 [8, 8]) holds 1 NaN, the first at index 3"
+    assert (
+        text_of(report, Subject.VALUES, Outcome.FAILED)
+        == "nonfinite: model.safetensors: 'first.weight' (F32 [8, 8]) holds 1 NaN, the first at "
+        "index 3"
     )
-    assert text_of(report, Subject.OUTPUTS, Outcome.FAILED) == (
-        "the output of cpu alone holds NaN: 16 of 16 numbers in output, the first at index 0; "
+    assert (
+        text_of(report, Subject.OUTPUTS, Outcome.FAILED)
+        == "the output of cpu alone holds NaN: 16 of 16 numbers in output, the first at index 0; "
         "NaN is first in the output of 'first' (Linear)"
     )
     assert report.verdict == "the reload is not proven: 2 failed lines (values, outputs)"
@@ -58,11 +65,15 @@ def test_a_nan_in_a_weight_fails_and_names_the_first_module_whose_output_has_it(
     assert str(report).splitlines()[-2:] == [report.verdict, f"next: {step}"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
+)
 def test_a_nan_of_any_dtype_fails_without_a_model_class(tmp_path: Path, dtype: torch.dtype) -> None:
     values = torch.ones(4, 4)
     values[1, 1] = NAN
-    save_file({"w": values.to(dtype)}, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})
+    save_file(
+        {"w": values.to(dtype)}, str(tmp_path / "model.safetensors"), metadata={"format": "pt"}
+    )
     report = verify_reload(tmp_path)
     assert report.status == 1
     assert "holds 1 NaN, the first at index 5" in text_of(report, Subject.VALUES, Outcome.FAILED)
@@ -74,7 +85,9 @@ def test_a_nan_in_a_torch_file_fails(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "pytorch_model.bin")
     report = reloaded(tmp_path)
     assert "'last.bias' (F32 [8]) holds 1 NaN" in text_of(report, Subject.VALUES, Outcome.FAILED)
-    assert "first in the output of 'last' (Linear)" in text_of(report, Subject.OUTPUTS, Outcome.FAILED)
+    assert "first in the output of 'last' (Linear)" in text_of(
+        report, Subject.OUTPUTS, Outcome.FAILED
+    )
 
 
 class Hiding(Head):
@@ -84,13 +97,17 @@ class Hiding(Head):
         return torch.nan_to_num(output)
 
 
-def test_a_nan_that_the_output_does_not_show_fails_as_a_weight_and_is_traced(tmp_path: Path) -> None:
+def test_a_nan_that_the_output_does_not_show_fails_as_a_weight_and_is_traced(
+    tmp_path: Path,
+) -> None:
     report = reloaded(saved(tmp_path / "c", one_nan, Hiding), Hiding)
     assert report.status == 1
     assert Subject.VALUES in {one.subject for one in report.proofs if one.outcome is Outcome.FAILED}
     assert not text_of(report, Subject.OUTPUTS, Outcome.FAILED)
-    assert text_of(report, Subject.OUTPUTS, Outcome.NOTE) == (
-        "the output of cpu alone holds no NaN, although a weight does; NaN is first in the output of 'first' (Linear)"
+    assert (
+        text_of(report, Subject.OUTPUTS, Outcome.NOTE)
+        == "the output of cpu alone holds no NaN, although a weight does; NaN is first in the "
+        "output of 'first' (Linear)"
     )
 
 
@@ -106,7 +123,9 @@ def test_a_nan_that_the_model_computes_names_the_module_that_is_given_it(tmp_pat
     assert report.status == 1
     assert outcomes(report, Subject.VALUES) == [Outcome.PROVEN]
     text = text_of(report, Subject.OUTPUTS, Outcome.FAILED)
-    assert text.endswith("NaN is first in the output of 'last' (Linear), and its input holds NaN, too")
+    assert text.endswith(
+        "NaN is first in the output of 'last' (Linear), and its input holds NaN, too"
+    )
     (step,) = report.next_steps
     assert step.startswith("no weight holds NaN, so the computation makes it")
 
@@ -162,7 +181,10 @@ class Unwatched(Head):
 def test_a_model_that_cannot_be_watched_fails_without_a_module(tmp_path: Path) -> None:
     report = reloaded(saved(tmp_path / "c", one_nan, Unwatched), Unwatched)
     text = text_of(report, Subject.OUTPUTS, Outcome.FAILED)
-    assert text == "the output of cpu alone holds NaN: 16 of 16 numbers in output, the first at index 0"
+    assert (
+        text
+        == "the output of cpu alone holds NaN: 16 of 16 numbers in output, the first at index 0"
+    )
 
 
 class Masked(Head):
@@ -170,7 +192,9 @@ class Masked(Head):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("causal_mask", torch.zeros(8).index_fill(0, torch.tensor([6, 7]), -INF))
+        self.register_buffer(
+            "causal_mask", torch.zeros(8).index_fill(0, torch.tensor([6, 7]), -INF)
+        )
 
     def after(self, output: torch.Tensor) -> Any:
         return output + self.causal_mask
@@ -179,12 +203,16 @@ class Masked(Head):
 def test_inf_in_a_mask_and_in_the_output_of_one_device_are_notes(tmp_path: Path) -> None:
     report = reloaded(save_model(tmp_path / "c", Masked()), Masked)
     assert report.status == 0, str(report)
-    assert text_of(report, Subject.VALUES, Outcome.NOTE) == (
-        "nonfinite: model.safetensors: 'causal_mask' (F32 [8]) holds 2 Inf, the first at index 6"
+    assert (
+        text_of(report, Subject.VALUES, Outcome.NOTE)
+        == "nonfinite: model.safetensors: 'causal_mask' (F32 [8]) holds 2 Inf, the first at "
+        "index 6"
     )
     assert text_of(report, Subject.VALUES, Outcome.PROVEN) == "values: read in 5 tensors"
     note = text_of(report, Subject.OUTPUTS, Outcome.NOTE)
-    assert note == "the output of cpu alone holds Inf: 4 of 16 numbers in output, the first at index 6"
+    assert (
+        note == "the output of cpu alone holds Inf: 4 of 16 numbers in output, the first at index 6"
+    )
     assert outcomes(report, Subject.OUTPUTS).count(Outcome.PROVEN) == 1, "the split has the same"
     assert report.next_steps == ()
 
@@ -199,11 +227,17 @@ def test_nan_in_a_mask_and_inf_in_a_weight_fail(tmp_path: Path) -> None:
     assert reloaded(saved(tmp_path / "mask", in_mask, Masked), Masked).status == 1
     report = reloaded(saved(tmp_path / "weight", in_weight))
     assert report.status == 1
-    assert "'last.weight' (F32 [8, 8]) holds 1 Inf" in text_of(report, Subject.VALUES, Outcome.FAILED)
+    assert "'last.weight' (F32 [8, 8]) holds 1 Inf" in text_of(
+        report, Subject.VALUES, Outcome.FAILED
+    )
 
 
-@pytest.mark.parametrize(("left", "right"), [(NAN, INF), (INF, -INF), (INF, 1.0), (NAN, 1.0), (1.0, -INF)])
-def test_other_nan_or_inf_at_one_index_is_never_within_a_tolerance(left: float, right: float) -> None:
+@pytest.mark.parametrize(
+    ("left", "right"), [(NAN, INF), (INF, -INF), (INF, 1.0), (NAN, 1.0), (1.0, -INF)]
+)
+def test_other_nan_or_inf_at_one_index_is_never_within_a_tolerance(
+    left: float, right: float
+) -> None:
     one, other = torch.ones(4), torch.ones(4)
     one[2], other[2] = left, right
     assert not deviation({"a": one}, {"a": other}).is_within
@@ -253,9 +287,11 @@ def test_a_nan_of_the_split_alone_names_its_module(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "c", Astray())
     report = verify_reload(folder, device_map={"": "disk"}, model=lambda: (Astray(), eights()))
     assert report.status == 1
-    assert text_of(report, Subject.OUTPUTS, Outcome.FAILED) == (
-        "1 of 1 run of the split over disk differs from cpu alone by more than other kernels explain: a shape, a NaN, "
-        "an Inf or a whole number differs; NaN is first in the output of 'last' (Linear), and its input holds NaN, too"
+    assert (
+        text_of(report, Subject.OUTPUTS, Outcome.FAILED)
+        == "1 of 1 run of the split over disk differs from cpu alone by more than other kernels "
+        "explain: a shape, a NaN, an Inf or a whole number differs; NaN is first in the output "
+        "of 'last' (Linear), and its input holds NaN, too"
     )
     assert report.next_steps == ("load the model onto one device, or try another --device-map",)
 
@@ -288,7 +324,11 @@ def test_the_values_are_told_as_verify_data_tells_them(tmp_path: Path, case: str
 
 
 def test_a_lora_that_was_never_trained_fails_as_verify_data_says(tmp_path: Path) -> None:
-    state = {f"layers.{n}.q.lora_{m}.weight": torch.full((4, 4), float(m == "A")) for n in "01" for m in "AB"}
+    state = {
+        f"layers.{n}.q.lora_{m}.weight": torch.full((4, 4), float(m == "A"))
+        for n in "01"
+        for m in "AB"
+    }
     save_file(state, str(tmp_path / "adapter_model.safetensors"), metadata={"format": "pt"})
     (tmp_path / "trainer_state.json").write_text('{"global_step": 400}')
     report, told = verify_reload(tmp_path), verify(tmp_path, data=True)
@@ -317,7 +357,11 @@ def test_values_that_were_not_read_are_not_exercised(tmp_path: Path) -> None:
 def test_a_transformer_of_config_json_with_a_nan_names_its_module(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=2, vocab_size=32
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        vocab_size=32,
     )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)

@@ -1,4 +1,5 @@
-"""Models that do not survive wrong bytes, and maps that send nothing: on simulated devices, each has its line.
+"""Models that do not survive wrong bytes, and maps that send nothing: on simulated devices, each
+has its line.
 
 The probe is answered "healthy", so that the reload itself must find what it missed.
 """
@@ -31,7 +32,9 @@ TWO = {"first": 0, "last": 1}
 @pytest.fixture(autouse=True)
 def _probe_misses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     def probe(*, budget: float) -> ProbeReport:
-        pairs = {pair: PairReport(pair=pair, verdict=Verdict.HEALTHY, seed=1) for pair in ordered_pairs()}
+        pairs = {
+            pair: PairReport(pair=pair, verdict=Verdict.HEALTHY, seed=1) for pair in ordered_pairs()
+        }
         return ProbeReport(pairs=pairs, seed=1)
 
     monkeypatch.setattr(verifying, "probe_peer_copies", probe)
@@ -47,7 +50,9 @@ def verified(tmp_path: Path, model: Any, **options: Any) -> ReloadReport:
 
 def texts(report: ReloadReport, subject: Subject, outcome: Outcome) -> str:
     return "\n".join(
-        proof.text for proof in report.proofs if proof.subject is subject and proof.outcome is outcome
+        proof.text
+        for proof in report.proofs
+        if proof.subject is subject and proof.outcome is outcome
     )
 
 
@@ -66,15 +71,22 @@ def test_what_a_model_raises_on_wrong_bytes_is_a_transfer_fault(
     assert f"transfer fault: direct run 1 raised {error}" in says
     assert "3 of 3 runs wrong; 0 -> 1 at last" in says
     assert texts(report, Subject.PLACEMENT, Outcome.FAILED) == ""
-    assert texts(report, Subject.OUTPUTS, Outcome.PROVEN).endswith("equal in every bit"), "staged is right"
+    assert texts(report, Subject.OUTPUTS, Outcome.PROVEN).endswith("equal in every bit"), (
+        "staged is right"
+    )
     assert report.divergence is not None
     assert report.divergence.suspects == ((0, 1),)
-    assert texts(report, Subject.PEER_HOPS, Outcome.FAILED), "what comes after the runs is proven, too"
+    assert texts(report, Subject.PEER_HOPS, Outcome.FAILED), (
+        "what comes after the runs is proven, too"
+    )
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_what_only_later_runs_raise_leaves_the_comparison(
-    simulator: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    simulator: Simulator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
 ) -> None:
     """Runs alone and traced runs come when the direct ones have been compared."""
     monkeypatch.setattr(models.Strict.Checked, "error", error)
@@ -108,27 +120,40 @@ def _checked(layer: Any, x: torch.Tensor, is_late: Any, error: type[BaseExceptio
 def test_a_fault_in_a_tensor_of_an_object_is_found(simulator: Simulator, tmp_path: Path) -> None:
     assert verified(tmp_path, models.Opaque()).status == 0
     simulator.fault(0, 1, "zeros")
-    assert "transfer fault" in texts(verified(tmp_path, models.Opaque()), Subject.SPLIT, Outcome.FAILED)
+    assert "transfer fault" in texts(
+        verified(tmp_path, models.Opaque()), Subject.SPLIT, Outcome.FAILED
+    )
 
 
-def test_outputs_without_tensors_leave_the_split_unproven(simulator: Simulator, tmp_path: Path) -> None:
+def test_outputs_without_tensors_leave_the_split_unproven(
+    simulator: Simulator, tmp_path: Path
+) -> None:
     report = verified(tmp_path, models.Empty())
     assert report.status == 1
     assert (
-        texts(report, Subject.SPLIT, Outcome.PROVEN) == texts(report, Subject.OUTPUTS, Outcome.PROVEN) == ""
+        texts(report, Subject.SPLIT, Outcome.PROVEN)
+        == texts(report, Subject.OUTPUTS, Outcome.PROVEN)
+        == ""
     )
     assert "the model is not run" in texts(report, Subject.SPLIT, Outcome.NOT_EXERCISED)
     assert [one.subject for one in report.unproven_transfers] == [Subject.SPLIT]
 
 
-def test_a_map_without_an_accelerator_exercises_no_transfer(simulator: Simulator, tmp_path: Path) -> None:
+def test_a_map_without_an_accelerator_exercises_no_transfer(
+    simulator: Simulator, tmp_path: Path
+) -> None:
     report = verified(tmp_path, Head(), device_map={"": "cpu"})
     assert report.status == 1
-    assert {one.subject for one in report.unproven_transfers} == {Subject.PLACEMENT, Subject.PEER_HOPS}
+    assert {one.subject for one in report.unproven_transfers} == {
+        Subject.PLACEMENT,
+        Subject.PEER_HOPS,
+    }
     assert "on one, but on cpu" in texts(report, Subject.PLACEMENT, Outcome.NOT_EXERCISED)
 
 
-def test_a_map_with_one_accelerator_exercises_no_split(simulator: Simulator, tmp_path: Path) -> None:
+def test_a_map_with_one_accelerator_exercises_no_split(
+    simulator: Simulator, tmp_path: Path
+) -> None:
     report = verified(tmp_path, Head(), device_map={"": 1})
     assert [one.subject for one in report.unproven_transfers] == [Subject.SPLIT]
     assert "on one accelerator, 1" in texts(report, Subject.SPLIT, Outcome.NOT_EXERCISED)
@@ -154,12 +179,19 @@ def test_without_a_class_no_direct_run_is_compared(simulator: Simulator, tmp_pat
 def test_a_misspelt_name_puts_nothing_on_its_device(simulator: Simulator, tmp_path: Path) -> None:
     report = verified(tmp_path, Head(), device_map={"frist": 1, "": 0})
     assert report.status == 1
-    assert "'frist': misspelt, moves nothing" in texts(report, Subject.DEVICE_MAP, Outcome.NOT_EXERCISED)
+    assert "'frist': misspelt, moves nothing" in texts(
+        report, Subject.DEVICE_MAP, Outcome.NOT_EXERCISED
+    )
     assert texts(report, Subject.OUTPUTS, Outcome.PROVEN).startswith("split over 0 == cuda:0 alone")
-    assert {one.subject for one in report.unproven_transfers} == {Subject.DEVICE_MAP, Subject.SPLIT}
+    assert {one.subject for one in report.unproven_transfers} == {
+        Subject.DEVICE_MAP,
+        Subject.SPLIT,
+    }
 
 
-def test_modules_without_a_tensor_run_where_the_map_says(simulator: Simulator, tmp_path: Path) -> None:
+def test_modules_without_a_tensor_run_where_the_map_says(
+    simulator: Simulator, tmp_path: Path
+) -> None:
     class Gated(Head):
         def __init__(self) -> None:
             super().__init__()
@@ -183,8 +215,8 @@ def vit() -> Any:
 
     torch.manual_seed(0)
     config = ViTConfig(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4,
-        num_labels=3,
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+        image_size=8, patch_size=4, num_labels=3,
     )  # fmt: skip
     return ViTForImageClassification(config).eval()
 
@@ -210,7 +242,11 @@ def test_tensors_that_a_loader_renames_are_compared_with_the_file(
     stored = load_file(tmp_path / "model" / "model.safetensors")
     if set(stored) == set(model.state_dict()):
         pytest.skip("this transformers renames none of them")
-    options: dict[str, Any] = {"device_map": "balanced", "repeats": 2, "require_transfer_proof": True}
+    options: dict[str, Any] = {
+        "device_map": "balanced",
+        "repeats": 2,
+        "require_transfer_proof": True,
+    }
     report = verify_reload(tmp_path / "model", **options)
     assert report.status == 0, str(report)
     assert f"-> host: {len(stored)} tensors" in texts(report, Subject.PLACEMENT, Outcome.PROVEN)
@@ -280,8 +316,12 @@ def test_a_nan_of_the_split_alone_names_its_module(simulator: Simulator, tmp_pat
     report = verified(tmp_path, Astray())
     assert report.status == 1
     text = texts(report, Subject.OUTPUTS, Outcome.FAILED)
-    assert text.startswith("the split over 0, 1 differs from cuda:0 alone by more than other kernels explain")
-    assert text.endswith("NaN is first in the output of 'last' (Linear), and its input holds NaN, too")
+    assert text.startswith(
+        "the split over 0, 1 differs from cuda:0 alone by more than other kernels explain"
+    )
+    assert text.endswith(
+        "NaN is first in the output of 'last' (Linear), and its input holds NaN, too"
+    )
 
 
 def test_a_transfer_fault_ends_with_the_probe_and_the_way_around_it(
@@ -293,4 +333,6 @@ def test_a_transfer_fault_ends_with_the_probe_and_the_way_around_it(
     assert report.verdict.startswith("the reload is not proven: ")
     assert "split" in report.verdict
     (step,) = report.next_steps
-    assert step.startswith("ckptfix doctor --peer-copies; until the copies are right: dispatch_model(")
+    assert step.startswith(
+        "ckptfix doctor --peer-copies; until the copies are right: dispatch_model("
+    )

@@ -18,7 +18,10 @@ model = Qwen2ForCausalLM.from_pretrained(sys.argv[1], device_map=eval(sys.argv[2
 print(generated(model).tolist())
 """
 BROKEN = {
-    (source, destination): "zeros" for source in range(2) for destination in range(2) if source != destination
+    (source, destination): "zeros"
+    for source in range(2)
+    for destination in range(2)
+    if source != destination
 }
 
 
@@ -34,12 +37,20 @@ def printed(folder: Path, device_map: str, *guard: str, **environment: str) -> s
 def test_a_script_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     run_simulated(
-        f"from tests.simulated.models import qwen2; qwen2().save_pretrained({str(tmp_path / 'model')!r})", 2
+        "from tests.simulated.models import qwen2; "
+        f"qwen2().save_pretrained({str(tmp_path / 'model')!r})",
+        2,
     )
     right = printed(tmp_path, "{'': 0}")
     assert printed(tmp_path, "'auto'") != right
-    assert printed(tmp_path, "'auto'", "-m", "ckptfix", "run", CKPTFIX_SAFE_TRANSFERS="always") == right
-    assert printed(tmp_path, "'auto'", "-m", "ckptfix", "run", CKPTFIX_SAFE_TRANSFERS="never") != right
     assert (
-        printed(tmp_path, "'auto'", "-m", "ckptfix", "run", XDG_CACHE_HOME=str(tmp_path / "cache")) == right
+        printed(tmp_path, "'auto'", "-m", "ckptfix", "run", CKPTFIX_SAFE_TRANSFERS="always")
+        == right
+    )
+    assert (
+        printed(tmp_path, "'auto'", "-m", "ckptfix", "run", CKPTFIX_SAFE_TRANSFERS="never") != right
+    )
+    assert (
+        printed(tmp_path, "'auto'", "-m", "ckptfix", "run", XDG_CACHE_HOME=str(tmp_path / "cache"))
+        == right
     )

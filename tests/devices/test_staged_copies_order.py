@@ -1,8 +1,8 @@
 """The order of a staged copy, on an engine that carries its pieces out in any order that is legal.
 
-The code under test is the shipped ``pump``. The engine's two queues keep their own order and wait where they are told
-to; beyond that, what runs next is drawn by lot, as two devices are free to do. A wait that is missing then shows as
-wrong bytes. No device, real or simulated, is part of it.
+The code under test is the shipped ``pump``. The engine's two queues keep their own order and wait
+where they are told to; beyond that, what runs next is drawn by lot, as two devices are free to do.
+A wait that is missing then shows as wrong bytes. No device, real or simulated, is part of it.
 """
 
 import ast
@@ -83,9 +83,16 @@ class Shuffled:
     def __init__(
         self, machine: Machine, memory: list[bytearray], destination: bytearray, source: bytearray
     ) -> None:
-        self.machine, self.memory, self.destination, self.source = machine, memory, destination, source
+        self.machine, self.memory, self.destination, self.source = (
+            machine,
+            memory,
+            destination,
+            source,
+        )
         self.target = bytearray(len(destination))
-        """Where the pieces arrive: the destination has it once it is settled, as with one that is not dense."""
+        """Where the pieces arrive: the destination has it once it is settled, as with one that is
+        not dense.
+        """
         self.streams = {queue: machine.lot.randrange(2) for queue in Queue}
         """Which one is the current stream of each device, for this copy."""
 
@@ -141,11 +148,12 @@ def arrives(
     engine: type[Shuffled] = Shuffled,
     consumers: tuple[Queue, ...] = tuple(Queue),
 ) -> bool:
-    """Make three copies that share two slots, each behind its producer and before its consumers; are all right?
+    """Make three copies that share two slots, each behind its producer and before its consumers;
+    are all right?
 
-    Each is made on any of the streams. ``consumers``: the queues on which the destination is read next; torch's own
-    copy orders both. The source is overwritten as soon as its own stream allows, the destination by its own stream once
-    all consumers have read it.
+    Each is made on any of the streams. ``consumers``: the queues on which the destination is read
+    next; torch's own copy orders both. The source is overwritten as soon as its own stream allows,
+    the destination by its own stream once all consumers have read it.
     """
     machine = Machine(seed)
     memory = [bytearray(b"\xff" * PIECE) for _ in range(2)]
@@ -166,7 +174,9 @@ def arrives(
             one.put(Queue.DESTINATION, mark)
         one.put(Queue.DESTINATION, partial(overwrite, destination, b"\xdd" * SIZE))
     machine.drain()
-    return found == {(copy, queue): wanted for copy, wanted in enumerate(expected) for queue in consumers}
+    return found == {
+        (copy, queue): wanted for copy, wanted in enumerate(expected) for queue in consumers
+    }
 
 
 def broken(
@@ -210,7 +220,9 @@ def test_the_queues_do_run_in_many_orders(waiting: Waiting) -> None:
 
 
 class WithoutWaiting(Shuffled):
-    """A device whose events from another one are never seen: what a broken pair may do to a wait of its queue."""
+    """A device whose events from another one are never seen: what a broken pair may do to a wait of
+    its queue.
+    """
 
     def hold(self, queue: Queue, mark: Mark) -> None:
         pass
@@ -264,7 +276,9 @@ class Backwards(Shuffled):
 @pytest.mark.slow
 @pytest.mark.parametrize("waiting", Waiting)
 @pytest.mark.parametrize("engine", [WithoutDataWait, WithoutSlotWait, WithoutLastWait, Backwards])
-def test_an_engine_that_waits_for_too_little_is_caught(engine: type[Shuffled], waiting: Waiting) -> None:
+def test_an_engine_that_waits_for_too_little_is_caught(
+    engine: type[Shuffled], waiting: Waiting
+) -> None:
     assert broken(waiting, engine=engine) > SCHEDULES // 20
 
 
@@ -305,8 +319,14 @@ def mutants() -> Iterator[tuple[str, Pump]]:
             "_order(engine, Queue.DESTINATION, engine.mark(Queue.SOURCE), waiting)",
         ),
         (
-            "engine.settle()\n    _order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), waiting)",
-            "_order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), waiting)\n    engine.settle()",
+            (
+                "engine.settle()\n    _order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), "
+                "waiting)"
+            ),
+            (
+                "_order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), waiting)\n    "
+                "engine.settle()"
+            ),
         ),
         ("range(0, size, piece)", "range(0, size - piece, piece)"),
         ("start + piece", "start + piece - 1"),

@@ -1,4 +1,6 @@
-"""Copies by way of the host on simulated devices whose direct ways are all broken: bits, strides, kinds of tensor."""
+"""Copies by way of the host on simulated devices whose direct ways are all broken: bits, strides,
+kinds of tensor.
+"""
 
 import re
 import threading
@@ -38,7 +40,8 @@ def same_bits(found: torch.Tensor, right: torch.Tensor) -> bool:
     assert found.dtype == right.dtype
     assert found.shape == right.shape
     flat = [
-        tensor.resolve_conj().resolve_neg().contiguous().view(-1) for tensor in (found.cpu(), right.cpu())
+        tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+        for tensor in (found.cpu(), right.cpu())
     ]
     return bool(torch.equal(*(tensor.view(torch.uint8) for tensor in flat)))
 
@@ -50,7 +53,18 @@ def bits(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("waiting", Waiting)
 @pytest.mark.parametrize(
     "size",
-    [0, 1, 7, PIPELINED_FROM - 1, PIPELINED_FROM, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 5 * PIECE + 3],
+    [
+        0,
+        1,
+        7,
+        PIPELINED_FROM - 1,
+        PIPELINED_FROM,
+        PIECE - 1,
+        PIECE,
+        PIECE + 1,
+        2 * PIECE,
+        5 * PIECE + 3,
+    ],
 )
 def test_every_size_arrives(size: int, waiting: Waiting) -> None:
     payload = bits(size)
@@ -63,7 +77,8 @@ DTYPES = sorted(
     {
         dtype
         for name, dtype in vars(torch).items()
-        if isinstance(dtype, torch.dtype) and re.fullmatch(r"(bfloat|float|u?int)(8(_\w+)?|16|32|64)", name)
+        if isinstance(dtype, torch.dtype)
+        and re.fullmatch(r"(bfloat|float|u?int)(8(_\w+)?|16|32|64)", name)
     },
     key=str,
 )
@@ -87,7 +102,9 @@ LAYOUTS = {
     "offset": lambda base: base[3:, 5:],
     "dense behind an offset": lambda base: base[3:],
     "expanded": lambda base: base[:1].expand(base.shape[0], -1),
-    "channels last": lambda base: base.view(4, 8, -1, 16).contiguous(memory_format=torch.channels_last),
+    "channels last": (
+        lambda base: base.view(4, 8, -1, 16).contiguous(memory_format=torch.channels_last)
+    ),
     "permuted": lambda base: base.view(4, 8, -1, 16).permute(2, 0, 3, 1),
     "one element wide": lambda base: base.view(-1, 1)[::1],
     "no dimensions": lambda base: base[0, 0],
@@ -96,7 +113,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("rows", [64, 2048], ids=["small", "pipelined"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_arrives_with_the_strides_of_to(simulator: Simulator, layout: str, rows: int) -> None:
+def test_every_layout_arrives_with_the_strides_of_to(
+    simulator: Simulator, layout: str, rows: int
+) -> None:
     base = torch.randn(rows, 256, device="cuda:0")
     source = LAYOUTS[layout](base)
     expected = source.cpu()
@@ -133,7 +152,11 @@ def test_what_copy_does_beyond_bytes(rows: int) -> None:
 @pytest.mark.parametrize("rows", [64, 2048], ids=["small", "pipelined"])
 def test_lazy_conjugates_and_negatives(rows: int) -> None:
     host = torch.randn(rows, 256, dtype=torch.complex64)
-    for lazy in (host.to("cuda:0").conj(), host.to("cuda:0").conj().imag, host.to("cuda:0").mT.conj()):
+    for lazy in (
+        host.to("cuda:0").conj(),
+        host.to("cuda:0").conj().imag,
+        host.to("cuda:0").mT.conj(),
+    ):
         assert lazy.is_conj() or lazy.is_neg()
         there = torch.empty(lazy.shape, dtype=lazy.dtype, device="cuda:1")
         staged_copy(there, lazy)
@@ -147,8 +170,13 @@ def test_lazy_conjugates_and_negatives(rows: int) -> None:
 def test_two_slots_of_pinned_memory_for_each_pair_that_copied() -> None:
     assert not staged_copies._rings
     for _ in range(3):
-        staged_copy(torch.empty(3 * PIECE, dtype=torch.uint8, device="cuda:1"), bits(3 * PIECE).to("cuda:0"))
-    assert {pair: ring.memory.shape for pair, ring in staged_copies._rings.items()} == {(0, 1): (2, PIECE)}
+        staged_copy(
+            torch.empty(3 * PIECE, dtype=torch.uint8, device="cuda:1"),
+            bits(3 * PIECE).to("cuda:0"),
+        )
+    assert {pair: ring.memory.shape for pair, ring in staged_copies._rings.items()} == {
+        (0, 1): (2, PIECE)
+    }
     release_slots()
     assert not staged_copies._rings
 
@@ -202,7 +230,9 @@ def test_the_current_streams_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert side != before
 
 
-def test_slots_of_an_interrupted_copy_are_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_an_interrupted_copy_are_never_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     there = torch.empty(3 * PIECE, dtype=torch.uint8, device="cuda:1")
     source = bits(3 * PIECE).to("cuda:0")
     staged_copy(there, source)
@@ -236,7 +266,10 @@ def test_a_thread_that_finds_the_slots_taken_neither_waits_nor_takes_host_memory
     simulator.clear_log()
     with staged_copies._rings[0, 1].lock:
         staged_copy(there, source)
-    assert max(on_the_host(simulator)) == (PIECE, "uint8"), "0.4.0 took pageable memory of any size"
+    assert max(on_the_host(simulator)) == (
+        PIECE,
+        "uint8",
+    ), "0.4.0 took pageable memory of any size"
     assert same_bits(there, payload)
     strided = torch.zeros(2, payload.numel(), dtype=torch.uint8, device="cuda:1").t()
     with staged_copies._rings[0, 1].lock:
@@ -246,11 +279,15 @@ def test_a_thread_that_finds_the_slots_taken_neither_waits_nor_takes_host_memory
 
 
 @pytest.mark.parametrize("count", [100, LARGE], ids=["small", "pipelined"])
-@pytest.mark.parametrize("dtypes", [("float32", "int32"), ("float64", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "dtypes", [("float32", "int32"), ("float64", "bfloat16"), ("bfloat16", "float32")]
+)
 def test_the_source_device_converts_whatever_the_size(
     simulator: Simulator, dtypes: tuple[str, str], count: int
 ) -> None:
-    """CPU and GPU convert NaN and values out of range differently: one rule, which is that of torch's own copy."""
+    """CPU and GPU convert NaN and values out of range differently: one rule, which is that of
+    torch's own copy.
+    """
     source_dtype, dtype = (getattr(torch, name) for name in dtypes)
     host = torch.randn(count).to(source_dtype) * 100
     source, there = host.to("cuda:0"), torch.zeros(count, dtype=dtype, device="cuda:1")

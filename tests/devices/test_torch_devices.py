@@ -1,4 +1,6 @@
-"""Ordered pairs of devices, where there may be no device at all; and safe transfers on such a machine."""
+"""Ordered pairs of devices, where there may be no device at all; and safe transfers on such a
+machine.
+"""
 
 import subprocess
 import sys
@@ -36,7 +38,9 @@ def test_without_an_accelerator() -> None:
 
 def test_a_torch_older_than_its_accelerator_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "accelerator")
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, device_count=lambda: 2))
+    monkeypatch.setattr(
+        torch, "cuda", SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
+    )
     assert device_type() == "cuda"
     assert ordered_pairs() == ((0, 1), (1, 0))
     assert device(1) == torch.device("cuda", 1)
@@ -55,7 +59,11 @@ def test_safe_transfers_stage_nothing_where_nothing_can_be_staged(mode: Any) -> 
 def test_models_are_dispatched_on_the_host() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     right = model(torch.ones(2))
-    several: tuple[dict[str, Any], ...] = ({}, {"force_cuda_to_cuda_via_cpu": True}, {"device_guard": True})
+    several: tuple[dict[str, Any], ...] = (
+        {},
+        {"force_cuda_to_cuda_via_cpu": True},
+        {"device_guard": True},
+    )
     for arguments in several:
         dispatched = dispatch_model(model, {"": "cpu"}, force_hooks=True, **arguments)
         assert torch.equal(dispatched(torch.ones(2)), right)
@@ -65,7 +73,9 @@ def test_models_are_dispatched_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("number", [True, 3, -(2**53) - 1, 2.5, float("inf"), 1e-300, 2 - 1j])
-def test_numbers_that_torch_hands_to_the_override(monkeypatch: pytest.MonkeyPatch, number: Any) -> None:
+def test_numbers_that_torch_hands_to_the_override(
+    monkeypatch: pytest.MonkeyPatch, number: Any
+) -> None:
     """On the CPU's key, where they are easily had; a GPU's composite operators meet them too."""
     tensors = [
         torch.tensor([0, 1, 2, 3], dtype=dtype)
@@ -103,7 +113,12 @@ def test_importing_is_light() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "needs_torch"),
-    [("Verdict", False), ("ProbeReport", False), ("probe_peer_copies", False), ("safe_transfers", True)],
+    [
+        ("Verdict", False),
+        ("ProbeReport", False),
+        ("probe_peer_copies", False),
+        ("safe_transfers", True),
+    ],
 )
 def test_public_names_import_torch_only_where_they_need_it(name: str, needs_torch: bool) -> None:
     code = f"import sys; from ckptfix.devices import {name}; print('torch' in sys.modules)"

@@ -1,6 +1,8 @@
-"""Safe transfers on real GPUs. One GPU: the pipeline's own streams, events and pinned memory. Two: the whole.
+"""Safe transfers on real GPUs. One GPU: the pipeline's own streams, events and pinned memory. Two:
+the whole.
 
-On one GPU a copy cannot leave it: the pipeline then goes from the device to itself, each half on a stream of its own.
+On one GPU a copy cannot leave it: the pipeline then goes from the device to itself, each half on a
+stream of its own.
 """
 
 import threading
@@ -59,7 +61,9 @@ def test_slots_are_pinned() -> None:
 @one
 @pytest.mark.parametrize("waiting", Waiting)
 def test_the_pipeline_keeps_the_order_of_its_streams(waiting: Waiting) -> None:
-    """A producer that takes its time is waited for, and the source may be overwritten right behind the copy."""
+    """A producer that takes its time is waited for, and the source may be overwritten right behind
+    the copy.
+    """
     size = 4 * PIECE
     trip = RoundTrip(device(0))
     busy = torch.randn(2048, 2048, device=device(0))
@@ -116,7 +120,9 @@ def test_lazy_conjugates_as_destination() -> None:
 @one
 @pytest.mark.parametrize("waiting", Waiting)
 def test_a_consumer_on_the_sources_stream_finds_the_copy_complete(waiting: Waiting) -> None:
-    """torch's own copy orders both current streams, and a program may wait for the source's alone."""
+    """torch's own copy orders both current streams, and a program may wait for the source's
+    alone.
+    """
     size = 4 * PIECE
     trip = RoundTrip(device(0))
     before = torch.accelerator.current_stream()
@@ -211,7 +217,9 @@ def test_a_strided_copy_is_counted_once_with_and_without_peer_access() -> None:
     try:
         with bypassed():
             before = held.counters()[0, 1].direct
-            torch.zeros(64, 64, device=device(1))[:, ::2].copy_(torch.ones(64, 64, device=device(0))[:, ::2])
+            torch.zeros(64, 64, device=device(1))[:, ::2].copy_(
+                torch.ones(64, 64, device=device(0))[:, ::2]
+            )
         assert held.counters()[0, 1].direct == before + 1
     finally:
         release(held)
@@ -253,7 +261,9 @@ def test_a_split_model_with_side_streams() -> None:
     batch = torch.randn(1024, 512)
     right = accelerate.dispatch_model(layers, {"": 0}, force_hooks=True)(batch).cpu()
     accelerate.hooks.remove_hook_from_module(layers, recurse=True)
-    model = dispatch_model(layers, {str(number): number % 2 for number in range(6)}, safe_transfers="always")
+    model = dispatch_model(
+        layers, {str(number): number % 2 for number in range(6)}, safe_transfers="always"
+    )
     stream = torch.cuda.Stream(0) if device_type() == "cuda" else None
     if stream is not None:
         with torch.cuda.stream(stream):

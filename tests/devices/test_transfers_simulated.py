@@ -1,4 +1,6 @@
-"""References to staging on simulated devices: what is staged, for how long, what is counted, refused and said."""
+"""References to staging on simulated devices: what is staged, for how long, what is counted,
+refused and said.
+"""
 
 import sys
 import threading
@@ -78,9 +80,13 @@ def test_always_stages_every_pair(simulator: Simulator) -> None:
     assert simulator.count() == 1
 
 
-def test_auto_stages_what_is_not_proven(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_stages_what_is_not_proven(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     budgets = unproven(monkeypatch, (0, 1), (2, 0))
-    with pytest.warns(UserWarning, match=r"2 of 6 .*0 -> 1, 2 -> 0.*ckptfix doctor --peer-copies") as said:
+    with pytest.warns(
+        UserWarning, match=r"2 of 6 .*0 -> 1, 2 -> 0.*ckptfix doctor --peer-copies"
+    ) as said:
         held = acquire("auto", holder="a test")
     assert staged_pairs() == held.pairs == {(0, 1), (2, 0)}
     move(0, 1)
@@ -98,7 +104,9 @@ def test_auto_says_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     known = report(_01=Verdict.WRONG, _12=Verdict.UNUSABLE, _02=Verdict.HEALTHY)
     monkeypatch.setattr(probe, "cached_report", lambda: known)
     unproven(monkeypatch, (0, 1), (1, 2))
-    with pytest.warns(UserWarning, match=r"\(0 -> 1 zeros, 1 -> 2 unusable\): .* nothing makes that safe"):
+    with pytest.warns(
+        UserWarning, match=r"\(0 -> 1 zeros, 1 -> 2 unusable\): .* nothing makes that safe"
+    ):
         release(acquire("auto", holder="a test"))
 
 
@@ -140,7 +148,9 @@ def test_never_switches_nothing_off_that_others_hold(simulator: Simulator) -> No
         move()
         assert simulator.count() == 1
     with safe_transfers("always"):
-        with pytest.warns(UserWarning, match=r"stay on for 6 ordered pairs.*a safe_transfers block") as said:
+        with pytest.warns(
+            UserWarning, match=r"stay on for 6 ordered pairs.*a safe_transfers block"
+        ) as said:
             none = acquire("never", holder="a test")
         assert none.pairs == frozenset()
         assert said[0].filename == __file__
@@ -152,7 +162,9 @@ def test_never_switches_nothing_off_that_others_hold(simulator: Simulator) -> No
     ("said", "pairs"), [("always", 6), ("ALWAYS", 6), ("never", 0), ("auto", 1), ("", 1)]
 )
 @pytest.mark.filterwarnings("ignore:1 of 6")
-def test_the_environment_says_what_auto_means(monkeypatch: pytest.MonkeyPatch, said: str, pairs: int) -> None:
+def test_the_environment_says_what_auto_means(
+    monkeypatch: pytest.MonkeyPatch, said: str, pairs: int
+) -> None:
     unproven(monkeypatch, (0, 1))
     monkeypatch.setenv("CKPTFIX_SAFE_TRANSFERS", said)
     with safe_transfers() as held:
@@ -227,7 +239,9 @@ def test_bypassed_is_for_one_thread(simulator: Simulator) -> None:
 
 
 def test_references_come_and_go_while_other_threads_copy(simulator: Simulator) -> None:
-    """Taken out of torch's table while a thread looks its kernel up there, it was a segmentation fault."""
+    """Taken out of torch's table while a thread looks its kernel up there, it was a segmentation
+    fault.
+    """
     stop = threading.Event()
     wrong: list[str] = []
 
@@ -274,8 +288,12 @@ def test_a_reference_given_back_inside_of_taking_one(monkeypatch: pytest.MonkeyP
     release(second)
 
 
-def test_the_last_reference_given_back_in_the_middle_of_a_large_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the collector does it: the slots of that copy waited for ever for themselves, and must not be kept."""
+def test_the_last_reference_given_back_in_the_middle_of_a_large_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the collector does it: the slots of that copy waited for ever for themselves, and must not
+    be kept.
+    """
     reference = acquire("always", holder="a model that is collected")
     ring = staged_copies._Ring
 
@@ -342,7 +360,8 @@ def test_refusing(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None
     with safe_transfers("raise") as held:
         assert held.raises
         with pytest.raises(
-            TransferError, match=r"copy of 40 B \(5, torch.int64\) from cuda:0 to cuda:1: .*refused"
+            TransferError,
+            match=r"copy of 40 B \(5, torch.int64\) from cuda:0 to cuda:1: .*refused",
         ):
             move()
         move(1, 1)
@@ -360,7 +379,9 @@ def test_refusing(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_strided_copy_without_peer_access_is_counted_once(
     simulator: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch gathers it on the source device, and sends that by a second `aten::copy_` from inside the first."""
+    """torch gathers it on the source device, and sends that by a second `aten::copy_` from inside
+    the first.
+    """
     simulator.peer_access(0, 1, False)
     unproven(monkeypatch, (1, 0))
     with pytest.warns(UserWarning, match="not proven"):
@@ -375,7 +396,9 @@ def test_a_strided_copy_without_peer_access_is_counted_once(
 
 
 def test_a_capture_on_any_device_in_use_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index != 1, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_hasPrimaryContext", lambda index: index != 1, raising=False
+    )
     capturing: list[int] = []
     monkeypatch.setattr(
         torch.cuda, "is_current_stream_capturing", lambda: torch.cuda.current_device() in capturing
@@ -391,7 +414,9 @@ def test_a_capture_on_any_device_in_use_is_asked_for(monkeypatch: pytest.MonkeyP
         assert here.to("cuda:2").sum() == 3, "a device that is not in use is not touched"
 
 
-def test_an_objection_of_cuda_to_waiting_in_a_capture_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_objection_of_cuda_to_waiting_in_a_capture_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A stream that is captured and is current nowhere cannot be asked for."""
     said = "CUDA error: operation not permitted when stream is capturing"
 
@@ -404,7 +429,9 @@ def test_an_objection_of_cuda_to_waiting_in_a_capture_is_explained(monkeypatch: 
     assert said in str(caught.value.__cause__)
 
 
-def test_no_staging_inside_of_a_graph_capture(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_staging_inside_of_a_graph_capture(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with safe_transfers("always") as held:
         source = torch.ones(4, device="cuda:0")
         for capturing in (0, 1):
@@ -426,7 +453,9 @@ def test_what_is_not_covered_is_said() -> None:
     with safe_transfers("always") as held:
         assert any("NCCL" in words for words in held.not_covered)
         assert any("IPC" in words for words in held.not_covered)
-        assert any("DataParallel" in words and "comm.broadcast" in words for words in held.not_covered)
+        assert any(
+            "DataParallel" in words and "comm.broadcast" in words for words in held.not_covered
+        )
 
 
 # ---- events from device to device
@@ -436,7 +465,9 @@ def report(**verdicts: Verdict) -> ProbeReport:
     """Return a report in which what is wrong arrives as zeros; `_01` is the pair from 0 to 1."""
     pairs = {(int(name[1]), int(name[2])): verdict for name, verdict in verdicts.items()}
     reports = {
-        pair: PairReport(pair=pair, verdict=verdict, seed=1, kind="zeros" if verdict is Verdict.WRONG else "")
+        pair: PairReport(
+            pair=pair, verdict=verdict, seed=1, kind="zeros" if verdict is Verdict.WRONG else ""
+        )
         for pair, verdict in pairs.items()
     }
     return ProbeReport(seed=1, pairs=reports)

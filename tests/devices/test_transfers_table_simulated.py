@@ -1,7 +1,9 @@
-"""Every way in which a tensor goes from device to device, on simulated devices: with safe transfers, none is direct.
+"""Every way in which a tensor goes from device to device, on simulated devices: with safe
+transfers, none is direct.
 
-Each way is taken over healthy links, which shows that it does copy from device to device; with all six links broken,
-which shows that it matters; and with all six broken and staged, which must give what healthy ones give.
+Each way is taken over healthy links, which shows that it does copy from device to device; with all
+six links broken, which shows that it matters; and with all six broken and staged, which must give
+what healthy ones give.
 """
 
 import inspect
@@ -44,7 +46,9 @@ def way(function: Callable[[], Results]) -> Callable[[], Results]:
     return function
 
 
-def numbers(*shape: int, device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def numbers(
+    *shape: int, device: str = "cuda:0", dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
@@ -100,7 +104,10 @@ def backward_of_to_in_model_code() -> Results:
     model = Moves()
     given = numbers(4, 8).requires_grad_()
     model(given).sum().backward()
-    return {"given": given.grad, **{name: tensor.grad for name, tensor in model.named_parameters()}}
+    return {
+        "given": given.grad,
+        **{name: tensor.grad for name, tensor in model.named_parameters()},
+    }
 
 
 @way
@@ -122,7 +129,9 @@ def dispatching_it_again_in_another_order() -> Results:
     model = split()
     for module in model.modules():
         remove_hook_from_module(module)
-    model = accelerate.dispatch_model(model, {name: (device + 1) % 3 for name, device in THREE.items()})
+    model = accelerate.dispatch_model(
+        model, {name: (device + 1) % 3 for name, device in THREE.items()}
+    )
     return {"logits": logits_of(model)}
 
 
@@ -188,7 +197,11 @@ def slices() -> Results:
 @way
 def strided_and_transposed() -> Results:
     base = numbers(*LARGE)
-    return {"t": base.t().to("cuda:1"), "strided": base[:, ::3].to("cuda:1"), "row": base[7].to("cuda:1")}
+    return {
+        "t": base.t().to("cuda:1"),
+        "strided": base[:, ::3].to("cuda:1"),
+        "row": base[7].to("cuda:1"),
+    }
 
 
 @way
@@ -238,7 +251,9 @@ class Tagged(torch.Tensor):  # type: ignore[misc]
     seen: list[str]
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         cls.seen.append(getattr(function, "__name__", ""))
         return super().__torch_function__(function, types, args, kwargs or {})
 
@@ -267,7 +282,10 @@ def sparse_tensors() -> Results:
 @way
 def lazy_conjugates() -> Results:
     lazy = numbers(40, 30, dtype=torch.complex64).conj()
-    return {"there": lazy.to("cuda:1").resolve_conj(), "imaginary": lazy.imag.to("cuda:1").resolve_neg()}
+    return {
+        "there": lazy.to("cuda:1").resolve_conj(),
+        "imaginary": lazy.imag.to("cuda:1").resolve_neg(),
+    }
 
 
 @way
@@ -334,7 +352,9 @@ def beam_search_that_moves_the_cache() -> Results:
     cache = DynamicCache()
     for layer in range(3):
         cache.update(
-            numbers(2, 4, 3, 5, device=f"cuda:{layer}"), numbers(2, 4, 3, 5, device=f"cuda:{layer}"), layer
+            numbers(2, 4, 3, 5, device=f"cuda:{layer}"),
+            numbers(2, 4, 3, 5, device=f"cuda:{layer}"),
+            layer,
         )
     cache.reorder_cache(torch.tensor([1, 0], device="cuda:0"))
     return found
@@ -343,7 +363,9 @@ def beam_search_that_moves_the_cache() -> Results:
 # ---- the table
 
 
-ACCELERATE = [name for name in WAYS if "dispatch" in name or "split" in inspect.getsource(WAYS[name])]
+ACCELERATE = [
+    name for name in WAYS if "dispatch" in name or "split" in inspect.getsource(WAYS[name])
+]
 """Ways of which accelerate is a part."""
 
 
@@ -354,11 +376,15 @@ def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
 
 
 def each(names: Iterable[str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names])
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=marks(name)) for name in names]
+    )
 
 
 _SUMS = {"shared.weight"}
-"""Gradients of what several devices use: autograd adds the parts as its threads come, so the last bit is chance."""
+"""Gradients of what several devices use: autograd adds the parts as its threads come, so the last
+bit is chance.
+"""
 
 
 def on_the_host(results: Results) -> dict[str, torch.Tensor]:
@@ -416,9 +442,13 @@ def test_without_it_each_way_goes_wrong(simulator: Simulator, name: str) -> None
 
 
 @each(WAYS)
-def test_each_way_can_be_found_out(simulator: Simulator, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_way_can_be_found_out(
+    simulator: Simulator, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raised: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_value))
+    monkeypatch.setattr(
+        threading, "excepthook", lambda arguments: raised.append(arguments.exc_value)
+    )
     with safe_transfers("raise"):
         try:
             WAYS[name]()

@@ -1,4 +1,6 @@
-"""Adapters of PEFT against the load: what PEFT brings to life of each damaged one, and healthy ones of every kind."""
+"""Adapters of PEFT against the load: what PEFT brings to life of each damaged one, and healthy ones
+of every kind.
+"""
 
 import json
 import time
@@ -70,7 +72,9 @@ def bare(tensors: Tensors) -> Tensors:
 
 
 def several(tensors: Tensors) -> Tensors:
-    return {with_name(name)(key): each for key, each in tensors.items() for name in ("draft", "main")}
+    return {
+        with_name(name)(key): each for key, each in tensors.items() for name in ("draft", "main")
+    }
 
 
 def and_another(tensors: Tensors) -> Tensors:
@@ -88,10 +92,18 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str, tuple[str, str]]] = 
     "behind module twice": (behind("module.module."), "0 of 8", DEAD),
     "in part behind module": (in_first_layer(lambda key: f"module.{key}"), "4 of 8", DEAD),
     "with a name": (renamed(with_name("default_0")), "0 of 8", DEAD),
-    "with a name behind module": (renamed(lambda key: f"module.{with_name('x')(key)}"), "0 of 8", DEAD),
+    "with a name behind module": (
+        renamed(lambda key: f"module.{with_name('x')(key)}"),
+        "0 of 8",
+        DEAD,
+    ),
     "with two names": (several, "0 of 8", DEAD),
     # PEFT before 0.21 and transformers load none of these.
-    "with the name default": (renamed(with_name("default")), "8 of 8", ("dead-adapter", "warning")),
+    "with the name default": (
+        renamed(with_name("default")),
+        "8 of 8",
+        ("dead-adapter", "warning"),
+    ),
     "in part with a name": (in_first_layer(with_name("x")), "4 of 8", ("dead-adapter", "warning")),
     "next to another adapter": (and_another, "8 of 8", ("dead-adapter", "note")),
     # transformers loads both, and a script that adapts an adapted model the second.
@@ -118,12 +130,17 @@ def test_a_damaged_adapter(name: str, tmp_path: Path) -> None:
     assert run(["check", str(tmp_path)]) == (finding[1] != "note")
 
 
-@pytest.mark.parametrize("name", ["behind _orig_mod", "with a name", "of another rank", "without B"])
+@pytest.mark.parametrize(
+    "name", ["behind _orig_mod", "with a name", "of another rank", "without B"]
+)
 def test_a_damaged_adapter_in_a_file_of_torch(name: str, tmp_path: Path) -> None:
     damage, expected, finding = DAMAGES[name]
     tensors = lora(tmp_path)
     (tmp_path / NAME).unlink()
-    torch.save({key: each.clone() for key, each in damage(tensors).items()}, tmp_path / "adapter_model.bin")
+    torch.save(
+        {key: each.clone() for key, each in damage(tensors).items()},
+        tmp_path / "adapter_model.bin",
+    )
     assert live(tmp_path, tensors) == expected
     assert verdict(tmp_path) == [finding]
 
@@ -136,15 +153,25 @@ HEALTHY: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
     "DoRA": (llama, partial(peft.LoraConfig, target_modules=TWO, use_dora=True)),
     "rsLoRA": (llama, partial(peft.LoraConfig, target_modules=TWO, use_rslora=True)),
     "biases": (llama, partial(peft.LoraConfig, target_modules=TWO, lora_bias=True)),
-    "embeddings": (llama, partial(peft.LoraConfig, target_modules=["embed_tokens", "q_proj"], use_dora=True)),
+    "embeddings": (
+        llama,
+        partial(peft.LoraConfig, target_modules=["embed_tokens", "q_proj"], use_dora=True),
+    ),
     "ranks": (
         llama,
-        partial(peft.LoraConfig, target_modules=TWO, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 4}),
+        partial(
+            peft.LoraConfig,
+            target_modules=TWO,
+            rank_pattern={"q_proj": 2},
+            alpha_pattern={"v_proj": 4},
+        ),
     ),
     "ranks by a regex": (
         llama,
         partial(
-            peft.LoraConfig, target_modules=TWO, rank_pattern={r"^model\.layers\.\d+\.self_attn\.q_proj": 2}
+            peft.LoraConfig,
+            target_modules=TWO,
+            rank_pattern={r"^model\.layers\.\d+\.self_attn\.q_proj": 2},
         ),
     ),
     "ranks by two repetitions": (
@@ -155,7 +182,10 @@ HEALTHY: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
     "a regex": (llama, partial(peft.LoraConfig, target_modules=r".*\.q_proj")),
     "all-linear": (llama, partial(peft.LoraConfig, target_modules="all-linear")),
     "one layer": (llama, partial(peft.LoraConfig, target_modules=TWO, layers_to_transform=[1])),
-    "an excluded module": (llama, partial(peft.LoraConfig, target_modules=TWO, exclude_modules=["v_proj"])),
+    "an excluded module": (
+        llama,
+        partial(peft.LoraConfig, target_modules=TWO, exclude_modules=["v_proj"]),
+    ),
     "heads": (
         llama,
         partial(peft.LoraConfig, target_modules=TWO, modules_to_save=["lm_head", "embed_tokens"]),
@@ -167,18 +197,42 @@ HEALTHY: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
     "one tied head": (
         tied_llama,
         partial(
-            peft.LoraConfig, target_modules=TWO, modules_to_save=["embed_tokens"], ensure_weight_tying=True
+            peft.LoraConfig,
+            target_modules=TWO,
+            modules_to_save=["embed_tokens"],
+            ensure_weight_tying=True,
         ),
     ),
-    "one of two classifiers": (bert, partial(peft.LoraConfig, target_modules=["query"], task_type="SEQ_CLS")),
+    "one of two classifiers": (
+        bert,
+        partial(peft.LoraConfig, target_modules=["query"], task_type="SEQ_CLS"),
+    ),
     "biases of the model": (bert, partial(peft.LoraConfig, target_modules=["query"], bias="all")),
-    "tokens": (llama, partial(peft.LoraConfig, target_modules=TWO, trainable_token_indices=[0, 1])),
-    "experts": (mixtral, partial(peft.LoraConfig, target_modules=["q_proj"], target_parameters=EXPERTS)),
-    "experts alone": (mixtral, partial(peft.LoraConfig, target_modules=[], target_parameters=EXPERTS[1:])),
-    "experts by old names": (mixtral, partial(peft.LoraConfig, target_modules=["w1", "w2", "w3", "q_proj"])),
+    "tokens": (
+        llama,
+        partial(peft.LoraConfig, target_modules=TWO, trainable_token_indices=[0, 1]),
+    ),
+    "experts": (
+        mixtral,
+        partial(peft.LoraConfig, target_modules=["q_proj"], target_parameters=EXPERTS),
+    ),
+    "experts alone": (
+        mixtral,
+        partial(peft.LoraConfig, target_modules=[], target_parameters=EXPERTS[1:]),
+    ),
+    "experts by old names": (
+        mixtral,
+        partial(peft.LoraConfig, target_modules=["w1", "w2", "w3", "q_proj"]),
+    ),
     "convolutions": (convolutions, partial(peft.LoraConfig, r=4, target_modules=["plain"])),
-    "a convolution in groups": (convolutions, partial(peft.LoraConfig, r=4, target_modules=["groups"])),
-    "attention of torch": (convolutions, partial(peft.LoraConfig, r=4, target_modules=["attention"])),
+    "a convolution in groups": (
+        convolutions,
+        partial(peft.LoraConfig, r=4, target_modules=["groups"]),
+    ),
+    "attention of torch": (
+        convolutions,
+        partial(peft.LoraConfig, r=4, target_modules=["attention"]),
+    ),
     "PiSSA": (llama, partial(peft.LoraConfig, target_modules=TWO, init_lora_weights="pissa")),
     "replicated layers": (
         llama,
@@ -193,7 +247,9 @@ HEALTHY: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
     "LoKr of whole matrices": (llama, partial(peft.LoKrConfig, r=4, target_modules=TWO)),
     "biases of convolutions": (
         convolutions,
-        partial(peft.LoraConfig, r=4, target_modules=["plain", "groups", "attention"], lora_bias=True),
+        partial(
+            peft.LoraConfig, r=4, target_modules=["plain", "groups", "attention"], lora_bias=True
+        ),
     ),
     "DoRA of convolutions": (
         convolutions,
@@ -201,23 +257,41 @@ HEALTHY: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
     ),
     "IA3": (
         llama,
-        partial(peft.IA3Config, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        partial(
+            peft.IA3Config,
+            target_modules=["k_proj", "down_proj"],
+            feedforward_modules=["down_proj"],
+        ),
     ),
-    "AdaLoRA": (llama, partial(peft.AdaLoraConfig, init_r=4, target_r=2, total_step=100, target_modules=TWO)),
+    "AdaLoRA": (
+        llama,
+        partial(peft.AdaLoraConfig, init_r=4, target_r=2, total_step=100, target_modules=TWO),
+    ),
     "VeRA": (llama, partial(peft.VeraConfig, r=4, target_modules=TWO)),
     "VeRA without projections": (
         llama,
         partial(peft.VeraConfig, r=4, target_modules=TWO, save_projection=False),
     ),
-    "prompts": (llama, partial(peft.PromptTuningConfig, num_virtual_tokens=3, task_type="CAUSAL_LM")),
+    "prompts": (
+        llama,
+        partial(peft.PromptTuningConfig, num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    ),
     "prompts of two models": (
         t5,
         partial(peft.PromptTuningConfig, num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM"),
     ),
-    "prefixes": (llama, partial(peft.PrefixTuningConfig, num_virtual_tokens=3, task_type="CAUSAL_LM")),
+    "prefixes": (
+        llama,
+        partial(peft.PrefixTuningConfig, num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    ),
     "an encoder of prompts": (
         llama,
-        partial(peft.PromptEncoderConfig, num_virtual_tokens=3, task_type="CAUSAL_LM", encoder_hidden_size=8),
+        partial(
+            peft.PromptEncoderConfig,
+            num_virtual_tokens=3,
+            task_type="CAUSAL_LM",
+            encoder_hidden_size=8,
+        ),
     ),
     "another type": (llama, partial(peft.OFTConfig, oft_block_size=4, target_modules=TWO)),
     "another type of vectors": (
@@ -227,7 +301,11 @@ HEALTHY: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
     "another type of prompts": (
         llama,
         partial(
-            peft.CPTConfig, cpt_token_ids=[1], cpt_mask=[1], cpt_tokens_type_mask=[1], task_type="CAUSAL_LM"
+            peft.CPTConfig,
+            cpt_token_ids=[1],
+            cpt_mask=[1],
+            cpt_tokens_type_mask=[1],
+            task_type="CAUSAL_LM",
         ),
     ),
 }
@@ -272,7 +350,9 @@ def test_a_healthy_adapter(name: str, tmp_path: Path) -> None:
 def test_an_adapter_before_its_first_step(name: str, tmp_path: Path) -> None:
     base, config = HEALTHY[name]
     saved(tmp_path, config(), base, trained=False)
-    assert verdict(tmp_path) == ([] if name in ("IA3", "PiSSA") else [("untrained-adapter", "note")])
+    assert verdict(tmp_path) == (
+        [] if name in ("IA3", "PiSSA") else [("untrained-adapter", "note")]
+    )
 
 
 def test_an_adapter_after_its_budget_was_allocated(tmp_path: Path) -> None:
@@ -286,7 +366,9 @@ def test_an_adapter_after_its_budget_was_allocated(tmp_path: Path) -> None:
         "beta1": 0.5,
         "beta2": 0.5,
     }
-    config = peft.AdaLoraConfig(init_r=4, target_r=1, target_modules=TWO, task_type="CAUSAL_LM", **settings)
+    config = peft.AdaLoraConfig(
+        init_r=4, target_r=1, target_modules=TWO, task_type="CAUSAL_LM", **settings
+    )
     model = peft.get_peft_model(llama(), config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(3):
@@ -312,14 +394,18 @@ def test_an_adapter_with_the_name_of_its_parameters(tmp_path: Path) -> None:
 
 def test_an_adapter_that_transformers_saves(tmp_path: Path) -> None:
     model: Any = llama()
-    config = peft.LoraConfig(target_modules=TWO, init_lora_weights=False, modules_to_save=["lm_head"])
+    config = peft.LoraConfig(
+        target_modules=TWO, init_lora_weights=False, modules_to_save=["lm_head"]
+    )
     model.add_adapter(config, adapter_name="main")
     model.save_pretrained(tmp_path)
     assert verdict(tmp_path) == []
 
 
 def test_the_state_dict_of_a_compiled_model(tmp_path: Path) -> None:
-    """PEFT 0.21 looks for its own keys in the state dict that it is given, finds none, and saves an empty file."""
+    """PEFT 0.21 looks for its own keys in the state dict that it is given, finds none, and saves an
+    empty file.
+    """
     model: Any = torch.compile(peft.get_peft_model(llama(), peft.LoraConfig(target_modules=TWO)))
     model.save_pretrained(str(tmp_path), state_dict=model.state_dict())
     assert load_file(tmp_path / NAME) == {}
@@ -345,7 +431,9 @@ def test_a_variant_of_lora_is_healthy(kind: str, tmp_path: Path) -> None:
 def test_an_adapter_next_to_one_that_no_load_reads(tmp_path: Path) -> None:
     """An older save left ``adapter_model.bin``, which PEFT reads only without the other file."""
     tensors = lora(tmp_path)
-    torch.save({f"module.{key}": each for key, each in tensors.items()}, tmp_path / "adapter_model.bin")
+    torch.save(
+        {f"module.{key}": each for key, each in tensors.items()}, tmp_path / "adapter_model.bin"
+    )
     assert live(tmp_path, tensors) == "8 of 8"
     assert "dead-adapter" not in {code for code, _ in verdict(tmp_path)}
 
@@ -354,14 +442,23 @@ def test_ranks_by_a_path_for_each_of_many_modules(tmp_path: Path) -> None:
     """EVA writes such patterns: compared one by one, 4,000 modules took a minute."""
     names = [f"layers.{number}.q" for number in range(4000)]
     prefix = "base_model.model."
-    tensors = {f"{prefix}{name}.lora_{half}.weight": torch.ones(2, 2) for name in names for half in "AB"}
+    tensors = {
+        f"{prefix}{name}.lora_{half}.weight": torch.ones(2, 2) for name in names for half in "AB"
+    }
     write(tmp_path, tensors)
-    config = {"peft_type": "LORA", "r": 4, "target_modules": ["q"], "rank_pattern": dict.fromkeys(names, 2)}
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "target_modules": ["q"],
+        "rank_pattern": dict.fromkeys(names, 2),
+    }
     (tmp_path / CONFIG).write_text(json.dumps(config))
     begin = time.process_time()
     assert verdict(tmp_path) == []
     assert time.process_time() - begin < 5
-    (tmp_path / CONFIG).write_text(json.dumps(config | {"rank_pattern": dict.fromkeys(names[1:], 2)}))
+    (tmp_path / CONFIG).write_text(
+        json.dumps(config | {"rank_pattern": dict.fromkeys(names[1:], 2)})
+    )
     assert verdict(tmp_path) == [("mismatched-adapter", "error")]
 
 
@@ -381,7 +478,9 @@ def test_a_module_of_modules_to_save_was_lost(tmp_path: Path) -> None:
 
 def test_modules_that_only_other_models_have(tmp_path: Path) -> None:
     """PEFT takes lists for several models: such a folder is healthy."""
-    tensors = lora(tmp_path, target_modules=["q_proj", "c_attn"], modules_to_save=["lm_head", "embed_out"])
+    tensors = lora(
+        tmp_path, target_modules=["q_proj", "c_attn"], modules_to_save=["lm_head", "embed_out"]
+    )
     assert live(tmp_path, tensors) == f"{len(tensors)} of {len(tensors)}"
     assert verdict(tmp_path) == [("incomplete-adapter", "note"), ("incomplete-adapter", "note")]
 
@@ -399,13 +498,18 @@ def test_prompts_under_another_key_or_of_another_number(key: str, tmp_path: Path
 
 def zeroed(root: Path, steps: int | None) -> None:
     tensors = lora(root)
-    write(root, {key: torch.zeros_like(each) if "lora_B" in key else each for key, each in tensors.items()})
+    write(
+        root,
+        {key: torch.zeros_like(each) if "lora_B" in key else each for key, each in tensors.items()},
+    )
     if steps is not None:
         state = {"epoch": 1.0, "global_step": steps, "max_steps": 500, "log_history": []}
         (root / "trainer_state.json").write_text(json.dumps(state))
 
 
-@pytest.mark.parametrize(("steps", "severity"), [(None, "note"), (1, "note"), (16, "note"), (400, "warning")])
+@pytest.mark.parametrize(
+    ("steps", "severity"), [(None, "note"), (1, "note"), (16, "note"), (400, "warning")]
+)
 def test_every_lora_b_is_zero(steps: int | None, severity: str, tmp_path: Path) -> None:
     """A warm-up begins at a learning rate of 0, and fp16 skips its first steps."""
     zeroed(tmp_path, steps)
@@ -418,7 +522,9 @@ def test_every_lora_b_is_zero(steps: int | None, severity: str, tmp_path: Path) 
 def test_every_lora_b_is_zero_after_steps_at_a_rate_of_zero(
     rate: float, severity: str, tmp_path: Path
 ) -> None:
-    """A run whose learning rate was 0 trained nothing. A schedule that ends at 0 began elsewhere."""
+    """A run whose learning rate was 0 trained nothing. A schedule that ends at 0 began
+    elsewhere.
+    """
     zeroed(tmp_path, 30)
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([weight], lr=rate)
@@ -452,7 +558,9 @@ def test_a_number_behind_the_first_page(tmp_path: Path) -> None:
     matrix = torch.zeros(2048, 4)
     matrix[-1, -1] = 1.0
     write(tmp_path, {f"{key}A.weight": torch.ones(4, 8), f"{key}B.weight": matrix})
-    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}))
+    (tmp_path / CONFIG).write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]})
+    )
     (finding,) = check(tmp_path).findings
     assert "in its first bytes" in str(finding)
     assert check(tmp_path, data=True).findings == ()
@@ -464,7 +572,10 @@ def test_the_weights_are_in_a_folder_of_deepspeed(place: str, damage: str, tmp_p
     tensors = lora(tmp_path)
     write(tmp_path, DAMAGES[damage][0](tensors))
     (tmp_path / place).mkdir()
-    for name in ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+    for name in (
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ):
         torch.save({"module": {}}, tmp_path / place / name)
     (tmp_path / "latest").write_text(place)
     finding = next(each for each in check(tmp_path).findings if each.code == "incomplete-adapter")
@@ -476,10 +587,19 @@ def test_the_weights_are_in_a_folder_of_deepspeed(place: str, damage: str, tmp_p
 
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "a rank as text": ({"r": "4"}, "r of adapter_config.json is not plain"),
-    "a rank of lists": ({"rank_pattern": [1, 2]}, "rank_pattern of adapter_config.json is not plain"),
+    "a rank of lists": (
+        {"rank_pattern": [1, 2]},
+        "rank_pattern of adapter_config.json is not plain",
+    ),
     "a rank of a text": ({"rank_pattern": {"q_proj": "4"}}, ""),
-    "a regex that is none": ({"rank_pattern": {"(": 4}}, "rank_pattern of adapter_config.json is not plain"),
-    "a regex of years": ({"rank_pattern": {"(.+)+x": 4}}, "rank_pattern of adapter_config.json is not plain"),
+    "a regex that is none": (
+        {"rank_pattern": {"(": 4}},
+        "rank_pattern of adapter_config.json is not plain",
+    ),
+    "a regex of years": (
+        {"rank_pattern": {"(.+)+x": 4}},
+        "rank_pattern of adapter_config.json is not plain",
+    ),
     **{
         f"a regex of years, {pattern}": (
             {"rank_pattern": {pattern: 4}},
@@ -505,20 +625,29 @@ def test_an_odd_config_is_not_judged(name: str, tmp_path: Path) -> None:
     assert any(unchecked in words for words in report.not_checked)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, "null", '{"r": 4}', '{"peft_type": 1}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "[" * 100_000, "null", '{"r": 4}', '{"peft_type": 1}']
+)
 def test_a_config_that_is_none(content: str, tmp_path: Path) -> None:
     lora(tmp_path)
     (tmp_path / CONFIG).write_text(content)
     assert {finding.code for finding in check(tmp_path).findings} <= {"incomplete-checkpoint"}
 
 
-WITHOUT_CONFIG = ["in a folder of save_state", "of a variant", "with a config that is none", "alone"]
+WITHOUT_CONFIG = [
+    "in a folder of save_state",
+    "of a variant",
+    "with a config that is none",
+    "alone",
+]
 
 
 @pytest.mark.parametrize("name", WITHOUT_CONFIG)
 @pytest.mark.parametrize("half", ["lora_A", "lora_B"])
 def test_one_matrix_of_each_pair_without_a_config(name: str, half: str, tmp_path: Path) -> None:
-    """A load hook, or a script, loads such a file, and PEFT makes the other matrix anew: check was silent."""
+    """A load hook, or a script, loads such a file, and PEFT makes the other matrix anew: check was
+    silent.
+    """
     tensors = lora(tmp_path)
     others = {("incomplete-checkpoint", "warning")}
     if name == "of a variant":
@@ -549,7 +678,12 @@ def test_a_variant_next_to_the_adapter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    [r".*\.q_proj", r"layers\.\d+", r".*\.(q|v)_proj", r"layers\.(0|1)\.(self_attn|mlp)\.(q|k|v)_proj"],
+    [
+        r".*\.q_proj",
+        r"layers\.\d+",
+        r".*\.(q|v)_proj",
+        r"layers\.(0|1)\.(self_attn|mlp)\.(q|k|v)_proj",
+    ],
 )
 def test_ranks_by_a_regex_of_a_user(pattern: str, tmp_path: Path) -> None:
     tensors = lora(tmp_path, rank_pattern={pattern: 2})
@@ -562,7 +696,9 @@ def test_a_key_of_many_dots_needs_little_memory(tmp_path: Path) -> None:
     """All ends of one such key took 615 MiB."""
     key = f"base_model.model.{'a.' * 20_000}lora_"
     write(tmp_path, {f"{key}A.weight": torch.ones(8, 4), f"{key}B.weight": torch.ones(4, 8)})
-    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 8, "target_modules": ["q"]}))
+    (tmp_path / CONFIG).write_text(
+        json.dumps({"peft_type": "LORA", "r": 8, "target_modules": ["q"]})
+    )
     tracemalloc.start()
     try:
         assert verdict(tmp_path) == [("incomplete-adapter", "note")]

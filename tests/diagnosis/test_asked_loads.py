@@ -1,4 +1,6 @@
-"""``check --load`` against real loads: the command over a folder of models, and loads that nobody can answer for."""
+"""``check --load`` against real loads: the command over a folder of models, and loads that nobody
+can answer for.
+"""
 
 import json
 import os
@@ -34,7 +36,17 @@ from tests.benchmarks.loads import (
     of_peft,
     of_transformers,
 )
-from tests.tiny_adapters import NAME, bert, llama, mixtral, peft, renamed, tied_llama, with_name, write
+from tests.tiny_adapters import (
+    NAME,
+    bert,
+    llama,
+    mixtral,
+    peft,
+    renamed,
+    tied_llama,
+    with_name,
+    write,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -55,7 +67,9 @@ SAMPLE = [
 
 
 @pytest.mark.slow
-def test_the_command_says_what_the_library_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_the_library_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = {}
     for name, damage in SAMPLE:
         subject, folder = MAKERS[name](), tmp_path / f"{name} {damage}" / "model"
@@ -70,10 +84,12 @@ def test_the_command_says_what_the_library_loads(tmp_path: Path, capsys: pytest.
         outcome = LoadOutcome(
             **{key: value for key, value in answer.items() if key not in ("status", "mismatched")}
         )
-        assert {each["key"] for each in answer["mismatched"]} == real.mismatched or real.refused, path
-        assert agrees(outcome._replace(mismatched=()), real._replace(mismatched=frozenset()), tensors) or (
-            real.refused
+        assert {each["key"] for each in answer["mismatched"]} == real.mismatched or real.refused, (
+            path
         )
+        assert agrees(
+            outcome._replace(mismatched=()), real._replace(mismatched=frozenset()), tensors
+        ) or (real.refused)
         assert answer["status"] == real.is_damaged(tensors) == reports[path]["status"], path
         assert answer["library"].split()[1][0].isdigit()
 
@@ -127,7 +143,9 @@ def test_a_config_that_the_library_refuses(name: str, tmp_path: Path) -> None:
 def test_the_type_in_the_config_counts(kind: str, tmp_path: Path) -> None:
     """An AutoModel takes the class by ``model_type``, whatever ``architectures`` names."""
     outcome = llama_config(tmp_path, model_type=kind)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert outcome.loads == type(model).__name__
     assert set(outcome.missing) == info["missing_keys"]
     assert set(outcome.unexpected) == info["unexpected_keys"]
@@ -168,7 +186,9 @@ def test_numbers_of_four_and_eight_bits(tmp_path: Path) -> None:
     assert (outcome.status, outcome.unchecked, outcome.unexpected) == (0, "", ("pairs", "scale"))
     assert subject.real(tmp_path).unexpected == {"pairs", "scale"}
     # A parameter of the model, in its shape.
-    pairs = torch.zeros(llama().lm_head.weight.shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    pairs = torch.zeros(llama().lm_head.weight.shape, dtype=torch.uint8).view(
+        torch.float4_e2m1fn_x2
+    )
     save_file({**load_file(path), "lm_head.weight": pairs}, path, {"format": "pt"})
     assert ask(asked(load_of(tmp_path))).mismatched == ()
 
@@ -211,10 +231,22 @@ def of_five(model: Any) -> Any:
 CAUSAL = partial(peft.LoraConfig, task_type="CAUSAL_LM")
 HEADS = ["embed_tokens", "lm_head"]
 CHANGED = {
-    "heads of more rows": (llama, partial(CAUSAL, target_modules=["q_proj"], modules_to_save=HEADS), resized),
+    "heads of more rows": (
+        llama,
+        partial(CAUSAL, target_modules=["q_proj"], modules_to_save=HEADS),
+        resized,
+    ),
     "adapted rows": (llama, partial(CAUSAL, target_modules=["embed_tokens"]), resized),
-    "new tokens": (llama, partial(CAUSAL, target_modules=["q_proj"], trainable_token_indices=[9]), resized),
-    "labels": (bert, partial(peft.LoraConfig, target_modules=["query"], task_type="SEQ_CLS"), of_five),
+    "new tokens": (
+        llama,
+        partial(CAUSAL, target_modules=["q_proj"], trainable_token_indices=[9]),
+        resized,
+    ),
+    "labels": (
+        bert,
+        partial(peft.LoraConfig, target_modules=["query"], task_type="SEQ_CLS"),
+        of_five,
+    ),
 }
 
 
@@ -229,7 +261,12 @@ def test_an_adapter_of_a_base_that_the_script_changes(name: str, tmp_path: Path)
     assert "whether the script" in outcome.unknown[0]
 
 
-SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
 IMAGES = SIZES | {"image_size": 8, "patch_size": 4}
 WITHOUT_EMBEDDINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "patches": (lambda: transformers.ViTModel(transformers.ViTConfig(**IMAGES)), "q_proj"),
@@ -242,8 +279,8 @@ WITHOUT_EMBEDDINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "sound": (
         lambda: transformers.Wav2Vec2Model(
             transformers.Wav2Vec2Config(
-                **SIZES, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=4,
-                num_conv_pos_embedding_groups=2,
+                **SIZES, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3),
+                num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
             )
         ),
         "q_proj",
@@ -253,7 +290,9 @@ WITHOUT_EMBEDDINGS: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("name", WITHOUT_EMBEDDINGS)
 def test_a_base_without_an_embedding_of_tokens(name: str, tmp_path: Path) -> None:
-    """``get_input_embeddings`` returned another layer or raised, and healthy adapters were called broken."""
+    """``get_input_embeddings`` returned another layer or raised, and healthy adapters were called
+    broken.
+    """
     make, target = WITHOUT_EMBEDDINGS[name]
     make().save_pretrained(tmp_path / "base")
     model = type(make()).from_pretrained(tmp_path / "base")
@@ -267,13 +306,19 @@ def test_a_base_without_an_embedding_of_tokens(name: str, tmp_path: Path) -> Non
 
 
 def test_a_head_that_the_script_puts_on_a_base_without_one(tmp_path: Path) -> None:
-    """As in PEFT's example of image classification: its config has no task, and the class in ``auto_mapping``."""
+    """As in PEFT's example of image classification: its config has no task, and the class in
+    ``auto_mapping``.
+    """
     transformers.ViTModel(transformers.ViTConfig(**IMAGES)).save_pretrained(tmp_path / "base")
     model = transformers.ViTForImageClassification.from_pretrained(tmp_path / "base", num_labels=5)
     settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["classifier"])
     peft.get_peft_model(model, settings).save_pretrained(str(tmp_path / "model"))
     outcome = ask(asked(load_of(tmp_path / "model")))
-    assert (outcome.status, outcome.live, outcome.loads) == (0, 4, "ViTForImageClassification"), outcome
+    assert (outcome.status, outcome.live, outcome.loads) == (
+        0,
+        4,
+        "ViTForImageClassification",
+    ), outcome
     assert "num_labels=5" in outcome.unknown[0]
 
 
@@ -289,7 +334,8 @@ def test_tensors_of_an_adapter_whose_config_lost_their_setting(name: str, tmp_pa
     settings, lost = SETTINGS_LOST[name]
     llama().save_pretrained(tmp_path / "base")
     model = peft.get_peft_model(
-        LlamaForCausalLM.from_pretrained(tmp_path / "base"), CAUSAL(target_modules=["q_proj"], **settings)
+        LlamaForCausalLM.from_pretrained(tmp_path / "base"),
+        CAUSAL(target_modules=["q_proj"], **settings),
     )
     model.save_pretrained(str(tmp_path / "model"))
     outcome = ask(asked(load_of(tmp_path / "model")))
@@ -303,11 +349,14 @@ def test_tensors_of_an_adapter_whose_config_lost_their_setting(name: str, tmp_pa
 
 @pytest.mark.parametrize("name", SETTINGS_LOST)
 def test_tensors_of_a_second_adapter(name: str, tmp_path: Path) -> None:
-    """A file of ``model.state_dict()``, or of two adapters: the second is not the one that is loaded."""
+    """A file of ``model.state_dict()``, or of two adapters: the second is not the one that is
+    loaded.
+    """
     settings, _ = SETTINGS_LOST[name]
     llama().save_pretrained(tmp_path / "base")
     model = peft.get_peft_model(
-        LlamaForCausalLM.from_pretrained(tmp_path / "base"), CAUSAL(target_modules=["q_proj"], **settings)
+        LlamaForCausalLM.from_pretrained(tmp_path / "base"),
+        CAUSAL(target_modules=["q_proj"], **settings),
     )
     model.save_pretrained(str(tmp_path / "model"))
     tensors = load_file(tmp_path / "model" / NAME)
@@ -342,7 +391,9 @@ def test_shards(make: Any, tmp_path: Path) -> None:
     assert (outcome.status, outcome.unexpected, outcome.unchecked) == (0, (), ""), outcome
 
 
-@pytest.mark.parametrize(("text", "words"), [(None, "is missing"), ('{"weight_map": {', "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "words"), [(None, "is missing"), ('{"weight_map": {', "cannot be read")]
+)
 def test_shards_whose_index_nobody_can_follow(text: str | None, words: str, tmp_path: Path) -> None:
     """``from_pretrained`` fails with an OSError or a JSONDecodeError, whatever the shards hold."""
     llama().save_pretrained(tmp_path, max_shard_size="4KB")
@@ -374,7 +425,9 @@ def test_one_parameter_under_two_keys(tmp_path: Path) -> None:
     """Only the bytes show if both are equal, as the config says."""
     model = tied_llama()
     model.config.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "architectures": ["LlamaForCausalLM"]
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     outcome = ask(asked(load_of(tmp_path)))
@@ -384,7 +437,9 @@ def test_one_parameter_under_two_keys(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_load_from_python(tmp_path: Path) -> None:
-    """The findings from headers stay where the library agrees, and the answer is asked for by name."""
+    """The findings from headers stay where the library agrees, and the answer is asked for by
+    name.
+    """
     subject = of_peft("LoRA")
     damaged(subject, "a prefix", tmp_path / "model")
     report = check(tmp_path / "model", load=True)
@@ -411,8 +466,9 @@ def test_code_in_the_folder_never_runs(path: str, command: str, tmp_path: Path) 
     (folder / "transformers.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     begin = {"-m": ["-m", "ckptfix"], "-c": ["-c", "from ckptfix.cli import main; main()"]}[command]
     ended = subprocess.run(
-        [sys.executable, *begin, "check", "--load", str(folder)],
-        cwd=folder, env={**os.environ, "PYTHONPATH": path.format(folder=folder)}, capture_output=True, text=True,
+        [sys.executable, *begin, "check", "--load", str(folder)], cwd=folder,
+        env={**os.environ, "PYTHONPATH": path.format(folder=folder)}, capture_output=True,
+        text=True,
     )  # fmt: skip
     assert not (tmp_path / "ran").exists()
     assert (ended.returncode, "nothing stays random" in ended.stdout) == (0, True), (
@@ -422,21 +478,33 @@ def test_code_in_the_folder_never_runs(path: str, command: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_base_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script gives it from its own current folder, not from the one of the process that is asked."""
+    """A script gives it from its own current folder, not from the one of the process that is
+    asked.
+    """
     of_peft("LoRA").save(tmp_path / "model")
     path = tmp_path / "model" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "./base"}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "./base"})
+    )
     monkeypatch.chdir(tmp_path)
     (outcome,) = check(tmp_path / "model", load=True).load
     assert (outcome.live, outcome.status) == (8, 0), outcome
 
 
-def test_checkpoints_that_no_library_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``-r`` lists every model there is; what ``load_state`` reads is not among them, and is no problem."""
+def test_checkpoints_that_no_library_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``-r`` lists every model there is; what ``load_state`` reads is not among them, and is no
+    problem.
+    """
     for step in (10, 20):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        save_file({"weight": torch.full((2, 2), float(step))}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            {"weight": torch.full((2, 2), float(step))},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
     assert run(["check", "--load", str(folder)]) == 3
     capsys.readouterr()
     assert run(["check", "--load", "-r", "-0", str(tmp_path)]) == 0
@@ -448,8 +516,12 @@ def test_checkpoints_that_no_library_loads(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_findings_that_the_library_contradicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """PEFT 0.21 loads keys with the name ``default``, which others do not: the library wins, and both are printed."""
+def test_findings_that_the_library_contradicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT 0.21 loads keys with the name ``default``, which others do not: the library wins, and
+    both are printed.
+    """
     of_peft("LoRA").save(tmp_path / "model")
     tensors = load_file(tmp_path / "model" / NAME)
     write(tmp_path / "model", renamed(with_name("default"))(tensors))
@@ -464,8 +536,8 @@ def test_findings_that_the_library_contradicts(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.slow
 def test_folders_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configs = {
-        "no JSON": "{", "a list": "[1]", "nested": "[" * 100_000, "long": '{"a": "' + "x" * (1 << 21) + '"}',
-        "no class": "{}", "nothing": None, "greedy": "",
+        "no JSON": "{", "a list": "[1]", "nested": "[" * 100_000,
+        "long": '{"a": "' + "x" * (1 << 21) + '"}', "no class": "{}", "nothing": None, "greedy": "",
     }  # fmt: skip
     for name, text in configs.items():
         of_transformers("llama", llama()).save(tmp_path / name)
@@ -478,7 +550,9 @@ def test_folders_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture
     for report in json.loads(capsys.readouterr().out)["checkpoints"]:
         (outcome,) = report["load"]
         assert outcome["status"] == report["status"] == 3
-        words = "more memory than 2.0 GiB" if report["path"].endswith("greedy") else "from_pretrained"
+        words = (
+            "more memory than 2.0 GiB" if report["path"].endswith("greedy") else "from_pretrained"
+        )
         assert words in outcome["unchecked"]
 
 

@@ -1,7 +1,8 @@
-"""Configs as no library writes them: ``check`` answers with findings or "not checked", soon, whatever a field holds.
+"""Configs as no library writes them: ``check`` answers with findings or "not checked", soon,
+whatever a field holds.
 
-The fields are those that rules read: a first check of each folder records them, so that the fields of a new rule are
-tried with the others.
+The fields are those that rules read: a first check of each folder records them, so that the fields
+of a new rule are tried with the others.
 """
 
 import json
@@ -32,11 +33,15 @@ SOON = 5.0
 
 TARGETS: Any = {"target_modules": ["q_proj", "v_proj"]}
 ADAPTERS: dict[str, Any] = {
-    "LORA": peft.LoraConfig(r=4, rank_pattern={"v_proj": 2}, modules_to_save=["lm_head"], **TARGETS),
+    "LORA": peft.LoraConfig(
+        r=4, rank_pattern={"v_proj": 2}, modules_to_save=["lm_head"], **TARGETS
+    ),
     "ADALORA": peft.AdaLoraConfig(init_r=4, total_step=10, **TARGETS),
     "LOHA": peft.LoHaConfig(r=4, **TARGETS),
     "LOKR": peft.LoKrConfig(r=4, **TARGETS),
-    "IA3": peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "IA3": peft.IA3Config(
+        target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
     "VERA": peft.VeraConfig(r=4, **TARGETS),
     "PROMPT_TUNING": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
@@ -49,15 +54,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": tiny.mixtral,
     "t5": tiny.t5,
     "diffusers": lambda: _TINY(
-        encoder_block_out_channels=(4, 4), decoder_block_out_channels=(4, 4), num_encoder_blocks=(1, 1),
-        num_decoder_blocks=(1, 1), latent_channels=4,
+        encoder_block_out_channels=(4, 4), decoder_block_out_channels=(4, 4),
+        num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1), latent_channels=4,
     ),
 }  # fmt: skip
 
 VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 1.5, math.nan, math.inf, 10**30, 10**4000, "8", "", "\0", "(a|a)*" * 40, "x" * 100_000,
-    [], [None], [[]], ["q_proj", 7], [0] * 100_000, {}, {"a": {}}, {"": None}, {"x": "8"}, {"(": 1},
-    json.loads("[" * 400 + "]" * 400),
+    None, True, -1, 0, 1.5, math.nan, math.inf, 10**30, 10**4000, "8", "", "\0", "(a|a)*" * 40,
+    "x" * 100_000, [], [None], [[]], ["q_proj", 7], [0] * 100_000, {}, {"a": {}}, {"": None},
+    {"x": "8"}, {"(": 1}, json.loads("[" * 400 + "]" * 400),
 )  # fmt: skip
 """Values of one field. The patterns are those that a rule may take for a regular expression."""
 
@@ -96,14 +101,19 @@ def configs(folder: Path) -> list[Path]:
 
 
 def folders(root: Path) -> Iterator[Path]:
-    """Make the folders: those of the libraries, and the golden ones with a config, one of each code."""
+    """Make the folders: those of the libraries, and the golden ones with a config, one of each
+    code.
+    """
     for name, config in ADAPTERS.items():
         tiny.saved(root / name, config)
         yield root / name
     for name, make in MODELS.items():
         make().save_pretrained(root / name)
         yield root / name
-    golden = {json.loads((path / "case.json").read_text())["code"]: path for path in sorted(GOLDEN.iterdir())}
+    golden = {
+        json.loads((path / "case.json").read_text())["code"]: path
+        for path in sorted(GOLDEN.iterdir())
+    }
     for code, path in golden.items():
         if configs(path / "checkpoint"):
             shutil.copytree(path / "checkpoint", root / code)
@@ -116,9 +126,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 class Recorded(dict[str, Any]):
-    """An object of a config that notes the keys that rules ask for, as paths from the root of the file."""
+    """An object of a config that notes the keys that rules ask for, as paths from the root of the
+    file.
+    """
 
-    def __init__(self, values: dict[str, Any], asked: set[tuple[str, ...]], path: tuple[str, ...]) -> None:
+    def __init__(
+        self, values: dict[str, Any], asked: set[tuple[str, ...]], path: tuple[str, ...]
+    ) -> None:
         super().__init__(
             {
                 key: Recorded(value, asked, (*path, key)) if isinstance(value, dict) else value
@@ -141,7 +155,9 @@ class Recorded(dict[str, Any]):
 
 
 def fields_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[str, ...]]]:
-    """Return the fields of each config of a folder that a check asks for, and those that are there."""
+    """Return the fields of each config of a folder that a check asks for, and those that are
+    there.
+    """
     asked: dict[str, set[tuple[str, ...]]] = {}
     read = model_configs._read_object
 
@@ -162,23 +178,39 @@ def fields_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tu
 
 
 def with_field(document: dict[str, Any], field: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """Return a document with another value of a field, in objects that are made where they are missing."""
+    """Return a document with another value of a field, in objects that are made where they are
+    missing.
+    """
     first, *rest = field
     if not rest:
         return {**document, first: value}
     inner = document.get(first)
-    return {**document, first: with_field(inner if isinstance(inner, dict) else {}, tuple(rest), value)}
+    return {
+        **document,
+        first: with_field(inner if isinstance(inner, dict) else {}, tuple(rest), value),
+    }
 
 
 def test_the_rules_ask_for_fields(made: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this the record could be empty, and nothing would be tried."""
     asked = {
-        field for folder in made for fields in fields_of(folder, monkeypatch).values() for field in fields
+        field
+        for folder in made
+        for fields in fields_of(folder, monkeypatch).values()
+        for field in fields
     }
-    assert {("r",), ("rank_pattern",), ("target_modules",), ("architectures",), ("vocab_size",)} <= asked
+    assert {
+        ("r",),
+        ("rank_pattern",),
+        ("target_modules",),
+        ("architectures",),
+        ("vocab_size",),
+    } <= asked
 
 
-def test_any_value_of_any_field(made: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_any_value_of_any_field(
+    made: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cases = [
         (folder, name, field, value)
         for folder in made
@@ -196,7 +228,9 @@ def test_any_value_of_any_field(made: list[Path], monkeypatch: pytest.MonkeyPatc
             path.write_text(json.dumps(with_field(document, field, value)))
             judged(folder)
         except Exception as error:
-            raise AssertionError(f"{folder.name}/{name}: {'.'.join(field)} = {value!r:.60}") from error
+            raise AssertionError(
+                f"{folder.name}/{name}: {'.'.join(field)} = {value!r:.60}"
+            ) from error
         finally:
             path.write_bytes(original)
 
@@ -213,7 +247,10 @@ def test_a_config_that_holds_no_object_is_told(made: list[Path], content: str) -
                 path.write_bytes(original)
             said = [*map(str, report.all_findings), *report.not_checked]
             is_object = content == "surrogate"
-            assert is_object or any(path.name in sentence for sentence in said), (folder.name, path.name)
+            assert is_object or any(path.name in sentence for sentence in said), (
+                folder.name,
+                path.name,
+            )
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "config.json"])
@@ -226,7 +263,9 @@ def test_a_config_of_100_megabytes_a_pipe_and_a_link_to_itself(
         shutil.copytree(source, folder)
         (folder / name).unlink()
         if kind == "large":
-            (folder / name).write_bytes(b'{"r": 8, "architectures": ["x"]' + b" " * (100 << 20) + b"}")
+            (folder / name).write_bytes(
+                b'{"r": 8, "architectures": ["x"]' + b" " * (100 << 20) + b"}"
+            )
         elif kind == "pipe":
             os.mkfifo(folder / name)
         elif kind == "link":
@@ -247,8 +286,12 @@ def test_keys_twice_are_read_as_the_loaders_read_them(tmp_path: Path) -> None:
         assert tiny.live(tmp_path / "adapter", tensors) == ("RuntimeError" if codes else "8 of 8")
 
 
-@pytest.mark.parametrize("content", ["{}", '{"r": 4}', '{"peft_type": 7, "r": 4}', '{"peft_type": null}'])
-def test_an_adapter_whose_config_does_not_say_its_type_is_told(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["{}", '{"r": 4}', '{"peft_type": 7, "r": 4}', '{"peft_type": null}']
+)
+def test_an_adapter_whose_config_does_not_say_its_type_is_told(
+    tmp_path: Path, content: str
+) -> None:
     root = tmp_path / "adapter"
     tensors = tiny.lora(root)
     assert judged(root).status == 0
@@ -256,7 +299,10 @@ def test_an_adapter_whose_config_does_not_say_its_type_is_told(tmp_path: Path, c
     assert tiny.live(root, tensors) == "KeyError"
     (finding,) = judged(root).findings
     assert (finding.code, finding.severity.value) == ("incomplete-checkpoint", "warning")
-    assert str(finding) == ("adapter_config.json: without 'peft_type', so PeftModel.from_pretrained fails")
+    assert (
+        str(finding)
+        == "adapter_config.json: without 'peft_type', so PeftModel.from_pretrained fails"
+    )
     # Adapters of another library have such a config, and weights of another name.
     (root / "adapter_model.safetensors").rename(root / "pytorch_adapter.safetensors")
     assert not judged(root).findings

@@ -1,4 +1,6 @@
-"""Numbered folders that a killed save left without files of a checkpoint, and the checkpoint to resume from."""
+"""Numbered folders that a killed save left without files of a checkpoint, and the checkpoint to
+resume from.
+"""
 
 import json
 import os
@@ -40,7 +42,9 @@ Make = Callable[[Path], object]
 
 
 def save(path: Path) -> Path:
-    """Make a complete checkpoint: of the Trainer where the name is one of its own, else of save_state."""
+    """Make a complete checkpoint: of the Trainer where the name is one of its own, else of
+    save_state.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.name.startswith("checkpoint-"):
         return Path(shutil.copytree(CLEAN, path))
@@ -51,7 +55,9 @@ def save(path: Path) -> Path:
 
 
 def leave(path: Path, *files: str, age: float = 3600.0) -> Path:
-    """Make what a killed save leaves: a folder with these files, whose last change is so many seconds ago."""
+    """Make what a killed save leaves: a folder with these files, whose last change is so many
+    seconds ago.
+    """
     path.mkdir(parents=True)
     for name in files:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +80,11 @@ def documents(said: Said, *arguments: object, status: int) -> tuple[dict[str, An
 
 def found(document: dict[str, Any]) -> list[tuple[str, str]]:
     """The code and the severity of each finding, but for notes about pickles of the Trainer."""
-    return [(one["code"], one["severity"]) for one in document["findings"] if one["code"] != "trainer-pickle"]
+    return [
+        (one["code"], one["severity"])
+        for one in document["findings"]
+        if one["code"] != "trainer-pickle"
+    ]
 
 
 def checked(said: Said, path: Path | str) -> list[tuple[str, str]]:
@@ -83,7 +93,9 @@ def checked(said: Said, path: Path | str) -> list[tuple[str, str]]:
     return found(document)
 
 
-@pytest.mark.parametrize("files", [(), ("config.json",), ("config.json", "vocab.txt", "unet/config.json")])
+@pytest.mark.parametrize(
+    "files", [(), ("config.json",), ("config.json", "vocab.txt", "unet/config.json")]
+)
 @pytest.mark.parametrize("family", ["checkpoint-", "checkpoint_", "step_", "epoch_"])
 def test_the_newest_checkpoint_without_weights_is_an_interrupted_save(
     tmp_path: Path, family: str, files: tuple[str, ...], said: Said
@@ -99,11 +111,17 @@ def test_the_newest_checkpoint_without_weights_is_an_interrupted_save(
     status, out, _ = said("check", bare)
     assert status == 1
     assert f"{bare}: 1 warning (no files of a checkpoint)\n" in out
-    assert "interrupted-save: this checkpoint has no weights: its save was interrupted before it" in out
+    assert (
+        "interrupted-save: this checkpoint has no weights: its save was interrupted before it"
+        in out
+    )
     assert f"resume from {family}10, the newest complete one" in out
     assert "0 files" not in out
     assert said("check", "-qr", tmp_path)[1] == f"{bare}\n"
-    assert said("scrub", "-q", "--state", tmp_path / "state", tmp_path / "run")[:2] == (1, f"{bare}\n")
+    assert said("scrub", "-q", "--state", tmp_path / "state", tmp_path / "run")[:2] == (
+        1,
+        f"{bare}\n",
+    )
 
 
 def test_the_path_of_the_folder_may_be_relative(
@@ -121,13 +139,19 @@ def test_the_path_of_the_folder_may_be_relative(
 
 @pytest.mark.parametrize("files", [(), ("config.json",)])
 def test_nothing_of_it_can_be_salvaged(tmp_path: Path, files: tuple[str, ...], said: Said) -> None:
-    """As ``salvage`` of any other checkpoint without an intact tensor: exit 3, and no wrong usage."""
+    """As ``salvage`` of any other checkpoint without an intact tensor: exit 3, and no wrong
+    usage.
+    """
     save(tmp_path / "checkpoint-5")
-    old, new = leave(tmp_path / "checkpoint-10", *files), leave(tmp_path / "checkpoint-15", *files, age=0.0)
+    old, new = (
+        leave(tmp_path / "checkpoint-10", *files),
+        leave(tmp_path / "checkpoint-15", *files, age=0.0),
+    )
     status, _, error = said("salvage", old, tmp_path / "new")
     assert status == 3
     assert (
-        "checkpoint-10: nothing to salvage: this checkpoint has no weights: its save was interrupted" in error
+        "checkpoint-10: nothing to salvage: this checkpoint has no weights: its save was "
+        "interrupted" in error
     )
     assert "resume from checkpoint-5" in error
     status, _, error = said("salvage", new, tmp_path / "new")
@@ -188,7 +212,12 @@ def test_one_that_is_older_than_a_complete_one_is_a_note(tmp_path: Path, said: S
     assert checked(said, bare) == [("interrupted-save", "note")]
     assert said("check", bare)[0] == 0
     by_name, last = documents(said, "check", "-r", tmp_path, status=1)
-    assert last["summary"] == {"checkpoints": 3, "with warnings": 1, "without weights": 1, "clean": 1}
+    assert last["summary"] == {
+        "checkpoints": 3,
+        "with warnings": 1,
+        "without weights": 1,
+        "clean": 1,
+    }
     assert found(by_name["checkpoint-20"]) == [("interrupted-save", "warning")]
     shutil.rmtree(newer)
     _, out, _ = said("check", "-r", tmp_path)
@@ -213,14 +242,16 @@ def test_a_first_save_that_was_killed_is_named(tmp_path: Path, said: Said) -> No
     assert last["summary"] == {"checkpoints": 2, "with warnings": 1, "clean": 1}
     assert len(by_path) == 1  # two of one name
     assert last["resume"][1] == {
-        "run": str(tmp_path / "b"), "checkpoint": None, "problem": "checkpoint-5: no weights of a model",
-        "passed_over": ["checkpoint-5"],
+        "run": str(tmp_path / "b"), "checkpoint": None,
+        "problem": "checkpoint-5: no weights of a model", "passed_over": ["checkpoint-5"],
     }  # fmt: skip
     assert said("check", bare)[0] == 1
 
 
 @pytest.mark.parametrize("family", ["step_", "epoch_"])
-def test_folders_of_pictures_and_of_finished_models_are_none(tmp_path: Path, family: str, said: Said) -> None:
+def test_folders_of_pictures_and_of_finished_models_are_none(
+    tmp_path: Path, family: str, said: Said
+) -> None:
     """Scripts write samples, and pipelines that they export, into folders of these names."""
     save(tmp_path / f"{family}5")
     pictures = leave(tmp_path / f"{family}6", "sample.png")
@@ -275,7 +306,8 @@ def test_weights_in_a_sub_folder_alone_are_no_complete_save(tmp_path: Path, said
     assert found(by_name["checkpoint_15"]) == [("interrupted-save", "warning")]
     assert last["summary"]["with warnings"] == 1
     assert (
-        "this checkpoint has only 'unet': its save was interrupted before the rest" in said("check", cut)[1]
+        "this checkpoint has only 'unet': its save was interrupted before the rest"
+        in said("check", cut)[1]
     )
 
 
@@ -286,19 +318,25 @@ def test_a_run_in_a_folder_with_a_number_is_no_checkpoint(tmp_path: Path, said: 
     assert sorted(by_name) == ["checkpoint-5", "step_1"]
 
 
-def test_a_marker_of_a_folder_in_a_store_is_an_empty_checkpoint(tmp_path: Path, url: str, said: Said) -> None:
+def test_a_marker_of_a_folder_in_a_store_is_an_empty_checkpoint(
+    tmp_path: Path, url: str, said: Said
+) -> None:
     """Consoles of stores, and mounts, make an empty object with a slash at its end for a folder."""
     save(tmp_path / "run" / "checkpoint-5")
     store = upload_folder(tmp_path / "run", url)
     store.put("marker", b"")
-    store._files.store[f"{store._base}/checkpoint-10/"] = store._files.store.pop(f"{store._base}/marker")
+    store._files.store[f"{store._base}/checkpoint-10/"] = store._files.store.pop(
+        f"{store._base}/marker"
+    )
     by_name, last = documents(said, "check", "-r", url, status=1)
     assert found(by_name["checkpoint-10"]) == [("interrupted-save", "warning")]
     assert last["resume"][0]["checkpoint"] == f"{url}/checkpoint-5"
 
 
 def test_random_states_of_other_ranks_alone(tmp_path: Path, said: Said) -> None:
-    """Rank 1 writes its own while rank 0 still writes the weights; or its node has a disk of its own."""
+    """Rank 1 writes its own while rank 0 still writes the weights; or its node has a disk of its
+    own.
+    """
     words = "weights: only states of ranks are here, as on a node whose disk is its own"
     for number in (5, 10, 15):
         root = make_of_trainer(tmp_path / f"checkpoint-{number}")
@@ -335,7 +373,9 @@ def answers(out: str) -> list[str]:
     return [line for line in out.splitlines() if "resume from" in line and not line.startswith(" ")]
 
 
-def test_a_check_of_a_run_ends_with_the_checkpoint_to_resume_from(tmp_path: Path, said: Said) -> None:
+def test_a_check_of_a_run_ends_with_the_checkpoint_to_resume_from(
+    tmp_path: Path, said: Said
+) -> None:
     for number in (5, 10, 9):
         save(tmp_path / "run" / f"checkpoint-{number}")
     answer = f"resume from {tmp_path}/run/checkpoint-10, the newest complete one"
@@ -347,12 +387,13 @@ def test_a_check_of_a_run_ends_with_the_checkpoint_to_resume_from(tmp_path: Path
     for form in ("github", "sarif"):
         assert answer not in said("check", "-r", "--format", form, tmp_path / "run")[1]
     assert not answers(said("check", tmp_path / "run" / "checkpoint-10")[1])
-    assert not answers(said("check", "-r", *(tmp_path / "run").iterdir())[1])  # nobody asked about the others
+    # Nobody asked about the others.
+    assert not answers(said("check", "-r", *(tmp_path / "run").iterdir())[1])
     document = json.loads(said("check", "-r", tmp_path / "run", "--json")[1])
     assert document["resume"] == [
         {
-            "run": str(tmp_path / "run"), "checkpoint": str(tmp_path / "run" / "checkpoint-10"), "problem": "",
-            "passed_over": [],
+            "run": str(tmp_path / "run"), "checkpoint": str(tmp_path / "run" / "checkpoint-10"),
+            "problem": "", "passed_over": [],
         }
     ]  # fmt: skip
     assert "resume" not in json.loads(said("check", tmp_path / "run" / "checkpoint-5", "--json")[1])
@@ -366,13 +407,21 @@ def test_each_run_has_an_answer_and_a_damaged_one_says_so(tmp_path: Path, said: 
     assert status == 1
     assert answers(out) == [
         f"resume from {tmp_path}/a/checkpoints/checkpoint_0, the newest complete one",
-        f"resume from {tmp_path}/b/checkpoint_3, the newest complete one, but check found problems in it (see above)",
-        f"{tmp_path}/c: no checkpoint to resume from: checkpoint-7: neither random_states_0.pkl, which save_state "
-        "writes near its end, nor the Trainer's trainer_state.json",
+        (
+            f"resume from {tmp_path}/b/checkpoint_3, the newest complete one, but check found "
+            "problems in it (see above)"
+        ),
+        (
+            f"{tmp_path}/c: no checkpoint to resume from: checkpoint-7: neither "
+            "random_states_0.pkl, which save_state writes near its end, nor the Trainer's "
+            "trainer_state.json"
+        ),
     ]
 
 
-def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(tmp_path: Path, said: Said) -> None:
+def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(
+    tmp_path: Path, said: Said
+) -> None:
     """Complete by its headers, and load_state fails for all but a custom optimizer."""
     for number in (1, 2, 3):
         shutil.copytree(CLEAN, tmp_path / f"checkpoint_{number}")
@@ -380,11 +429,13 @@ def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(tmp_path: Pat
     status, out, _ = said("check", "-r", tmp_path)
     assert status == 1
     assert answers(out) == [
-        f"resume from {tmp_path}/checkpoint_3, the newest complete one, but check found problems in it (see above); "
-        f"the newest one without problems: {tmp_path}/checkpoint_2"
+        f"resume from {tmp_path}/checkpoint_3, the newest complete one, but check found problems "
+        f"in it (see above); the newest one without problems: {tmp_path}/checkpoint_2"
     ]
     (resume,) = json.loads(said("check", "-r", tmp_path, "--json")[1])["resume"]
-    assert resume["checkpoint"] == str(tmp_path / "checkpoint_3") == str(latest_checkpoint(tmp_path))
+    assert (
+        resume["checkpoint"] == str(tmp_path / "checkpoint_3") == str(latest_checkpoint(tmp_path))
+    )
     assert resume["clean"] == str(tmp_path / "checkpoint_2")
 
 
@@ -421,8 +472,8 @@ def test_a_link_that_is_newest_is_not_called_checked(tmp_path: Path, said: Said)
     save(tmp_path / "run" / "checkpoint-5")
     (tmp_path / "run" / "checkpoint-6").symlink_to(save(tmp_path / "checkpoint-6"))
     assert answers(said("check", "-r", tmp_path / "run")[1]) == [
-        f"resume from {tmp_path}/run/checkpoint-6, the newest complete one, but it is a symbolic link, which check -r "
-        "does not follow"
+        f"resume from {tmp_path}/run/checkpoint-6, the newest complete one, but it is a symbolic "
+        "link, which check -r does not follow"
     ]
 
 
@@ -430,8 +481,8 @@ def test_numbers_of_two_families_without_times_are_not_compared(tmp_path: Path, 
     for name in ("checkpoint_3", "step_4"):
         os.utime(save(tmp_path / name) / "random_states_0.pkl", (5, 5))
     assert answers(said("check", "-r", tmp_path)[1]) == [
-        f"{tmp_path}: no checkpoint to resume from: checkpoint_3 and step_4 are complete, and their times do not say "
-        "which is newer"
+        f"{tmp_path}: no checkpoint to resume from: checkpoint_3 and step_4 are complete, and "
+        "their times do not say which is newer"
     ]
 
 
@@ -448,7 +499,9 @@ KINDS: dict[str, Make] = {
 @pytest.mark.parametrize("seed", range(20))
 def test_the_answer_is_that_of_latest_checkpoint(tmp_path: Path, seed: int, said: Said) -> None:
     chance = random.Random(seed)
-    families = chance.sample(["checkpoint-", "checkpoint_", "step_", "epoch_"], chance.choice([1, 1, 2]))
+    families = chance.sample(
+        ["checkpoint-", "checkpoint_", "step_", "epoch_"], chance.choice([1, 1, 2])
+    )
     for number in range(chance.randrange(1, 6)):
         kind = chance.choice([*KINDS, "complete"])
         KINDS[kind](tmp_path / "run" / f"{chance.choice(families)}{number}")
@@ -510,7 +563,12 @@ def test_configs_alone_in_a_store(
         leave(tmp_path / "run" / f"checkpoint-{number}", "config.json")
     upload_folder(tmp_path / "run", url)
     _, last = documents(said, "check", "-r", url, status=3)
-    assert last["summary"] == {"checkpoints": 4, "not finished": 1, "without weights": 1, "clean": 2}
+    assert last["summary"] == {
+        "checkpoints": 4,
+        "not finished": 1,
+        "without weights": 1,
+        "clean": 2,
+    }
     monkeypatch.setattr(completeness, "SAVE_TIME", 0)
     for verb in (["check", "-r"], ["scrub", "--state", tmp_path / "state"]):
         by_name, last = documents(said, *verb, url, status=1)
@@ -550,7 +608,8 @@ def test_the_answer_costs_no_request(
 
 
 @pytest.mark.parametrize(
-    ("verb", "arguments"), [("seal", ()), ("verify", ()), ("repair", ()), ("salvage", ("NEW_FOLDER",))]
+    ("verb", "arguments"),
+    [("seal", ()), ("verify", ()), ("repair", ()), ("salvage", ("NEW_FOLDER",))],
 )
 def test_the_command_for_each_checkpoint_of_a_run_is_named(
     tmp_path: Path, verb: str, arguments: Iterable[str], said: Said, url: str
@@ -578,7 +637,9 @@ def test_the_command_for_each_checkpoint_of_a_run_is_named(
     )
 
 
-def test_undo_of_a_run_names_the_checkpoints_with_a_repair(tmp_path: Path, said: Said, url: str) -> None:
+def test_undo_of_a_run_names_the_checkpoints_with_a_repair(
+    tmp_path: Path, said: Said, url: str
+) -> None:
     for number in (1, 2, 3):
         shutil.copytree(DOUBLED, tmp_path / "run" / f"checkpoint_{number}")
     none = f"ckptfix: {tmp_path}/run: there is no repair to undo\n"
@@ -587,9 +648,11 @@ def test_undo_of_a_run_names_the_checkpoints_with_a_repair(tmp_path: Path, said:
         assert run(["repair", str(tmp_path / "run" / f"checkpoint_{number}")]) == 0
     status, _, err = said("undo", tmp_path / "run")
     assert status == 2
-    assert err == (
-        f"ckptfix: {tmp_path}/run: there is no repair to undo in this folder itself, but below it; next: "
-        f"ckptfix undo {tmp_path}/run/checkpoint_1; ckptfix undo {tmp_path}/run/checkpoint_3\n"
+    assert (
+        err
+        == f"ckptfix: {tmp_path}/run: there is no repair to undo in this folder itself, but below "
+        f"it; next: ckptfix undo {tmp_path}/run/checkpoint_1; ckptfix undo "
+        f"{tmp_path}/run/checkpoint_3\n"
     )
     for number in (1, 3):
         assert said("undo", tmp_path / "run" / f"checkpoint_{number}")[0] == 0
@@ -604,4 +667,7 @@ def test_what_one_checkpoint_alone_holds_is_said_of_it(tmp_path: Path, said: Sai
     assert f"not checked: other files in {tmp_path}/checkpoint-5: 'log.txt'\n" in out
     assert "trainer_state.json'" not in out
     (save(tmp_path / "checkpoint-15") / "log.txt").write_text("step 15")
-    assert "not checked: other files in 2 checkpoints: 'log.txt'\n" in said("check", "-rv", tmp_path)[1]
+    assert (
+        "not checked: other files in 2 checkpoints: 'log.txt'\n"
+        in said("check", "-rv", tmp_path)[1]
+    )

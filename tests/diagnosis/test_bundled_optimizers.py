@@ -25,21 +25,24 @@ Pack = Callable[[Any, Any], Any]
 PACKS: dict[str, Pack] = {
     "a loop": lambda model, optimizer: {"model": model, "optimizer": optimizer, "epoch": 3},
     "a tutorial": lambda model, optimizer: {
-        "epoch": 1, "model_state_dict": model, "optimizer_state_dict": optimizer, "loss": torch.tensor(0.3),
+        "epoch": 1, "model_state_dict": model, "optimizer_state_dict": optimizer,
+        "loss": torch.tensor(0.3),
     },
     "Lightning": lambda model, optimizer: {
         "state_dict": model, "optimizer_states": [optimizer], "lr_schedulers": [], "global_step": 4,
         "loops": {"fit_loop": {"epoch_loop.optim_progress": {"optimizer": {"step": {"total": 3}}}}},
     },
     "one deeper": lambda model, optimizer: {
-        "nets": {"model": model}, "states": {"optimizers": {"main": optimizer}}, "rng": torch.get_rng_state(),
+        "nets": {"model": model}, "states": {"optimizers": {"main": optimizer}},
+        "rng": torch.get_rng_state(),
     },
     "seven deeper": lambda model, optimizer: {
         "model": model, "a": {"b": {"c": {"d": {"e": {"f": {"optimizer": optimizer}}}}}},
     },
     "a tuple": lambda model, optimizer: (3, model, optimizer),
     "an average": lambda model, optimizer: {
-        "model": model, "ema": {f"module.{key}": value for key, value in model.items()}, "optimizer": optimizer,
+        "model": model, "ema": {f"module.{key}": value for key, value in model.items()},
+        "optimizer": optimizer,
     },
     "half precision": lambda model, optimizer: {
         "model": {key: value.half() for key, value in model.items()}, "optimizer": optimizer,
@@ -54,11 +57,19 @@ def trained(model: Any, optimizer: Any) -> Any:
 
 
 def found(path: Path, bundle: Any, **options: Any) -> list[str]:
-    """Return what changes the status of a file with this content, of which file and folder must say the same."""
+    """Return what changes the status of a file with this content, of which file and folder must say
+    the same.
+    """
     torch.save(bundle, path, **options)
-    findings = [f"{one.code}: {one}" for one in check(path).all_findings if one.severity is not Severity.NOTE]
+    findings = [
+        f"{one.code}: {one}"
+        for one in check(path).all_findings
+        if one.severity is not Severity.NOTE
+    ]
     assert findings == [
-        f"{one.code}: {one}" for one in check(path.parent).all_findings if one.severity is not Severity.NOTE
+        f"{one.code}: {one}"
+        for one in check(path.parent).all_findings
+        if one.severity is not Severity.NOTE
     ]
     return findings
 
@@ -87,11 +98,16 @@ def test_torch_fails_where_an_error_is_reported_and_nowhere_else(tmp_path: Path,
     # In a tuple no state dict is looked for, so that nothing is compared with it.
     packs = [pack for words, pack in PACKS.items() if words not in ("no model", "a tuple")]
     for number, (words, state) in enumerate(sampled(damaged(healthy))):
-        findings = found(tmp_path / "last.pt", packs[number % len(packs)](model.state_dict(), state))
+        findings = found(
+            tmp_path / "last.pt", packs[number % len(packs)](model.state_dict(), state)
+        )
         if fails(MAKERS[name], state):
-            # torch's Adafactor keeps other states for a vector than for a matrix: they are not judged.
-            # SGD rightly has a sparse momentum from the gradients of an Embedding(sparse=True).
-            is_unknown = (name == "adafactor" and "_var" in words) or words == "momentum_buffer: sparse"
+            # torch's Adafactor keeps other states for a vector than for a matrix: they are not
+            # judged. SGD rightly has a sparse momentum from the gradients of an
+            # Embedding(sparse=True).
+            is_unknown = (
+                name == "adafactor" and "_var" in words
+            ) or words == "momentum_buffer: sparse"
             assert findings or is_unknown, words
         else:
             assert findings == [], words
@@ -112,12 +128,17 @@ def of_moments(state: dict[str, Any]) -> None:
 SPOILED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "moments of two shapes": (
         of_moments,
-        "mismatched-moments: last.pt: optimizer: 'exp_avg_sq' of parameter 0 has shape [5, 6] (expected [9, 6], as its "
-        "'exp_avg' has)",
+        (
+            "mismatched-moments: last.pt: optimizer: 'exp_avg_sq' of parameter 0 has shape [5, 6] "
+            "(expected [9, 6], as its 'exp_avg' has)"
+        ),
     ),
     "moments of a parameter in no group": (
         lambda state: state["param_groups"][0]["params"].pop(),
-        "inconsistent-groups: last.pt: optimizer: it has moments of parameter 5, which no param group has",
+        (
+            "inconsistent-groups: last.pt: optimizer: it has moments of parameter 5, which no "
+            "param group has"
+        ),
     ),
     "no betas": (
         lambda state: state["param_groups"][0].pop("betas"),
@@ -125,13 +146,17 @@ SPOILED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "no group": (
         lambda state: state["param_groups"].clear(),
-        "unknown-state: last.pt: optimizer: it holds an optimizer with moments and no param groups (expected an "
-        "optimizer's state)",
+        (
+            "unknown-state: last.pt: optimizer: it holds an optimizer with moments and no param "
+            "groups (expected an optimizer's state)"
+        ),
     ),
     "a list of states": (
         lambda state: state.update(state=[1]),
-        "unknown-state: last.pt: optimizer: it holds an optimizer whose 'state' is a list (expected an optimizer's "
-        "state)",
+        (
+            "unknown-state: last.pt: optimizer: it holds an optimizer whose 'state' is a list "
+            "(expected an optimizer's state)"
+        ),
     ),
 }
 
@@ -148,7 +173,9 @@ def test_what_is_said_names_the_file_and_the_key(tmp_path: Path, words: str) -> 
     assert found(tmp_path / "last.pt", bundle, _use_new_zipfile_serialization=False) == [elsewhere]
 
 
-def test_a_file_in_a_store_is_judged_as_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_a_store_is_judged_as_on_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stores, "PATIENCE", QUICK)
     weights, state = spoiled(of_moments)
     torch.save({"model": weights, "optimizer": state}, tmp_path / "last.pt")
@@ -170,8 +197,14 @@ def layers(*widths: int) -> Any:
 def test_an_optimizer_of_another_model_is_told(tmp_path: Path, pack: str, is_named: bool) -> None:
     model = layers(4, 5, 5, 3)
     optimizers_of_others: dict[str, tuple[Any, list[str]]] = {
-        "a resized layer": (layers(4, 5, 5, 7), ["mismatched-moments" if is_named else "unsaved-parameters"]),
-        "a layer more": (layers(4, 5, 5, 5, 3), ["mismatched-moments" if is_named else "unsaved-parameters"]),
+        "a resized layer": (
+            layers(4, 5, 5, 7),
+            ["mismatched-moments" if is_named else "unsaved-parameters"],
+        ),
+        "a layer more": (
+            layers(4, 5, 5, 5, 3),
+            ["mismatched-moments" if is_named else "unsaved-parameters"],
+        ),
         "another width": (layers(4, 6, 6, 3), []),
         "a layer less": (layers(4, 5, 3), ["mismatched-moments"] if is_named else []),
     }
@@ -179,7 +212,8 @@ def test_an_optimizer_of_another_model_is_told(tmp_path: Path, pack: str, is_nam
     for other, expected in optimizers_of_others.values():
         optimizer = torch.optim.AdamW(other.named_parameters() if is_named else other.parameters())
         fresh = PACKS[pack](model.state_dict(), optimizer.state_dict())
-        # Before the first step nothing shows the model: frozen weights may have been left out of the file.
+        # Before the first step nothing shows the model: frozen weights may have been left out of
+        # the file.
         assert found(path, fresh) == []
         assert "no moments" in unchecked(path)[0]
         bundle = PACKS[pack](model.state_dict(), trained(other, optimizer))
@@ -189,14 +223,19 @@ def test_an_optimizer_of_another_model_is_told(tmp_path: Path, pack: str, is_nam
 
 def test_an_optimizer_of_another_model_next_to_several_models(tmp_path: Path) -> None:
     generator, critic, other = layers(4, 5, 6, 3), layers(3, 7, 1), layers(4, 5, 6, 2)
-    states = [trained(model, torch.optim.Adam(model.parameters())) for model in (generator, critic, other)]
+    states = [
+        trained(model, torch.optim.Adam(model.parameters())) for model in (generator, critic, other)
+    ]
     models = {"G": generator.state_dict(), "D": critic.state_dict()}
     path = tmp_path / "gan.pt"
     assert found(path, {**models, "opt_G": states[0], "opt_D": states[1]}) == []
-    assert unchecked(path) == ["which model each optimizer inside 'gan.pt' trains: the file has several"]
+    assert unchecked(path) == [
+        "which model each optimizer inside 'gan.pt' trains: the file has several"
+    ]
     assert found(path, {**models, "opt_G": states[2], "opt_D": states[1]}) == [
-        "unsaved-parameters: gan.pt: opt_G: does not fit the weights (expected the parameters of 10 tensors of shapes "
-        "[1], [1, 7], [3] and 7 more; found 6 parameters of shapes [2], [2, 6], [5] and 3 more)"
+        "unsaved-parameters: gan.pt: opt_G: does not fit the weights (expected the parameters of "
+        "10 tensors of shapes [1], [1, 7], [3] and 7 more; found 6 parameters of shapes [2], [2, "
+        "6], [5] and 3 more)"
     ]
     # Exchanged optimizers fit the models of the file.
     assert found(path, {**models, "opt_G": states[1], "opt_D": states[0]}) == []
@@ -209,11 +248,16 @@ def test_a_module_without_weights_in_the_file_is_told(tmp_path: Path) -> None:
     state = trained(model, optimizer)
     path = tmp_path / "last.pt"
     assert found(path, {"model": model.state_dict(), "optimizer": state}) == [
-        "unsaved-parameters: last.pt: optimizer: it has moments of shapes [2], [2, 7, 9], and no weights have such a "
-        "shape (6 parameters in the optimizer, 4 tensors of weights)"
+        "unsaved-parameters: last.pt: optimizer: it has moments of shapes [2], [2, 7, 9], and no "
+        "weights have such a shape (6 parameters in the optimizer, 4 tensors of weights)"
     ]
-    trained_alone = {"shadow": {f"module.{name}": value.detach() for name, value in model.named_parameters()}}
-    assert len(found(path, {"model": model.state_dict(), "optimizer": state, "ema": trained_alone})) == 1
+    trained_alone = {
+        "shadow": {f"module.{name}": value.detach() for name, value in model.named_parameters()}
+    }
+    assert (
+        len(found(path, {"model": model.state_dict(), "optimizer": state, "ema": trained_alone}))
+        == 1
+    )
     assert "save the state_dict() of that module, too" in check(path).findings[0].advice
     for bundle in ({"loss": loss.state_dict()}, {"tensors": [loss.weight, loss.bias]}):
         assert found(path, {"model": model.state_dict(), "optimizer": state, **bundle}) == []
@@ -266,7 +310,10 @@ def healthy() -> Iterator[Any]:
         [one.numel() // 2 for one in model.parameters()],
     ):
         flat = torch.nn.ParameterList([torch.zeros(size) for size in sizes])
-        yield {"model": model.state_dict(), "last_optimizer_state": trained(flat, torch.optim.Adam(flat))}
+        yield {
+            "model": model.state_dict(),
+            "last_optimizer_state": trained(flat, torch.optim.Adam(flat)),
+        }
     # CycleGAN: one optimizer of two generators of the same keys and shapes.
     generators = [layers(4, 5, 3), layers(4, 5, 3)]
     both = torch.optim.Adam([one for model in generators for one in model.parameters()])
@@ -278,13 +325,19 @@ def healthy() -> Iterator[Any]:
     }
     tied = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False))
     tied[1].weight = tied[0].weight
-    yield {"model": tied.state_dict(), "optimizer": trained(tied, torch.optim.AdamW(tied.parameters()))}
+    yield {
+        "model": tied.state_dict(),
+        "optimizer": trained(tied, torch.optim.AdamW(tied.parameters())),
+    }
     two = torch.optim.SGD([*model.parameters(), *tied.parameters()], lr=0.1, momentum=0.9)
     step(tied, two)
     yield {"models": [model.state_dict(), tied.state_dict()], "optimizer": trained(model, two)}
     normed = torch.nn.BatchNorm1d(3)
     biases = trained(normed, torch.optim.AdamW(normed.parameters()))
-    yield {"model": torch.nn.Sequential(normed, torch.nn.Linear(3, 3)).state_dict(), "optimizer": biases}
+    yield {
+        "model": torch.nn.Sequential(normed, torch.nn.Linear(3, 3)).state_dict(),
+        "optimizer": biases,
+    }
 
 
 @pytest.mark.parametrize("number", range(len(list(healthy()))))
@@ -300,7 +353,10 @@ def test_flat_moments_and_files_without_a_model_are_not_compared(tmp_path: Path)
     torch.save(net().state_dict(), tmp_path / "weights.pt")
     assert unchecked(tmp_path) == [
         "optimizers inside 'alone.pt: optimizer' against weights: the file has no weight matrices",
-        "optimizers inside 'last.pt: optimizer' against weights: their moments are vectors, as flattened ones are",
+        (
+            "optimizers inside 'last.pt: optimizer' against weights: their moments are vectors, as "
+            "flattened ones are"
+        ),
     ]
 
 
@@ -310,13 +366,17 @@ def test_optimizers_beyond_the_limit_are_listed(tmp_path: Path) -> None:
     bundle = {"model": model.state_dict(), "optimizers": [copy.deepcopy(state) for _ in range(66)]}
     torch.save(bundle, tmp_path / "last.pt")
     assert unchecked(tmp_path) == [
-        "optimizers inside 'last.pt': some are not of the form of torch's state_dict(), or more than 64"
+        "optimizers inside 'last.pt': some are not of the form of torch's state_dict(), or more "
+        "than 64"
     ]
 
 
 def test_the_summary_names_each_optimizer_by_its_key(tmp_path: Path) -> None:
     model = layers(2, 2)
-    bundle = {"model": model.state_dict(), "optimizer": trained(model, torch.optim.AdamW(model.parameters()))}
+    bundle = {
+        "model": model.state_dict(),
+        "optimizer": trained(model, torch.optim.AdamW(model.parameters())),
+    }
     torch.save(bundle, tmp_path / "last.pt")
     understood = check(tmp_path).as_json()["understood"]
     assert [(one["path"], one["key"], one["parameters"]) for one in understood["optimizers"]] == [

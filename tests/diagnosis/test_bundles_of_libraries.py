@@ -1,7 +1,8 @@
-"""Checkpoints of one file as well-known training scripts lay them out, with modules and optimizers of torch.
+"""Checkpoints of one file as well-known training scripts lay them out, with modules and optimizers
+of torch.
 
-Each healthy folder stays silent. Each with the optimizer of another model, which torch refuses, is reported or listed
-as not compared.
+Each healthy folder stays silent. Each with the optimizer of another model, which torch refuses, is
+reported or listed as not compared.
 """
 
 import argparse
@@ -30,7 +31,9 @@ class Run:
     def __init__(self, spoil: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> None:
         self._spoil = spoil
 
-    def state(self, *modules: Any, make: Make = torch.optim.AdamW, **options: Any) -> dict[str, Any]:
+    def state(
+        self, *modules: Any, make: Make = torch.optim.AdamW, **options: Any
+    ) -> dict[str, Any]:
         """Return the state of an optimizer of these modules after a step."""
         parameters = [parameter for module in modules for parameter in module.parameters()]
         return self.state_of(make(parameters, **options))
@@ -103,7 +106,10 @@ def deeper(state: dict[str, Any]) -> dict[str, Any]:
 
 def text(width: int = 6, layers: int = 2, classes: int = 9) -> Any:
     """Return a small transformer."""
-    blocks = [torch.nn.TransformerEncoderLayer(width, 2, 4 * width, batch_first=True) for _ in range(layers)]
+    blocks = [
+        torch.nn.TransformerEncoderLayer(width, 2, 4 * width, batch_first=True)
+        for _ in range(layers)
+    ]
     return torch.nn.Sequential(
         collections.OrderedDict(
             embed=torch.nn.Embedding(classes, width),
@@ -117,7 +123,9 @@ def text(width: int = 6, layers: int = 2, classes: int = 9) -> Any:
 def images(*channels: int, classes: int = 5) -> Any:
     """Return a small network of convolutions."""
     layers = [
-        torch.nn.Sequential(torch.nn.Conv2d(*sizes, 3), torch.nn.BatchNorm2d(sizes[1]), torch.nn.ReLU())
+        torch.nn.Sequential(
+            torch.nn.Conv2d(*sizes, 3), torch.nn.BatchNorm2d(sizes[1]), torch.nn.ReLU()
+        )
         for sizes in itertools.pairwise(channels)
     ]
     return torch.nn.Sequential(
@@ -190,7 +198,13 @@ def detectron2(run: Run) -> Files:
 
 def detectron2_of_arrays(run: Run) -> Files:
     model = images(3, 6, 8)
-    return {"R-50.pth": {"model": arrays(model), "optimizer": run.state(model), "__author__": "third_party"}}
+    return {
+        "R-50.pth": {
+            "model": arrays(model),
+            "optimizer": run.state(model),
+            "__author__": "third_party",
+        }
+    }
 
 
 def mmengine(run: Run) -> Files:
@@ -223,15 +237,20 @@ def fairseq_of_half_precision(run: Run) -> Files:
     flat = torch.nn.ParameterList([torch.zeros(sum(one.numel() for one in model.parameters()))])
     run = Run()
     half = {key: value.half() for key, value in model.state_dict().items()}
-    return {"checkpoint1.pt": {"model": half, "last_optimizer_state": run.state(flat, make=torch.optim.Adam)}}
+    return {
+        "checkpoint1.pt": {
+            "model": half,
+            "last_optimizer_state": run.state(flat, make=torch.optim.Adam),
+        }
+    }
 
 
 def espnet(run: Run) -> Files:
     model = text()
     return {
         "checkpoint.pth": {
-            "model": model.state_dict(), "reporter": {"epoch": 2, "stats": {}}, "optimizers": [run.state(model)],
-            "schedulers": [None], "scaler": None,
+            "model": model.state_dict(), "reporter": {"epoch": 2, "stats": {}},
+            "optimizers": [run.state(model)], "schedulers": [None], "scaler": None,
         },
         "2epoch.pth": model.state_dict(),
     }  # fmt: skip
@@ -241,17 +260,21 @@ def lightning(run: Run) -> Files:
     model = text()
     return {
         "epoch=1-step=20.ckpt": {
-            "epoch": 1, "global_step": 20, "pytorch-lightning_version": "2.5.0", "state_dict": model.state_dict(),
-            "loops": {"fit_loop": {"state_dict": {}}}, "callbacks": {"ModelCheckpoint{}": {"best_k_models": {}}},
-            "optimizer_states": [run.state(model)], "lr_schedulers": [{"last_epoch": 20, "_step_count": 21}],
-            "hparams_name": "kwargs", "hyper_parameters": {"lr": 0.1},
+            "epoch": 1, "global_step": 20, "pytorch-lightning_version": "2.5.0",
+            "state_dict": model.state_dict(), "loops": {"fit_loop": {"state_dict": {}}},
+            "callbacks": {"ModelCheckpoint{}": {"best_k_models": {}}},
+            "optimizer_states": [run.state(model)],
+            "lr_schedulers": [{"last_epoch": 20, "_step_count": 21}], "hparams_name": "kwargs",
+            "hyper_parameters": {"lr": 0.1},
         }
     }  # fmt: skip
 
 
 def lightning_without_a_teacher(run: Run) -> Files:
     """A hook removes what is frozen, which the optimizer lists."""
-    model = torch.nn.ModuleDict({"student": text(), "teacher": text(width=8), "lpips": images(3, 4)})
+    model = torch.nn.ModuleDict(
+        {"student": text(), "teacher": text(width=8), "lpips": images(3, 4)}
+    )
     for frozen in (model["teacher"], model["lpips"]):
         frozen.requires_grad_(False)
     weights = model.state_dict()
@@ -260,7 +283,8 @@ def lightning_without_a_teacher(run: Run) -> Files:
             del weights[key]
     return {
         "last.ckpt": {
-            "state_dict": weights, "optimizer_states": [run.state(model)], "global_step": 20, "lr_schedulers": [],
+            "state_dict": weights, "optimizer_states": [run.state(model)], "global_step": 20,
+            "lr_schedulers": [],
         }
     }  # fmt: skip
 
@@ -278,7 +302,9 @@ def lightning_before_the_first_step(run: Run) -> Files:
 def nemo(run: Run) -> Files:
     files = lightning(run)
     (bundle,) = files.values()
-    bundle["callbacks"]["EMA"] = {"ema_weights": [one.clone() for one in bundle["state_dict"].values()]}
+    bundle["callbacks"]["EMA"] = {
+        "ema_weights": [one.clone() for one in bundle["state_dict"].values()]
+    }
     return {"model--val_loss=1.00-epoch=1.ckpt": bundle}
 
 
@@ -286,7 +312,8 @@ def ignite(run: Run) -> Files:
     model = mlp(4, 8, 3)
     return {
         "checkpoint_20.pt": {
-            "model": model.state_dict(), "optimizer": run.state(model), "trainer": {"epoch_length": 10},
+            "model": model.state_dict(), "optimizer": run.state(model),
+            "trainer": {"epoch_length": 10},
         }
     }  # fmt: skip
 
@@ -319,7 +346,8 @@ def average_alone(run: Run) -> Files:
     generator, critic = mlp(8, 8, 8, 12), images(3, 6, 8)
     return {
         "ema.pt": {
-            "g_ema": generator.state_dict(), "g_optim": run.state(generator), "d_optim": run.state(critic),
+            "g_ema": generator.state_dict(), "g_optim": run.state(generator),
+            "d_optim": run.state(critic),
         }
     }  # fmt: skip
 
@@ -345,8 +373,9 @@ def mae(run: Run) -> Files:
     parts = [{**group, "lr_scale": 0.5} for group in groups(model)]
     return {
         "checkpoint-20.pth": {
-            "model": model.state_dict(), "optimizer": run.state_of(torch.optim.AdamW(parts)), "epoch": 20,
-            "scaler": torch.amp.GradScaler("cpu").state_dict(), "args": argparse.Namespace(lr=0.1),
+            "model": model.state_dict(), "optimizer": run.state_of(torch.optim.AdamW(parts)),
+            "epoch": 20, "scaler": torch.amp.GradScaler("cpu").state_dict(),
+            "args": argparse.Namespace(lr=0.1),
         }
     }  # fmt: skip
 
@@ -358,7 +387,8 @@ def open_clip(run: Run) -> Files:
     return {
         f"epoch_{epoch}.pt": {
             "epoch": epoch, "name": "run", "state_dict": torch.nn.DataParallel(model).state_dict(),
-            "optimizer": run.state_of(optimizer), "scaler": torch.amp.GradScaler("cpu").state_dict(),
+            "optimizer": run.state_of(optimizer),
+            "scaler": torch.amp.GradScaler("cpu").state_dict(),
         }
         for epoch in (1, 2)
     }  # fmt: skip
@@ -368,7 +398,8 @@ def guided_diffusion(run: Run) -> Files:
     model = images(3, 6, 8)
     weights = collections.OrderedDict(model.state_dict())
     return {
-        "model010000.pt": weights, "ema_0.9999_010000.pt": weights, "opt010000.pt": run.state(model),
+        "model010000.pt": weights, "ema_0.9999_010000.pt": weights,
+        "opt010000.pt": run.state(model),
     }  # fmt: skip
 
 
@@ -388,7 +419,8 @@ def vits(run: Run) -> Files:
     generator, critic = text(), images(1, 6, 8)
     return {
         f"{name}_1000.pth": {
-            "model": model.state_dict(), "iteration": 3, "optimizer": run.state(model), "learning_rate": 2e-4,
+            "model": model.state_dict(), "iteration": 3, "optimizer": run.state(model),
+            "learning_rate": 2e-4,
         }
         for name, model in (("G", generator), ("D", critic))
     }  # fmt: skip
@@ -410,19 +442,23 @@ def hifigan(run: Run) -> Files:
     return {
         "g_00010000": {"generator": generator.state_dict()},
         "do_00010000": {
-            "mpd": periods.state_dict(), "msd": scales.state_dict(), "optim_g": run.state(generator),
-            "optim_d": run.state(periods, scales), "steps": 10000, "epoch": 3,
+            "mpd": periods.state_dict(), "msd": scales.state_dict(),
+            "optim_g": run.state(generator), "optim_d": run.state(periods, scales), "steps": 10000,
+            "epoch": 3,
         },
         "g_00010000.pth": {"generator": generator.state_dict()},
         "do_00010000.pth": {
-            "mpd": periods.state_dict(), "msd": scales.state_dict(), "optim_g": run.state(generator),
-            "optim_d": run.state(periods, scales), "steps": 10000, "epoch": 3,
+            "mpd": periods.state_dict(), "msd": scales.state_dict(),
+            "optim_g": run.state(generator), "optim_d": run.state(periods, scales), "steps": 10000,
+            "epoch": 3,
         },
     }  # fmt: skip
 
 
 def without_weight_norm(run: Run) -> Files:
-    """``weight_norm`` is folded into the weights before they are saved, and the optimizer has both parts."""
+    """``weight_norm`` is folded into the weights before they are saved, and the optimizer has both
+    parts.
+    """
     model = normed(8, 6, 4, 1)
     state = run.state(model)
     for layer in model:
@@ -488,13 +524,16 @@ def actor_critic(run: Run) -> Files:
 
 
 def value_and_policy(run: Run) -> Files:
-    """The policy's weights are in another file, and differ from those of the value in the last layer alone."""
+    """The policy's weights are in another file, and differ from those of the value in the last
+    layer alone.
+    """
     policy, value = mlp(17, 64, 64, 6), mlp(17, 64, 64, 1)
     named = torch.optim.Adam(policy.named_parameters())
     return {
         "policy.pt": policy.state_dict(),
         "agent.pt": {
-            "value": value.state_dict(), "value_opt": run.state(value), "policy_opt": run.state_of(named),
+            "value": value.state_dict(), "value_opt": run.state(value),
+            "policy_opt": run.state_of(named),
         },
     }  # fmt: skip
 
@@ -523,8 +562,10 @@ def modules_of_arrays(run: Run) -> Files:
     actor, critic, table = mlp(17, 32, 6), mlp(23, 31, 1), mlp(9, 8, 7)
     return {
         "agent.pt": {
-            "model": actor.state_dict(), "critic": [one.detach().numpy() for one in critic.parameters()],
-            "table": [one.detach() for one in table.parameters()], "optimizer": run.state(actor, critic, table),
+            "model": actor.state_dict(),
+            "critic": [one.detach().numpy() for one in critic.parameters()],
+            "table": [one.detach() for one in table.parameters()],
+            "optimizer": run.state(actor, critic, table),
         }
     }  # fmt: skip
 
@@ -596,7 +637,8 @@ def megatron(run: Run) -> Files:
             "args": argparse.Namespace(tensor_model_parallel_size=1), "checkpoint_version": 3.0, "iteration": 10,
             "model": {"language_model": {**parts, "norm": model.norm.state_dict()}},
             "optimizer": {
-                "optimizer": inner, "grad_scaler": {"scale": torch.tensor([1.0]), "growth_tracker": 0},
+                "optimizer": inner,
+                "grad_scaler": {"scale": torch.tensor([1.0]), "growth_tracker": 0},
                 "fp32_from_fp16_params": [[one.detach() for one in model.parameters()]],
             },
             "opt_param_scheduler": {"max_lr": 0.1}, "rng_state": [{"torch_rng_state": torch.get_rng_state()}],
@@ -616,7 +658,9 @@ def torchtune(run: Run) -> Files:
         "param_groups": [
             {
                 **group,
-                "params": [names[one] if one < len(names) else f"more.{one}" for one in group["params"]],
+                "params": [
+                    names[one] if one < len(names) else f"more.{one}" for one in group["params"]
+                ],
             }
             for group in state["param_groups"]
         ],
@@ -637,7 +681,8 @@ def k_diffusion(run: Run) -> Files:
     model = images(3, 6, 8)
     return {
         "model_00010000.pth": {
-            "model": model.state_dict(), "model_ema": copy.deepcopy(model).state_dict(), "opt": run.state(model),
+            "model": model.state_dict(), "model_ema": copy.deepcopy(model).state_dict(),
+            "opt": run.state(model),
             "sched": {"last_epoch": 9, "_step_count": 10, "_last_lr": [0.1], "inv_gamma": 1.0},
             "ema_sched": {"power": 0.6, "last_epoch": 9}, "epoch": 1, "step": 9, "gns_stats": None,
             "ema_stats": {"loss": torch.tensor(0.1)}, "demo_gen": torch.get_rng_state(),
@@ -650,8 +695,8 @@ def whisper(run: Run) -> Files:
     model.embed.requires_grad_(False)
     return {
         f"step{step}.pt": {
-            "model_state_dict": model.state_dict(), "optimizer_state_dict": run.state(model), "step": step,
-            "dims": {"n_mels": 80}, "losses": [1.0, 2.0], "log": numpy.ones((9, 2)),
+            "model_state_dict": model.state_dict(), "optimizer_state_dict": run.state(model),
+            "step": step, "dims": {"n_mels": 80}, "losses": [1.0, 2.0], "log": numpy.ones((9, 2)),
         }
         for step in (1, 2)
     }  # fmt: skip
@@ -661,8 +706,8 @@ def clean_rl(run: Run) -> Files:
     agent = torch.nn.ModuleDict({"critic": mlp(4, 64, 64, 1), "actor": mlp(4, 64, 64, 2)})
     return {
         "agent.pt": {
-            "model_weights": agent.state_dict(), "optimizer": run.state(agent, make=torch.optim.Adam, eps=1e-5),
-            "args": {"seed": 1},
+            "model_weights": agent.state_dict(),
+            "optimizer": run.state(agent, make=torch.optim.Adam, eps=1e-5), "args": {"seed": 1},
         }
     }  # fmt: skip
 
@@ -679,7 +724,13 @@ def sam(run: Run) -> Files:
     """The image encoder is frozen and left out, and the optimizer has the mask decoder alone."""
     encoder, decoder = text(width=8), text()
     model = torch.nn.ModuleDict({"encoder": encoder, "decoder": decoder})
-    return {"sam_latest.pth": {"model": model.state_dict(), "optimizer": run.state(decoder), "epoch": 3}}
+    return {
+        "sam_latest.pth": {
+            "model": model.state_dict(),
+            "optimizer": run.state(decoder),
+            "epoch": 3,
+        }
+    }
 
 
 def dreambooth(run: Run) -> Files:
@@ -692,26 +743,27 @@ def dreambooth(run: Run) -> Files:
 
 
 FORMATS = (
-    nanogpt, timm, detectron2, detectron2_of_arrays, mmengine, fairseq, fairseq_of_half_precision, espnet, lightning,
-    lightning_without_a_teacher, lightning_before_the_first_step, nemo, ignite, yolo, stylegan2_pytorch, average_alone,
-    dino, mae, open_clip, guided_diffusion, raft, vits, hifigan, without_weight_norm, without_old_weight_norm, tacotron,
-    cyclegan, actor_critic, value_and_policy, soft_actor_critic, modules_of_arrays, arcface, face_of_parts,
-    trained_weights_alone, lora_and_head, merged_lora, megatron, torchtune, k_diffusion, whisper, clean_rl,
-    stable_baselines, sam, dreambooth,
+    nanogpt, timm, detectron2, detectron2_of_arrays, mmengine, fairseq, fairseq_of_half_precision,
+    espnet, lightning, lightning_without_a_teacher, lightning_before_the_first_step, nemo, ignite,
+    yolo, stylegan2_pytorch, average_alone, dino, mae, open_clip, guided_diffusion, raft, vits,
+    hifigan, without_weight_norm, without_old_weight_norm, tacotron, cyclegan, actor_critic,
+    value_and_policy, soft_actor_critic, modules_of_arrays, arcface, face_of_parts,
+    trained_weights_alone, lora_and_head, merged_lora, megatron, torchtune, k_diffusion, whisper,
+    clean_rl, stable_baselines, sam, dreambooth,
 )  # fmt: skip
 
 
 REPORTED = {
     "resized": {
-        nanogpt, timm, detectron2, detectron2_of_arrays, mmengine, fairseq, espnet, lightning, nemo, yolo, dino,
-        open_clip, vits, cyclegan, value_and_policy, modules_of_arrays, arcface, trained_weights_alone,
-        without_weight_norm, megatron, k_diffusion, whisper, clean_rl, sam, ignite, stylegan2_pytorch, average_alone,
-        soft_actor_critic,
+        nanogpt, timm, detectron2, detectron2_of_arrays, mmengine, fairseq, espnet, lightning, nemo,
+        yolo, dino, open_clip, vits, cyclegan, value_and_policy, modules_of_arrays, arcface,
+        trained_weights_alone, without_weight_norm, megatron, k_diffusion, whisper, clean_rl, sam,
+        ignite, stylegan2_pytorch, average_alone, soft_actor_critic,
     },
     "deeper": {
-        nanogpt, timm, detectron2, fairseq, lightning, nemo, ignite, stylegan2_pytorch, average_alone, dino, open_clip,
-        vits, soft_actor_critic, modules_of_arrays, arcface, without_weight_norm, without_old_weight_norm, megatron,
-        k_diffusion, whisper, clean_rl, sam,
+        nanogpt, timm, detectron2, fairseq, lightning, nemo, ignite, stylegan2_pytorch,
+        average_alone, dino, open_clip, vits, soft_actor_critic, modules_of_arrays, arcface,
+        without_weight_norm, without_old_weight_norm, megatron, k_diffusion, whisper, clean_rl, sam,
     },
     "wider": set(),
 }  # fmt: skip
@@ -760,7 +812,9 @@ def test_arrays_of_pickle_protocol_5_are_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spoil", [resized, wider, deeper], ids=lambda spoil: spoil.__name__)
 @pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
 def test_the_optimizer_of_another_model(
-    tmp_path: Path, write: Callable[[Run], Files], spoil: Callable[[dict[str, Any]], dict[str, Any]]
+    tmp_path: Path,
+    write: Callable[[Run], Files],
+    spoil: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
     paths, folders = written(tmp_path, write(Run(spoil)))
     said = [words for folder in folders for words in problems(folder)]

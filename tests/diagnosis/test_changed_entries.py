@@ -1,4 +1,6 @@
-"""A folder of one model and one optimizer that are not those of its run: only the checkpoints next to it show that."""
+"""A folder of one model and one optimizer that are not those of its run: only the checkpoints next
+to it show that.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -105,12 +107,18 @@ WRONG: Mapping[str, Change] = {
     "every key renamed": of_model(lambda state: {f"body.{key}": state[key] for key in state}),
     "wrapped keys": of_model(lambda state: {f"module.{key}": state[key] for key in state}),
     # Both headers have the same length, and so have the files.
-    "every key renamed, same size": of_model(lambda state: {key.swapcase(): state[key] for key in state}),
+    "every key renamed, same size": of_model(
+        lambda state: {key.swapcase(): state[key] for key in state}
+    ),
     "moments of two parameters exchanged": edited(shuffle),
-    "a tensor lost": of_model(lambda state: {key: state[key] for key in state if key != "last.bias"}),
+    "a tensor lost": of_model(
+        lambda state: {key: state[key] for key in state if key != "last.bias"}
+    ),
     "another shape": of_model(lambda state: {**state, "last.bias": torch.rand(7)}),
 }
-"""Changes that no script makes: the optimizer still has the parameters of the old model, or the model those of it."""
+"""Changes that no script makes: the optimizer still has the parameters of the old model, or the
+model those of it.
+"""
 
 POSSIBLE: Mapping[str, Change] = {
     "a tensor more": of_model(lambda state: {**state, "scale": torch.ones(1)}),
@@ -125,7 +133,9 @@ def severities(root: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*WRONG, *POSSIBLE])
-def test_a_checkpoint_between_others_that_differs_from_all_is_not_clean(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_between_others_that_differs_from_all_is_not_clean(
+    name: str, tmp_path: Path
+) -> None:
     folders = saves(tmp_path, Run())
     {**WRONG, **POSSIBLE}[name](folders[1])
     assert is_refused(folders[1])
@@ -135,7 +145,9 @@ def test_a_checkpoint_between_others_that_differs_from_all_is_not_clean(name: st
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_newest_checkpoint_is_passed_over_where_no_script_explains_it(name: str, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_passed_over_where_no_script_explains_it(
+    name: str, tmp_path: Path
+) -> None:
     folders = saves(tmp_path, Run())
     assert latest_checkpoint(tmp_path) == folders[2]
     WRONG[name](folders[2])
@@ -146,7 +158,9 @@ def test_the_newest_checkpoint_is_passed_over_where_no_script_explains_it(name: 
 
 
 @pytest.mark.parametrize("name", POSSIBLE)
-def test_the_newest_checkpoint_is_a_note_where_a_script_may_have_changed(name: str, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_a_note_where_a_script_may_have_changed(
+    name: str, tmp_path: Path
+) -> None:
     folders = saves(tmp_path, Run())
     POSSIBLE[name](folders[2])
     assert is_refused(folders[2])
@@ -164,8 +178,12 @@ def test_the_newest_checkpoint_is_a_note_where_a_script_may_have_changed(name: s
     ],
     ids=["a buffer", "frozen layers", "param groups", "another network"],
 )
-def test_a_script_that_changed_is_a_note_at_most(changed: Callable[[], Run], tmp_path: Path) -> None:
-    """The changed script goes on in the same folder; its first checkpoint differs from all before it."""
+def test_a_script_that_changed_is_a_note_at_most(
+    changed: Callable[[], Run], tmp_path: Path
+) -> None:
+    """The changed script goes on in the same folder; its first checkpoint differs from all before
+    it.
+    """
     folders = saves(tmp_path, Run())
     run = changed()
     for number in (4, 5, 6):
@@ -174,8 +192,12 @@ def test_a_script_that_changed_is_a_note_at_most(changed: Callable[[], Run], tmp
         assert latest_checkpoint(tmp_path) == folders[-1]
 
 
-def test_a_changed_script_that_begins_again_in_the_same_folder_is_a_note_at_most(tmp_path: Path) -> None:
-    """Its checkpoints have lower numbers than the leftover ones of the old script, which it cannot load."""
+def test_a_changed_script_that_begins_again_in_the_same_folder_is_a_note_at_most(
+    tmp_path: Path,
+) -> None:
+    """Its checkpoints have lower numbers than the leftover ones of the old script, which it cannot
+    load.
+    """
     folders = saves(tmp_path, Run(), (1, 2, 3, 4))
     renamed = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     for count, root in enumerate(folders, 1):
@@ -236,7 +258,9 @@ class Sum(nn.Module):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_new_module_of_the_name_of_a_wrapper_is_a_note_at_most(tmp_path: Path, count: int) -> None:
+def test_a_new_module_of_the_name_of_a_wrapper_is_a_note_at_most(
+    tmp_path: Path, count: int
+) -> None:
     saves(tmp_path, Run(Sum()), tuple(range(1, count + 1)))
     run = Run(Sum(has_module=True))
     newest = run.save(tmp_path / "checkpoint_9")

@@ -36,7 +36,8 @@ def prepared(folder: Path, *, optimizers: int = 2, averages: int = 1) -> Acceler
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     accelerator = Accelerator(
-        cpu=True, project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+        cpu=True,
+        project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True),
     )
     for number in range(optimizers):
         model = nn.Linear(2, 2 + number)
@@ -75,7 +76,9 @@ def missing(paths: Iterable[str | Path]) -> list[list[str]]:
 
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_checkpoint_alone_is_compared_with_those_next_to_it(tmp_path: Path, lost: str, at: int) -> None:
+def test_a_checkpoint_alone_is_compared_with_those_next_to_it(
+    tmp_path: Path, lost: str, at: int
+) -> None:
     """load_state starts with new random states in silence, and refuses the others."""
     checkpoints = saved(tmp_path, [1, 1, 1])
     assert missing(checkpoints) == [[], [], []]
@@ -110,8 +113,12 @@ def test_one_checkpoint_next_to_it_is_enough(
         ([0, 1, 1], [0]),
     ],
 )
-def test_a_script_gains_or_loses_an_object(tmp_path: Path, averages: list[int], unsure: list[int]) -> None:
-    """Every later checkpoint then lacks it, too. The newest and the oldest alone look as if they were cut."""
+def test_a_script_gains_or_loses_an_object(
+    tmp_path: Path, averages: list[int], unsure: list[int]
+) -> None:
+    """Every later checkpoint then lacks it, too. The newest and the oldest alone look as if they
+    were cut.
+    """
     checkpoints = saved(tmp_path, averages)
     lacking = [number for number, names in enumerate(missing(checkpoints)) if names]
     assert lacking == unsure
@@ -131,8 +138,10 @@ def test_a_custom_object_that_no_checkpoint_next_to_it_has_is_told(tmp_path: Pat
     assert refused(tmp_path, checkpoints[at])
     (finding,) = check(checkpoints[at]).findings
     assert finding.severity.value == ("warning" if at == 1 else "note")
-    assert str(finding) == (
-        "custom_checkpoint_1.pkl: it holds one of 2 custom objects (expected 1, as in 2 checkpoints next to it)"
+    assert (
+        str(finding)
+        == "custom_checkpoint_1.pkl: it holds one of 2 custom objects (expected 1, as in 2 "
+        "checkpoints next to it)"
     )
     assert "move the file out of the folder" in finding.advice
     assert [check(path).status for path in checkpoints].count(1) == (at == 1)
@@ -176,9 +185,10 @@ def test_a_custom_object_of_another_run(other: str, tmp_path: Path) -> None:
     found = [(one.severity.value, str(one)) for one in check(checkpoints[1]).findings]
     assert [severity for severity, _ in found] == ([severity] if severity else [])
     if other == "another object":
-        assert found[0][1] == (
-            "custom_checkpoint_0.pkl: it holds an object with 'best_loss', 'patience' (expected 'decay', 'shadow', as "
-            "in 2 checkpoints next to it)"
+        assert (
+            found[0][1]
+            == "custom_checkpoint_0.pkl: it holds an object with 'best_loss', 'patience' (expected "
+            "'decay', 'shadow', as in 2 checkpoints next to it)"
         )
     assert [check(path).findings for path in checkpoints[::2]] == [(), ()]
     accelerator = prepared(tmp_path, averages=0)
@@ -232,8 +242,10 @@ def test_a_first_custom_object_between_checkpoints_without_any_is_a_note(tmp_pat
     torch.save({"decay": 2}, tmp_path / "checkpoint_2/custom_checkpoint_0.pkl")
     (note,) = check(tmp_path / "checkpoint_2").findings
     assert note.severity.value == "note"
-    assert str(note) == (
-        "custom_checkpoint_0.pkl: it holds a custom object (expected none, as in 2 checkpoints next to it)"
+    assert (
+        str(note)
+        == "custom_checkpoint_0.pkl: it holds a custom object (expected none, as in 2 checkpoints "
+        "next to it)"
     )
 
 
@@ -273,7 +285,11 @@ def test_a_checkpoint_in_a_store_is_compared_by_its_names(
     (checkpoints[1] / "optimizer_1.bin").unlink()
     url = f"memory://{os.urandom(6).hex()}/run"
     upload_folder(checkpoints[0].parent, url)
-    assert missing(f"{url}/checkpoint_{number}" for number in range(3)) == [[], ["optimizer_1.bin"], []]
+    assert missing(f"{url}/checkpoint_{number}" for number in range(3)) == [
+        [],
+        ["optimizer_1.bin"],
+        [],
+    ]
 
 
 def test_a_folder_above_that_may_not_be_listed_shows_nothing(

@@ -1,4 +1,6 @@
-"""Files that a save leaves and that are gone: by the ranks, the manifest, and the other checkpoints of the run."""
+"""Files that a save leaves and that are gone: by the ranks, the manifest, and the other checkpoints
+of the run.
+"""
 
 import json
 import re
@@ -20,7 +22,9 @@ FIXTURES = Path("fixtures/accelerate-1.15.0")
 
 
 def give_own_values(root: Path) -> None:
-    """Give a numbered save weights and moments that no other save of its run has. Copies in it stay copies."""
+    """Give a numbered save weights and moments that no other save of its run has. Copies in it stay
+    copies.
+    """
     number = re.search("[0-9]+$", root.name)
     if number is None:
         return
@@ -53,7 +57,9 @@ def incomplete(root: Path, siblings: Iterable[Path] = ()) -> list[str]:
 def test_a_complete_checkpoint_has_nothing_to_say(tmp_path: Path, source: str) -> None:
     report = check(make(tmp_path / "checkpoint", source))
     assert report.status == 0
-    assert not any(words.startswith(("resuming", "optimizers", "weights:")) for words in report.not_checked)
+    assert not any(
+        words.startswith(("resuming", "optimizers", "weights:")) for words in report.not_checked
+    )
 
 
 def test_a_rank_is_missing(tmp_path: Path) -> None:
@@ -66,7 +72,9 @@ def test_a_rank_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_node_that_has_only_its_own_ranks_is_not_damaged(tmp_path: Path) -> None:
-    """Without a shared disk the main process alone writes models: another node has states of ranks, and no more."""
+    """Without a shared disk the main process alone writes models: another node has states of ranks,
+    and no more.
+    """
     (tmp_path / "node").mkdir()
     for rank in (4, 5):
         shutil.copy(
@@ -75,7 +83,10 @@ def test_a_node_that_has_only_its_own_ranks_is_not_damaged(tmp_path: Path) -> No
         )
     report = check(tmp_path / "node")
     assert report.status == 0
-    assert "weights: only states of ranks are here, as on a node whose disk is its own" in report.not_checked
+    assert (
+        "weights: only states of ranks are here, as on a node whose disk is its own"
+        in report.not_checked
+    )
 
 
 def test_a_scheduler_without_an_optimizer(tmp_path: Path) -> None:
@@ -94,7 +105,9 @@ def test_a_seal_says_what_a_scheduler_was_sealed_without_and_hides_no_rank(tmp_p
 
 
 def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
-    """A script without an optimizer, and an export of weights, are healthy: but they resume no other run."""
+    """A script without an optimizer, and an export of weights, are healthy: but they resume no
+    other run.
+    """
     no_optimizer = check(make(tmp_path / "a", without=["optimizer.bin"]))
     assert no_optimizer.status == 0
     assert any(
@@ -105,7 +118,10 @@ def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
     no_states = check(make(tmp_path / "c", without=others[1:]))
     assert no_states.status == 0
     assert no_states.understood.problems == (
-        "random states: none saved; load_state loads the rest, without the random generators and the step",
+        (
+            "random states: none saved; load_state loads the rest, without the random generators "
+            "and the step"
+        ),
     )
     assert not any(words.startswith("random states") for words in no_states.not_checked)
     weights = make(tmp_path / "b", without=others)
@@ -166,7 +182,9 @@ def test_folders_that_only_end_in_a_number_are_compared_if_they_are_named(tmp_pa
     ]
 
 
-def test_each_folder_of_a_run_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_folder_of_a_run_is_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     roots = [make(tmp_path / f"checkpoint_{number}") for number in range(7)]
     listed: list[str] = []
 
@@ -212,7 +230,9 @@ def test_all_but_the_model_is_gone(tmp_path: Path) -> None:
 
 def test_an_export_next_to_checkpoints_is_none_of_them(tmp_path: Path) -> None:
     roots = [make(tmp_path / f"checkpoint_{number}") for number in range(2)]
-    final = make(tmp_path / "final", without=["optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"])
+    final = make(
+        tmp_path / "final", without=["optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
+    )
     assert incomplete(final, [*roots, final]) == []
 
 
@@ -229,7 +249,9 @@ def test_a_run_that_went_on_with_fewer_processes(tmp_path: Path) -> None:
 def test_one_neighbour_with_more_processes_is_no_evidence(
     tmp_path: Path, prefix: str, processes: tuple[int, ...]
 ) -> None:
-    """A run resumed with fewer or more processes, or two runs next to each other: nothing is missing."""
+    """A run resumed with fewer or more processes, or two runs next to each other: nothing is
+    missing.
+    """
     roots = [make(tmp_path / f"{prefix}{number}") for number in range(len(processes))]
     for root, count in zip(roots, processes, strict=True):
         if count == 1:
@@ -270,7 +292,13 @@ def test_a_guarded_save_is_believed(tmp_path: Path) -> None:
     assert incomplete(roots[1], roots) == []
 
 
-TRAINER = ["optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"]
+TRAINER = [
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state_0.pth",
+    "rng_state_1.pth",
+    "trainer_state.json",
+]
 
 
 def make_of_trainer(root: Path, without: Iterable[str] = ()) -> Path:
@@ -305,7 +333,10 @@ def test_a_complete_checkpoint_of_the_trainer(tmp_path: Path) -> None:
             "optimizer.pt, scheduler.pt are missing: rng_state_1.pth is there",
         ),
         (["rng_state_0.pth"], "rng_state_0.pth is missing: rng_state_1.pth is there"),
-        (["rng_state_0.pth", "rng_state_1.pth"], "rng_state.pth is missing: optimizer.pt is there"),
+        (
+            ["rng_state_0.pth", "rng_state_1.pth"],
+            "rng_state.pth is missing: optimizer.pt is there",
+        ),
     ],
 )
 def test_the_trainer_says_nothing_of_states_that_are_gone(
@@ -315,7 +346,9 @@ def test_the_trainer_says_nothing_of_states_that_are_gone(
 
 
 @pytest.mark.parametrize("optimizer", ["optimizer.bin", "optimizer_0"])
-def test_a_scheduler_that_is_gone_from_a_sharded_run_of_the_trainer(tmp_path: Path, optimizer: str) -> None:
+def test_a_scheduler_that_is_gone_from_a_sharded_run_of_the_trainer(
+    tmp_path: Path, optimizer: str
+) -> None:
     root = make_of_trainer(tmp_path / "checkpoint-4")
     if optimizer == "optimizer_0":
         (root / "optimizer.pt").unlink()
@@ -328,14 +361,20 @@ def test_a_scheduler_that_is_gone_from_a_sharded_run_of_the_trainer(tmp_path: Pa
     assert incomplete(root) == ["scheduler.pt is missing: rng_state_1.pth is there"]
 
 
-@pytest.mark.parametrize("kept", [["training_args.bin"], ["training_args.bin", "trainer_state.json"]])
-def test_weights_that_the_trainer_exports_alone_are_complete(tmp_path: Path, kept: list[str]) -> None:
+@pytest.mark.parametrize(
+    "kept", [["training_args.bin"], ["training_args.bin", "trainer_state.json"]]
+)
+def test_weights_that_the_trainer_exports_alone_are_complete(
+    tmp_path: Path, kept: list[str]
+) -> None:
     root = make_of_trainer(tmp_path / "export", [name for name in TRAINER if name not in kept])
     assert incomplete(root) == []
 
 
 def test_arguments_of_a_trainer_next_to_a_save_state_prove_no_trainer(tmp_path: Path) -> None:
-    """Scripts save their arguments under this name, too. Only Accelerate writes random_states_0.pkl."""
+    """Scripts save their arguments under this name, too. Only Accelerate writes
+    random_states_0.pkl.
+    """
     root = make(tmp_path / "checkpoint", "custom-object")
     shutil.copy(root / "scheduler.bin", root / "training_args.bin")
     assert incomplete(root) == []
@@ -346,7 +385,9 @@ def test_a_node_of_the_trainer_has_only_its_own_ranks(tmp_path: Path) -> None:
     for rank in range(2):
         (root / f"rng_state_{rank}.pth").rename(root / f"rng_state_{rank + 8}.pth")
     (gap,) = (one for one in check(root).findings if one.code == "incomplete-checkpoint")
-    assert str(gap).startswith("rng_state_0.pth, rng_state_1.pth, rng_state_2.pth and 5 more are missing")
+    assert str(gap).startswith(
+        "rng_state_0.pth, rng_state_1.pth, rng_state_2.pth and 5 more are missing"
+    )
     assert "where each node saves to a disk of its own, ignore this" in gap.advice
     for path in root.iterdir():
         if not path.name.startswith("rng_state"):
@@ -360,11 +401,17 @@ def test_a_node_of_the_trainer_has_only_its_own_ranks(tmp_path: Path) -> None:
         (["trainer_state.json"], "the Trainer cannot resume without it; copy it again, or"),
         (
             ["scheduler.pt"],
-            "the Trainer goes on with a new optimizer and learning rate, and says nothing; copy it",
+            (
+                "the Trainer goes on with a new optimizer and learning rate, and says nothing; "
+                "copy it"
+            ),
         ),
         (
             ["optimizer.pt"],
-            "the Trainer goes on with a new optimizer and learning rate, and says nothing; copy it",
+            (
+                "the Trainer goes on with a new optimizer and learning rate, and says nothing; "
+                "copy it"
+            ),
         ),
         (
             ["rng_state_0.pth", "rng_state_1.pth"],
@@ -372,8 +419,10 @@ def test_a_node_of_the_trainer_has_only_its_own_ranks(tmp_path: Path) -> None:
         ),
         (
             ["trainer_state.json", "optimizer.pt", "scheduler.pt"],
-            "the Trainer cannot resume without trainer_state.json, and without the others goes on with a new optimizer "
-            "and learning rate; copy them again, or",
+            (
+                "the Trainer cannot resume without trainer_state.json, and without the others goes "
+                "on with a new optimizer and learning rate; copy them again, or"
+            ),
         ),
     ],
 )

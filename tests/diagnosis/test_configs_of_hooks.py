@@ -1,4 +1,6 @@
-"""Models that hooks of diffusers' scripts save in sub-folders: the load hook itself decides what it needs."""
+"""Models that hooks of diffusers' scripts save in sub-folders: the load hook itself decides what it
+needs.
+"""
 
 import os
 import shutil
@@ -23,12 +25,19 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 def unet() -> Any:
     kind: Any = diffusers.UNet2DModel
     blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
-    sizes = {"sample_size": 8, "block_out_channels": (4,), "norm_num_groups": 2, "layers_per_block": 1}
+    sizes = {
+        "sample_size": 8,
+        "block_out_channels": (4,),
+        "norm_num_groups": 2,
+        "layers_per_block": 1,
+    }
     return kind(add_attention=False, **blocks, **sizes)
 
 
 class Run:
-    """The hooks of ``train_text_to_image.py`` of diffusers 0.42. ``options``: of ``save_pretrained``."""
+    """The hooks of ``train_text_to_image.py`` of diffusers 0.42. ``options``: of
+    ``save_pretrained``.
+    """
 
     def __init__(self, *folders: str, **options: Any) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -64,7 +73,9 @@ KINDS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 
 
 def problems(folder: Path | str) -> list[str]:
-    return [str(finding) for finding in check(folder).all_findings if finding.severity.value != "note"]
+    return [
+        str(finding) for finding in check(folder).all_findings if finding.severity.value != "note"
+    ]
 
 
 @pytest.mark.parametrize(("folders", "options"), KINDS)
@@ -79,7 +90,9 @@ def test_the_config_of_a_model_of_a_hook_is_lost(
     with pytest.raises(OSError, match=r"config\.json"):
         Run(*folders).accelerator.load_state(str(folder))
     (problem,) = problems(folder)
-    assert problem.startswith(f"{folders[0]}/config.json is missing: {folders[0]}/diffusion_pytorch_model")
+    assert problem.startswith(
+        f"{folders[0]}/config.json is missing: {folders[0]}/diffusion_pytorch_model"
+    )
     # A hook of another script may write the weights alone: only the checkpoints next to it decide.
     assert latest_checkpoint(folder.parent) == folder
     url = f"memory://{os.urandom(6).hex()}/checkpoint-5"
@@ -88,7 +101,9 @@ def test_the_config_of_a_model_of_a_hook_is_lost(
 
 
 class RunWithoutConfig(Run):
-    """The hooks of a script that writes weights under the name of diffusers by itself, and reads them so."""
+    """The hooks of a script that writes weights under the name of diffusers by itself, and reads
+    them so.
+    """
 
     def _save(self, models: list[Any], weights: list[Any], path: str) -> None:
         for name in self.folders:
@@ -111,7 +126,9 @@ def test_a_hook_that_writes_no_config_is_healthy(tmp_path: Path, count: int) -> 
     RunWithoutConfig("transformer").accelerator.load_state(str(newest))
     assert latest_checkpoint(tmp_path) == newest
     # Alone it looks like a folder that lost its config.
-    assert [check(folder).status for folder in tmp_path.iterdir()] == ([1] if count == 1 else [0] * count)
+    assert [check(folder).status for folder in tmp_path.iterdir()] == (
+        [1] if count == 1 else [0] * count
+    )
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -137,7 +154,9 @@ def test_the_config_has_another_name(tmp_path: Path) -> None:
 
 
 def _lora(folder: Path) -> None:
-    save_file({"unet.down.lora_A.weight": torch.ones(2, 2)}, folder / "pytorch_lora_weights.safetensors")
+    save_file(
+        {"unet.down.lora_A.weight": torch.ones(2, 2)}, folder / "pytorch_lora_weights.safetensors"
+    )
 
 
 def _weights_of_a_script(folder: Path) -> None:
@@ -145,7 +164,9 @@ def _weights_of_a_script(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [_lora, _weights_of_a_script])
-def test_other_weights_in_a_sub_folder_need_no_config(tmp_path: Path, write: Callable[[Path], None]) -> None:
+def test_other_weights_in_a_sub_folder_need_no_config(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
     folder = tmp_path / "checkpoint-5"
     Run("unet").accelerator.save_state(str(folder))
     (folder / "extra").mkdir()

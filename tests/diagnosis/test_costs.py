@@ -44,7 +44,9 @@ def calls(action: Callable[[], object]) -> int:
 
 def optimizers_of_one_state(folder: Path, count: int) -> None:
     state = {number: {"exp_avg": torch.empty(2, device="meta")} for number in range(count)}
-    torch.save({str(i): {"state": state, "param_groups": []} for i in range(count)}, folder / "states.pt")
+    torch.save(
+        {str(i): {"state": state, "param_groups": []} for i in range(count)}, folder / "states.pt"
+    )
 
 
 def state_dicts(folder: Path, count: int) -> None:
@@ -53,7 +55,8 @@ def state_dicts(folder: Path, count: int) -> None:
 
 def nested_state_dicts(folder: Path, count: int) -> None:
     torch.save(
-        {f"a{i}": {"module.module.w": ONE, f"module.module.{i}": ONE} for i in range(count)}, folder / "m.pth"
+        {f"a{i}": {"module.module.w": ONE, f"module.module.{i}": ONE} for i in range(count)},
+        folder / "m.pth",
     )
     save_file({"w": ONE}, folder / "model.safetensors")
     for rank in range(2):
@@ -75,17 +78,23 @@ def values_that_share_a_list(folder: Path, count: int) -> None:
 def duplicates(folder: Path, count: int) -> None:
     for number in range(count):
         end = f"_{number}" if number else ""
-        save_file({"module." * (number % 2) + f"{number // 2}.w": ONE}, folder / f"model{end}.safetensors")
+        save_file(
+            {"module." * (number % 2) + f"{number // 2}.w": ONE},
+            folder / f"model{end}.safetensors",
+        )
         state = {0: {"step": ONE, "exp_avg": ONE, "exp_avg_sq": ONE}}
         torch.save(
-            {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, folder / f"optimizer{end}.bin"
+            {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]},
+            folder / f"optimizer{end}.bin",
         )
     for rank in range(2):
         torch.save(RANDOM_STATES, folder / f"random_states_{rank}.pkl")
 
 
 def different_states(folder: Path, count: int) -> None:
-    """Optimizers whose moments differ, and schedulers, which have no tensor, with different learning rates."""
+    """Optimizers whose moments differ, and schedulers, which have no tensor, with different
+    learning rates.
+    """
     save_file({"w": ONE}, folder / "model.safetensors")
     for number in range(count):
         end = f"_{number}" if number else ""
@@ -156,7 +165,9 @@ def test_states_are_compared_with_equal_ones_alone(
 
     equal = [
         (original.name.index, entry.name.index)
-        for original, entry, _ in equal_entries(scan_folder(tmp_path).entries(Role.OPTIMIZER)[0], compare)
+        for original, entry, _ in equal_entries(
+            scan_folder(tmp_path).entries(Role.OPTIMIZER)[0], compare
+        )
     ]
     assert equal == [(number % kinds, number) for number in range(kinds, count)]
     # Each with each: 28, 2,016 and 32,640 comparisons of optimizers that all differ.
@@ -172,15 +183,21 @@ def test_a_byte_that_changed_under_its_checksum_makes_a_state_another_one(
     try:
         for name in ("optimizer.bin", "optimizer_1.bin", "optimizer_2.bin"):
             state = {0: {"step": ONE, "exp_avg": torch.full((4,), 0.25), "exp_avg_sq": ONE}}
-            torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, tmp_path / name)
+            torch.save(
+                {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, tmp_path / name
+            )
     finally:
         torch.serialization.set_crc32_options(True)
     changed = tmp_path / "optimizer_1.bin"
     moments = struct.pack("<4f", *[0.25] * 4)
     assert changed.read_bytes().count(moments) == 1
-    changed.write_bytes(changed.read_bytes().replace(moments, struct.pack("<4f", 0.25, 0.25, 0.25, 0.5)))
+    changed.write_bytes(
+        changed.read_bytes().replace(moments, struct.pack("<4f", 0.25, 0.25, 0.25, 0.5))
+    )
     entries = scan_folder(tmp_path).entries(Role.OPTIMIZER)[0]
-    equal = equal_entries(entries, lambda pair: first_unequal(tmp_path, pair, full=True) is None or None)
+    equal = equal_entries(
+        entries, lambda pair: first_unequal(tmp_path, pair, full=True) is None or None
+    )
     assert [(str(original.path), str(entry.path)) for original, entry, _ in equal] == [
         ("optimizer.bin", "optimizer_2.bin")
     ]
@@ -194,7 +211,8 @@ def test_states_that_differ_between_the_samples_are_not_called_equal(tmp_path: P
         moments[5000] = float(number)
         state = {0: {"step": ONE, "exp_avg": moments, "exp_avg_sq": moments}}
         torch.save(
-            {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, tmp_path / f"optimizer{end}.bin"
+            {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]},
+            tmp_path / f"optimizer{end}.bin",
         )
     torch.save(RANDOM_STATES, tmp_path / "random_states_0.pkl")
     codes = {finding.code for finding in check(tmp_path).findings}
@@ -237,7 +255,10 @@ def test_sub_folders_are_listed_once_for_all_missing_shards(
     """4,000 missing shards next to 100 sub-folders took 8 s."""
     for number in range(variants):
         variant = f".v{number}" if number else ""
-        shards = {f"w{i}": f"model{variant}-{i + 1:05}-of-{missing:05}.safetensors" for i in range(missing)}
+        shards = {
+            f"w{i}": f"model{variant}-{i + 1:05}-of-{missing:05}.safetensors"
+            for i in range(missing)
+        }
         index = tmp_path / f"model.safetensors.index{variant}.json"
         index.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     for number in range(5):

@@ -1,4 +1,6 @@
-"""States of stateful data loaders: stock load_state takes any, and the first batch fails or the epoch begins anew."""
+"""States of stateful data loaders: stock load_state takes any, and the first batch fails or the
+epoch begins anew.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -30,7 +32,9 @@ class Numbers(IterableDataset[int]):  # type: ignore[misc]
 class Run:
     """A run with a loader without workers, and one with a worker."""
 
-    def __init__(self, *, shuffle: bool = False, is_iterable: bool = False, workers: int = 1) -> None:
+    def __init__(
+        self, *, shuffle: bool = False, is_iterable: bool = False, workers: int = 1
+    ) -> None:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         config = DataLoaderConfiguration(use_stateful_dataloader=True)
@@ -38,7 +42,8 @@ class Run:
         model = nn.Linear(2, 1)
         data: Any = Numbers() if is_iterable else list(range(8))
         self.loaders = [
-            DataLoader(data, batch_size=2, shuffle=shuffle, num_workers=count) for count in (0, workers)
+            DataLoader(data, batch_size=2, shuffle=shuffle, num_workers=count)
+            for count in (0, workers)
         ]
         self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         self.loaders = list(self.accelerator.prepare(*self.loaders))
@@ -99,7 +104,9 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_state_that_no_loader_of_torchdata_continues_from_is_a_warning(name: str, tmp_path: Path) -> None:
+def test_a_state_that_no_loader_of_torchdata_continues_from_is_a_warning(
+    name: str, tmp_path: Path
+) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
     assert (outcome(root), told(root)) == ("continues", [])
     file, change = BROKEN[name]
@@ -113,12 +120,16 @@ def test_a_dict_that_a_loader_of_the_script_may_read_is_not_checked(tmp_path: Pa
     root = Run().save(tmp_path / "checkpoint_0")
     torch.save({"position": 3}, root / LOADER)
     assert told(root) == []
-    assert f"{LOADER}: not a state of torchdata's StatefulDataLoader" in " ".join(check(root).not_checked)
+    assert f"{LOADER}: not a state of torchdata's StatefulDataLoader" in " ".join(
+        check(root).not_checked
+    )
 
 
 @pytest.mark.parametrize("batches", [0, 1, 4])
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"is_iterable": True}, {"workers": 2}])
-def test_states_of_real_loaders_are_clean(options: dict[str, Any], batches: int, tmp_path: Path) -> None:
+def test_states_of_real_loaders_are_clean(
+    options: dict[str, Any], batches: int, tmp_path: Path
+) -> None:
     run = Run(**options)
     for number in range(2):
         root = run.save(tmp_path / f"checkpoint_{number}", batches=batches)
@@ -129,11 +140,19 @@ def test_states_of_real_loaders_are_clean(options: dict[str, Any], batches: int,
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_two_loaders_with_each_others_states_are_a_warning(at: int, tmp_path: Path) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
-    folders = [root, *(Path(shutil.copytree(root, tmp_path / f"checkpoint_{number}")) for number in (1, 2))]
+    folders = [
+        root,
+        *(Path(shutil.copytree(root, tmp_path / f"checkpoint_{number}")) for number in (1, 2)),
+    ]
     exchange(folders[at], LOADER, WITH_WORKER, is_recorded=False)
     assert outcome(folders[at]) == "fails"
-    words = "it holds the state of a data loader with 1 worker (expected 0 workers, as in 2 checkpoints next to it)"
-    assert told(folders[at]) == [("warning", f"{LOADER}: {words}; it was exchanged with {WITH_WORKER}")]
+    words = (
+        "it holds the state of a data loader with 1 worker (expected 0 workers, as in 2 "
+        "checkpoints next to it)"
+    )
+    assert told(folders[at]) == [
+        ("warning", f"{LOADER}: {words}; it was exchanged with {WITH_WORKER}")
+    ]
     assert [told(folder) for folder in folders if folder != folders[at]] == [[], []]
 
 
@@ -142,7 +161,10 @@ def test_another_number_of_workers_is_a_note_at_an_end_of_the_run(
     at: int, severity: str, tmp_path: Path
 ) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
-    folders = [root, *(Path(shutil.copytree(root, tmp_path / f"checkpoint_{number}")) for number in (1, 2))]
+    folders = [
+        root,
+        *(Path(shutil.copytree(root, tmp_path / f"checkpoint_{number}")) for number in (1, 2)),
+    ]
     shutil.rmtree(folders[at])
     Run(workers=2).save(folders[at])
     assert outcome(folders[at]) == "fails"
@@ -154,6 +176,7 @@ def test_another_number_of_workers_in_a_run_of_a_sweep_is_a_note(tmp_path: Path)
     siblings = Siblings([tmp_path], is_recursive=True)
     assert [check(folder, siblings=siblings).status for folder in folders] == [0, 0, 0]
     of_one_run = [
-        Path(shutil.copytree(one, tmp_path / f"step_{number}")) for number, one in enumerate(folders)
+        Path(shutil.copytree(one, tmp_path / f"step_{number}"))
+        for number, one in enumerate(folders)
     ]
     assert [check(folder, siblings=siblings).status for folder in of_one_run] == [0, 1, 0]

@@ -1,4 +1,6 @@
-"""Damaged, hostile and odd DCP folders: each thing found and named, nothing repaired that must not be."""
+"""Damaged, hostile and odd DCP folders: each thing found and named, nothing repaired that must not
+be.
+"""
 
 import os
 import pickle
@@ -146,7 +148,10 @@ def test_metadata_of_each_rank_is_not_read_and_no_damage(tmp_path: Path) -> None
     [
         (b"", "not-a-tensor-file"),
         (bytes(4000), "not-a-tensor-file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "not-a-tensor-file"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
+            "not-a-tensor-file",
+        ),
         (b"\x80\x04}.", "malformed-file"),
         (pickle.dumps(golden_dcp.SystemCall()), "unsafe-pickle"),
     ],
@@ -183,7 +188,12 @@ def test_a_bytes_item_that_would_run_code(tmp_path: Path) -> None:
 
     save(
         tmp_path / OPTIMIZER,
-        {"optimizer": {"state": {}, "param_groups": [{"params": ["module.module.w"], "lr": Call()}]}},
+        {
+            "optimizer": {
+                "state": {},
+                "param_groups": [{"params": ["module.module.w"], "lr": Call()}],
+            }
+        },
     )
     save(tmp_path / MODEL, {"model": {"module.module.w": torch.zeros(2)}})
     marker.unlink(missing_ok=True)
@@ -197,7 +207,9 @@ def test_a_broken_bytes_item(tmp_path: Path) -> None:
     folder = nested(tmp_path)
     content = pickle.loads((folder / OPTIMIZER / ".metadata").read_bytes())
     info = next(
-        value for key, value in content.storage_data.items() if key.fqn == "optimizer.param_groups.0.params"
+        value
+        for key, value in content.storage_data.items()
+        if key.fqn == "optimizer.param_groups.0.params"
     )
     path = folder / OPTIMIZER / info.relative_path
     data = bytearray(path.read_bytes())
@@ -238,7 +250,9 @@ def test_names_inside_of_safetensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_script_of_somebodys_own_may_save_a_model_as_ddp_names_it(tmp_path: Path) -> None:
-    """``ddp.state_dict()`` and ``get_optimizer_state_dict`` in one dict: nothing is wrong with that."""
+    """``ddp.state_dict()`` and ``get_optimizer_state_dict`` in one dict: nothing is wrong with
+    that.
+    """
     optimizer = {"state": {"w": {"step": torch.ones(1)}}, "param_groups": [{"params": ["w"]}]}
     save(tmp_path / "mine", {"model": {"module.w": torch.ones(2)}, "optimizer": optimizer})
     assert codes(tmp_path) == ["wrapper-prefix"]
@@ -285,7 +299,9 @@ def test_linked_files_are_replaced_and_their_targets_stay(tmp_path: Path) -> Non
 def test_a_double_with_a_file_of_somebody_is_not_dropped(tmp_path: Path) -> None:
     folder = copy(tmp_path, "fsdp2-doubled")
     (folder / "pytorch_model_fsdp_1" / "README.md").write_text("mine")
-    stays(folder, "which its .metadata does not name", Policy(allow=frozenset({"identical-models"})))
+    stays(
+        folder, "which its .metadata does not name", Policy(allow=frozenset({"identical-models"}))
+    )
 
 
 def test_a_short_double_is_no_double(tmp_path: Path) -> None:
@@ -311,7 +327,9 @@ def test_items_over_each_other_are_read_once(tmp_path: Path) -> None:
         place = stored[MetadataIndex("optimizer.param_groups.0.params")]
         for number in range(50):
             name = f"optimizer.param_groups.{number}.params"
-            content.state_dict_metadata[name] = content.state_dict_metadata["optimizer.param_groups.0.params"]
+            content.state_dict_metadata[name] = content.state_dict_metadata[
+                "optimizer.param_groups.0.params"
+            ]
             stored[MetadataIndex(name)] = place
 
     change(folder / OPTIMIZER, edit)
@@ -345,13 +363,16 @@ def no_storage(content: Metadata) -> None:
 def other_keys(content: Metadata) -> None:
     stored: Any = content.storage_data
     content.storage_data = {
-        MetadataIndex(key.fqn.replace("model", "lodem"), key.offset): value for key, value in stored.items()
+        MetadataIndex(key.fqn.replace("model", "lodem"), key.offset): value
+        for key, value in stored.items()
     }
 
 
 @pytest.mark.parametrize("edit", [escape, huge, twice, no_planner, no_storage, other_keys])
 @pytest.mark.parametrize("policy", [Policy(), BARE], ids=["auto", "bare"])
-def test_lies_in_the_metadata(tmp_path: Path, edit: Callable[[Metadata], None], policy: Policy) -> None:
+def test_lies_in_the_metadata(
+    tmp_path: Path, edit: Callable[[Metadata], None], policy: Policy
+) -> None:
     folder = nested(tmp_path)
     change(folder / MODEL, edit)
     outside = tmp_path / "outside.distcp"

@@ -100,7 +100,9 @@ def test_items_of_another_metadata_are_read_again(tmp_path: Path) -> None:
     assert with_partial_results(folder, tmp_path / "partial").findings == ()
 
 
-def test_a_file_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_could_not_be_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server of files that is away for a moment is no result for the next run to go on from."""
     folder = clean(tmp_path)
 
@@ -110,7 +112,8 @@ def test_a_file_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch
     with monkeypatch.context() as during:
         during.setattr("ckptfix.diagnosis.dcp_folders._of_file", fail)
         assert any(
-            "/output" in words for words in with_partial_results(folder, tmp_path / "partial").unfinished
+            "/output" in words
+            for words in with_partial_results(folder, tmp_path / "partial").unfinished
         )
     assert with_partial_results(folder, tmp_path / "partial").unfinished == ()
 
@@ -155,4 +158,6 @@ def test_safetensors_in_a_file_are_whole(tmp_path: Path, data: bool) -> None:
     assert check(tmp_path / "x", data=data).findings == ()
     path = tmp_path / "x" / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
-    assert [finding.code for finding in check(tmp_path / "x", data=data).findings] == ["not-a-tensor-file"]
+    assert [finding.code for finding in check(tmp_path / "x", data=data).findings] == [
+        "not-a-tensor-file"
+    ]

@@ -1,4 +1,6 @@
-"""Layouts of real scripts: flattened optimizers, several models in one folder, an optimizer's groups in one item."""
+"""Layouts of real scripts: flattened optimizers, several models in one folder, an optimizer's
+groups in one item.
+"""
 
 import io
 import pickle
@@ -29,7 +31,8 @@ def save_run(tmp_path: Path, layout: str, state: dict[str, Any]) -> list[Path]:
 
 @pytest.mark.parametrize("keys", Keys)
 @pytest.mark.parametrize(
-    ("layout", "flattened"), [("one", True), ("one", False), ("two", True), ("two", False), ("mixed", True)]
+    ("layout", "flattened"),
+    [("one", True), ("one", False), ("two", True), ("two", False), ("mixed", True)],
 )
 def test_a_correct_script_loads_what_was_trained(
     tmp_path: Path, layout: str, flattened: bool, keys: Keys
@@ -79,7 +82,9 @@ def test_a_state_whose_name_is_in_no_group_is_not_renamed(tmp_path: Path) -> Non
 
 
 def test_options_and_nested_states_keep_their_keys(tmp_path: Path) -> None:
-    """Shampoo's states are dicts; and a parameter may be called as a wrapper, or as a key of an optimizer."""
+    """Shampoo's states are dicts; and a parameter may be called as a wrapper, or as a key of an
+    optimizer.
+    """
     names = ("module.module.state.lr", "module.module.state", "module.module.0.module")
     optim: dict[str, Any] = {}
     for name in names:
@@ -94,14 +99,21 @@ def test_options_and_nested_states_keep_their_keys(tmp_path: Path) -> None:
     assert set(content["optim"]) == {
         begin + name + end
         for name in new
-        for begin, end in (("state.", ".precond.module.0"), ("state.", ".exp_avg"), ("param_groups.", ".lr"))
+        for begin, end in (
+            ("state.", ".precond.module.0"),
+            ("state.", ".exp_avg"),
+            ("param_groups.", ".lr"),
+        )
     }
 
 
 @pytest.mark.parametrize("keys", Keys)
 def test_a_manifest_follows_every_model(tmp_path: Path, keys: Keys) -> None:
     state = Run(2).train().state()
-    save(tmp_path / "all", {"student": state["model"], "teacher": state["teacher"], "optim": state["optim"]})
+    save(
+        tmp_path / "all",
+        {"student": state["model"], "teacher": state["teacher"], "optim": state["optim"]},
+    )
     folder = tmp_path / "all"
     seal(folder, force=True)
     assert repair(folder, policy=renaming(keys)).status == 0
@@ -117,7 +129,9 @@ def old_planner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("keys", Keys)
 @pytest.mark.parametrize("layout", ["one", "two"])
-def test_groups_in_one_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, keys: Keys) -> None:
+def test_groups_in_one_item(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, keys: Keys
+) -> None:
     run = Run(2).train()
     with monkeypatch.context() as patch:
         old_planner(patch)
@@ -179,12 +193,16 @@ def test_groups_that_hold_more_than_lists_of_names_are_refused(
     save(tmp_path / "all", {"model": TWO, "optimizer": state})
     before = snapshot(tmp_path)
     receipt = repair(tmp_path)
-    reason = "makes an object of pathlib" if where == "object" else "would still contain the old key"
+    reason = (
+        "makes an object of pathlib" if where == "object" else "would still contain the old key"
+    )
     assert any(reason in one.reason for one in receipt.unplanned), receipt.unplanned
     assert snapshot(tmp_path) == before
 
 
-def test_half_a_repair_of_such_groups_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_repair_of_such_groups_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The metadata was renamed by hand, which leaves the names in the item."""
     old_planner(monkeypatch)
     save(tmp_path / "all", {"model": TWO, "optimizer": momentumless("module.module.")})
@@ -194,7 +212,9 @@ def test_half_a_repair_of_such_groups_is_finished(tmp_path: Path, monkeypatch: p
             new = old.replace("module.module.", "module.")
             content.state_dict_metadata[new] = content.state_dict_metadata.pop(old)
             path = content.planner_data.pop(old)
-            content.planner_data[new] = tuple(str(one).replace("module.module.", "module.") for one in path)
+            content.planner_data[new] = tuple(
+                str(one).replace("module.module.", "module.") for one in path
+            )
         content.storage_data = {
             type(key)(key.fqn.replace("module.module.", "module."), key.offset, key.index): value
             for key, value in content.storage_data.items()

@@ -1,4 +1,6 @@
-"""Files that stay and are symbolic links to files that would go or move: nothing is lost by a repair."""
+"""Files that stay and are symbolic links to files that would go or move: nothing is lost by a
+repair.
+"""
 
 import os
 import shutil
@@ -130,7 +132,9 @@ def test_a_gap_with_a_link_stays(tmp_path: Path) -> None:
     assert repair(folder, policy=policy).status == 0
 
 
-def test_the_proof_sees_it_without_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_sees_it_without_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = copy(tmp_path, "fsdp2-doubled")
     for name in ("__0_0.distcp", "__1_0.distcp"):
         linked(folder, f"{MODEL}/{name}", f"../{SECOND}/{name}")

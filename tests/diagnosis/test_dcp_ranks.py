@@ -1,4 +1,6 @@
-"""Two processes resume from a repaired DCP checkpoint by accelerate's own loaders, into a model that is not wrapped."""
+"""Two processes resume from a repaired DCP checkpoint by accelerate's own loaders, into a model
+that is not wrapped.
+"""
 
 import json
 import warnings
@@ -42,7 +44,9 @@ def resume(folder: Path, wraps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("keys", "wraps"), [(Keys.BARE, 0), (Keys.AUTO, 1), (None, 0)])
-def test_a_run_resumes_only_from_the_repaired_one(tmp_path: Path, keys: Keys | None, wraps: int) -> None:
+def test_a_run_resumes_only_from_the_repaired_one(
+    tmp_path: Path, keys: Keys | None, wraps: int
+) -> None:
     folder = copy(tmp_path, "fsdp2-nested")
     if keys is not None:
         repair(folder, policy=renaming(keys))

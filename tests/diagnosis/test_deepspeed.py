@@ -1,4 +1,6 @@
-"""check, repair, verify and salvage of folders in which DeepSpeed saved, by itself or for accelerate."""
+"""check, repair, verify and salvage of folders in which DeepSpeed saved, by itself or for
+accelerate.
+"""
 
 import json
 import shutil
@@ -33,7 +35,9 @@ SECOND_RANK = "pytorch_model/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 @pytest.fixture(params=SAVED)
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Return a copy of a whole folder of save_state, with the script that DeepSpeed leaves in it."""
+    """Return a copy of a whole folder of save_state, with the script that DeepSpeed leaves in
+    it.
+    """
     root = Path(shutil.copytree(FIXTURES / request.param / "checkpoint", tmp_path / "saved"))
     (root / "zero_to_fp32.py").touch()
     return root
@@ -57,10 +61,12 @@ for path in sys.argv[1:]:
 def zero_to_fp32(*paths: Path) -> list[Any]:
     """Return the digests of the weights that DeepSpeed finds in each folder, or its error."""
     done = subprocess.run(
-        [sys.executable, "-c", LOADS, *map(str, paths)],
-        capture_output=True, text=True, check=True, cwd=FIXTURES.parents[1], env=variables(), timeout=300,
+        [sys.executable, "-c", LOADS, *map(str, paths)], capture_output=True, text=True, check=True,
+        cwd=FIXTURES.parents[1], env=variables(), timeout=300,
     )  # fmt: skip
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("loaded ")]
+    lines = [
+        line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("loaded ")
+    ]
     return [json.loads(words) for _, words in lines]
 
 
@@ -72,7 +78,8 @@ def flip(path: Path) -> str:
     """Flip a bit in the largest record of a file, and return the record's name."""
     with zipfile.ZipFile(path) as archive:
         tail = max(
-            (one for one in archive.infolist() if "/data/" in one.filename), key=lambda one: one.file_size
+            (one for one in archive.infolist() if "/data/" in one.filename),
+            key=lambda one: one.file_size,
         )
     data = bytearray(path.read_bytes())
     name, extra = (int.from_bytes(data[tail.header_offset + at :][:2], "little") for at in (26, 28))
@@ -90,7 +97,9 @@ def test_a_healthy_folder_has_no_finding(name: str) -> None:
     (state,) = report.deepspeed
     assert (str(state.path), state.tensors, state.unread) == ("pytorch_model", 14, ())
     assert state.size == sum(path.stat().st_size for path in (root / "pytorch_model").iterdir())
-    assert not any("not looked into" in words or "next to it" in words for words in report.not_checked)
+    assert not any(
+        "not looked into" in words or "next to it" in words for words in report.not_checked
+    )
     assert report.as_json()["deepspeed"] == [
         {
             "path": "pytorch_model",
@@ -105,8 +114,10 @@ def test_a_rank_that_is_missing(saved: Path, tmp_path: Path) -> None:
     (saved / SECOND_RANK).unlink()
     assert codes(saved) == [("missing-rank", SECOND_RANK)]
     (finding,) = check(saved).findings
-    assert str(finding) == (
-        f"{SECOND_RANK} is missing: files of optimizer states of 1 ranks, 2 saved it; the first rank without one is 1"
+    assert (
+        str(finding)
+        == f"{SECOND_RANK} is missing: files of optimizer states of 1 ranks, 2 saved it; the first "
+        "rank without one is 1"
     )
     assert "from the node that it ran on" in finding.advice
     assert codes(saved / "pytorch_model") == [("missing-rank", Path(SECOND_RANK).name)]
@@ -156,9 +167,9 @@ def test_a_kind_that_is_not_read_is_not_damage(saved: Path) -> None:
     report = check(saved)
     assert report.findings == ()
     assert (
-        "pytorch_model/ (a DeepSpeed folder), as a whole: the model is cut into 1 files of layers, for pipeline "
-        "parallelism"
-    ) in report.not_checked
+        "pytorch_model/ (a DeepSpeed folder), as a whole: the model is cut into 1 files of layers, "
+        "for pipeline parallelism" in report.not_checked
+    )
 
 
 @pytest.fixture
@@ -166,7 +177,14 @@ def universal(tmp_path: Path) -> Path:
     """Return a universal checkpoint of two parameters in a folder of accelerate."""
     named = {"a.weight": torch.randn(4, 3), "b.weight": torch.randn(5)}
     moments = moments_of(named, 3.0)
-    make_zero(tmp_path / "zero2", [named], stage=2, ranks=2, moments=moments, buffers={"m": torch.ones(2)})
+    make_zero(
+        tmp_path / "zero2",
+        [named],
+        stage=2,
+        ranks=2,
+        moments=moments,
+        buffers={"m": torch.ones(2)},
+    )
     root = tmp_path / "universal"
     root.mkdir()
     make_universal(root / "pytorch_model", tmp_path / "zero2", moments, is_flat=False)
@@ -200,7 +218,9 @@ def test_bytes_of_a_universal_checkpoint_that_changed(universal: Path) -> None:
     data[data.index(moment.numpy().tobytes())] ^= 1
     path.write_bytes(data)
     assert codes(universal) == []
-    assert codes(universal, data=True) == [("crc-mismatch", "pytorch_model/zero/b.weight/exp_avg_sq.pt")]
+    assert codes(universal, data=True) == [
+        ("crc-mismatch", "pytorch_model/zero/b.weight/exp_avg_sq.pt")
+    ]
 
 
 @pytest.mark.parametrize("keys", [Keys.AUTO, Keys.BARE, Keys.DDP])
@@ -223,7 +243,9 @@ def test_names_are_never_changed(tmp_path: Path, keys: Keys) -> None:
 
 def test_the_folder_that_latest_names(tmp_path: Path) -> None:
     for step in (5, 10):
-        make_zero(tmp_path / f"global_step{step}", [{"a.weight": torch.ones(4, 3)}], stage=2, ranks=2)
+        make_zero(
+            tmp_path / f"global_step{step}", [{"a.weight": torch.ones(4, 3)}], stage=2, ranks=2
+        )
     with pytest.raises(UsageError, match="holds no file of a checkpoint"):
         check(tmp_path)
     (tmp_path / "latest").write_text("global_step10")
@@ -260,15 +282,21 @@ def exchange(first: Path, second: Path) -> None:
 
 @pytest.fixture
 def misplaced(tmp_path: Path) -> dict[str, tuple[str, int]]:
-    """Return copies of all checkpoints with files of ranks in wrong places -> the file that is reported, its rank."""
+    """Return copies of all checkpoints with files of ranks in wrong places -> the file that is
+    reported, its rank.
+    """
     made = {}
     for name in WITH_RANKS:
         for part in ("optim", "model") if "zero3" in name else ("optim",):
-            root = Path(shutil.copytree(FIXTURES / name / "checkpoint", tmp_path / f"{name}-{part}-copied"))
+            root = Path(
+                shutil.copytree(FIXTURES / name / "checkpoint", tmp_path / f"{name}-{part}-copied")
+            )
             shutil.copy(rank_file(root, 0, part), rank_file(root, 1, part))
             made[str(root)] = (str(rank_file(root, 1, part)), 0)
             root = Path(
-                shutil.copytree(FIXTURES / name / "checkpoint", tmp_path / f"{name}-{part}-exchanged")
+                shutil.copytree(
+                    FIXTURES / name / "checkpoint", tmp_path / f"{name}-{part}-exchanged"
+                )
             )
             exchange(rank_file(root, 0, part), rank_file(root, 1, part))
             made[str(root)] = (str(rank_file(root, 0, part)), 1)
@@ -308,11 +336,15 @@ def test_migrate_refuses_the_partition_of_another_rank(saved: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_that_have_parts_of_one_parameter_alone(stage: int, tmp_path: Path) -> None:
-    """Their fragments are equal; the name that each file was saved under tells them apart, then the tensors do."""
+    """Their fragments are equal; the name that each file was saved under tells them apart, then the
+    tensors do.
+    """
     weights = {"a.weight": torch.arange(4000.0).view(40, 100)}
     make_zero(tmp_path, [weights], stage=stage, ranks=4, moments=moments_of(weights, 3.0))
     assert codes(tmp_path) == []
-    first, second = (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (1, 2))
+    first, second = (
+        tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (1, 2)
+    )
     healthy = first.read_bytes(), second.read_bytes()
     exchange(first, second)
     assert [str(finding) for finding in check(tmp_path).findings] == [
@@ -351,7 +383,9 @@ STRAYS = {
     "{rank}_old_model_states.pt": "error",
     "notes_model_states.pt": "error",
 }
-"""Name of a stray file -> the severity of its finding where the ranks have no part of what is frozen."""
+"""Name of a stray file -> the severity of its finding where the ranks have no part of what is
+frozen.
+"""
 
 
 def add_stray(root: Path, name: str) -> Path:
@@ -370,7 +404,9 @@ def add_stray(root: Path, name: str) -> Path:
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 @pytest.mark.parametrize("scenario", ["accelerate-zero2", "accelerate-zero3"])
 def test_a_copy_among_the_files_of_ranks(scenario: str, tmp_path: Path) -> None:
-    """``zero_to_fp32`` globs ``*_optim_states.pt`` and ``*_model_states.pt``: a copy of a file is one rank more."""
+    """``zero_to_fp32`` globs ``*_optim_states.pt`` and ``*_model_states.pt``: a copy of a file is
+    one rank more.
+    """
     roots = [
         Path(shutil.copytree(FIXTURES / scenario / "checkpoint", tmp_path / str(n)))
         for n in range(len(STRAYS) + 1)
@@ -378,7 +414,9 @@ def test_a_copy_among_the_files_of_ranks(scenario: str, tmp_path: Path) -> None:
     strays = [add_stray(root, name) for root, name in zip(roots, STRAYS, strict=False)]
     healthy, *loaded = zero_to_fp32(roots[-1], *roots[:-1])
     for root, stray, severity, got in zip(roots, strays, STRAYS.values(), loaded, strict=False):
-        joins_frozen = scenario == "accelerate-zero3" and stray.name.startswith(("Copy of zero", "old_"))
+        joins_frozen = scenario == "accelerate-zero3" and stray.name.startswith(
+            ("Copy of zero", "old_")
+        )
         expected = "error" if joins_frozen and "model" in stray.name else severity
         found = [(one.code, one.severity.value) for one in check(root).findings]
         assert found == ([("stray-shard", expected)] if expected else []), stray
@@ -433,7 +471,9 @@ def test_exchanged_partitions_of_sub_groups(scenario: str, tmp_path: Path) -> No
     """Their sum is right, and ``zero_to_fp32`` cuts parameters across them."""
     root = Path(shutil.copytree(FIXTURES / scenario / "checkpoint", tmp_path / "saved"))
     paths = map(str, root.glob("*/*_optim_states.pt"))
-    subprocess.run([sys.executable, "-c", REVERSED, *paths], check=True, env=variables(), timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", REVERSED, *paths], check=True, env=variables(), timeout=300
+    )
     (loaded,) = zero_to_fp32(root)
     assert "is invalid for input of size" in loaded
     (finding,) = check(root).findings
@@ -451,7 +491,8 @@ for path in paths:
     torch.save(states, path)
 """
 BACKWARDS = (
-    "states['param_shapes'] = [type(group)(reversed(group.items())) for group in states['param_shapes']]"
+    "states['param_shapes'] = [type(group)(reversed(group.items())) for group in "
+    "states['param_shapes']]"
 )
 OF_MODEL, OF_OPTIMIZERS = "zero_pp_rank_0_*_model_states.pt", "*_optim_states.pt"
 ROUNDED = """
@@ -461,8 +502,16 @@ for key in optimizer.keys() & {"single_partition_of_fp32_groups", "fp32_flat_gro
 """
 ROUNDS = "states['ds_config']['bf16'] = {'enabled': True, 'bf16_master_weights_and_grads': True}"
 OTHER_WEIGHTS = {
-    ("zero1-bf16", "mp_rank_00_model_states.pt", BACKWARDS): "param_shapes of group 0 are in another order",
-    ("zero2", "mp_rank_00_model_states.pt", BACKWARDS): "param_shapes of group 0 are in another order",
+    (
+        "zero1-bf16",
+        "mp_rank_00_model_states.pt",
+        BACKWARDS,
+    ): "param_shapes of group 0 are in another order",
+    (
+        "zero2",
+        "mp_rank_00_model_states.pt",
+        BACKWARDS,
+    ): "param_shapes of group 0 are in another order",
     (
         "zero2-round-robin",
         "mp_rank_00_model_states.pt",
@@ -513,7 +562,9 @@ def test_partitions_that_the_configuration_keeps_in_bf16(scenario: str, tmp_path
 def test_a_former_version_deals_no_parameters_under_zero_1(tmp_path: Path) -> None:
     root = Path(shutil.copytree(FIXTURES / "zero1-bf16" / "checkpoint", tmp_path / "saved"))
     run_edit(
-        "states['ds_config']['zero_optimization']['round_robin_gradients'] = True", root, "*_model_states.pt"
+        "states['ds_config']['zero_optimization']['round_robin_gradients'] = True",
+        root,
+        "*_model_states.pt",
     )
     assert codes(root) == []
 
@@ -521,17 +572,27 @@ def test_a_former_version_deals_no_parameters_under_zero_1(tmp_path: Path) -> No
 def run_edit(edit: str, root: Path, files: str) -> None:
     """Edit files of states where DeepSpeed, whose objects are in them, can be imported."""
     paths = map(str, root.glob(f"*/{files}"))
-    subprocess.run([sys.executable, "-c", EDITED, edit, *paths], check=True, env=variables(), timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", EDITED, edit, *paths], check=True, env=variables(), timeout=300
+    )
 
 
-def edits(states: dict[str, Any], *, is_cut_in_groups: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield a name, model states that DeepSpeed cannot load or loads in part, and what check says of them."""
+def edits(
+    states: dict[str, Any], *, is_cut_in_groups: bool
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield a name, model states that DeepSpeed cannot load or loads in part, and what check says
+    of them.
+    """
     module, buffer = states["module"], states["buffer_names"][0]
     frozen = {"frozen_param_shapes", "frozen_param_fragments"}
     empty: list[dict[str, Any] | None] = [{}, None]
     for value in ([], [1], 3, "x"):
         yield f"module {value!r}", {**states, "module": value}, "module is not a dict"
-        yield f"shared {value!r}", {**states, "shared_params": value}, "shared_params is not a dict"
+        yield (
+            f"shared {value!r}",
+            {**states, "shared_params": value},
+            "shared_params is not a dict",
+        )
         for key in sorted(frozen):
             yield f"{key} {value!r}", {**states, key: value}, f"{key} is not a dict"
     yield "no module", {**states, "module": {}}, "and module has none of them"
@@ -544,9 +605,17 @@ def edits(states: dict[str, Any], *, is_cut_in_groups: bool) -> Iterator[tuple[s
     kinds: list[Any] = [set, torch.ones] if is_cut_in_groups else [set, torch.ones, tuple, list]
     for kind in kinds:
         made = [{name: kind(shape) for name, shape in shapes.items()}]
-        yield f"shapes {kind.__name__}", {**states, "param_shapes": made}, "of 'a.weight' is not a shape"
+        yield (
+            f"shapes {kind.__name__}",
+            {**states, "param_shapes": made},
+            "of 'a.weight' is not a shape",
+        )
     mixed: list[Any] = [OrderedDict, shapes]
-    yield "shapes of a class", {**states, "param_shapes": mixed}, "param_shapes is not a list of dicts"
+    yield (
+        "shapes of a class",
+        {**states, "param_shapes": mixed},
+        "param_shapes is not a list of dicts",
+    )
     tuples = {name: tuple(shape) for name, shape in frozen_shapes.items()}
     yield "frozen", {**states, "frozen_param_shapes": tuples}, "of 'frozen.bias' is not a shape"
     yield "shared None", {**states, "shared_params": None}, "shared_params is not a dict of names"
@@ -557,13 +626,23 @@ def edits(states: dict[str, Any], *, is_cut_in_groups: bool) -> Iterator[tuple[s
     )
     for key in sorted(frozen):
         for nothing in empty:
-            yield f"{key} {nothing}", {**states, key: nothing}, "only one of frozen_param_shapes and"
+            yield (
+                f"{key} {nothing}",
+                {**states, key: nothing},
+                "only one of frozen_param_shapes and",
+            )
     fragments = {**states["frozen_param_fragments"], "frozen.bias": [1]}
-    yield "a fragment", {**states, "frozen_param_fragments": fragments}, "'frozen.bias' is not a tensor"
+    yield (
+        "a fragment",
+        {**states, "frozen_param_fragments": fragments},
+        "'frozen.bias' is not a tensor",
+    )
 
 
 class Made:
-    """What is pickled as a call of a function with a number, as DeepSpeed's enum of the stage is."""
+    """What is pickled as a call of a function with a number, as DeepSpeed's enum of the stage
+    is.
+    """
 
     def __init__(self, function: Callable[[int], object], number: int) -> None:
         self.call = function, (number,)
@@ -577,7 +656,9 @@ class Made:
 
 
 def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield a name, optimizer states of rank 0 that DeepSpeed cannot load, and what check says of them."""
+    """Yield a name, optimizer states of rank 0 that DeepSpeed cannot load, and what check says of
+    them.
+    """
     optimizer = states["optimizer_state_dict"]
     (flats,) = optimizer.keys() & {"single_partition_of_fp32_groups", "fp32_flat_groups"}
     right = 2 if flats.startswith("single") else 3
@@ -597,7 +678,11 @@ def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
         )
     without = {key: value for key, value in optimizer.items() if key != "partition_count"}
     yield "no count", without, "partition_count is missing"
-    yield "fewer", {**optimizer, "partition_count": [1]}, "files of optimizer states of 2 ranks, 1 saved it"
+    yield (
+        "fewer",
+        {**optimizer, "partition_count": [1]},
+        "files of optimizer states of 2 ranks, 1 saved it",
+    )
     itself = dict(optimizer)
     itself["optimizer_state_dict"] = itself
     yield "itself", itself, "its optimizer_state_dict is the dict that it is in"
@@ -607,7 +692,9 @@ def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
 
 @pytest.fixture(params=[2, 3])
 def edited(request: pytest.FixtureRequest, tmp_path: Path) -> dict[Path, str]:
-    """Return copies of a checkpoint in which a file of rank 0 holds something else -> what check says of them."""
+    """Return copies of a checkpoint in which a file of rank 0 holds something else -> what check
+    says of them.
+    """
     source = tmp_path / "source"
     make_zero(
         source / "pytorch_model",
@@ -670,7 +757,9 @@ def test_the_other_model_states_of_zero_3_are_read(tmp_path: Path) -> None:
 
 
 def test_padding_between_parameters_is_not_read(tmp_path: Path) -> None:
-    make_zero(tmp_path, [{"a.weight": torch.randn(6, 4), "b.bias": torch.ones(8)}], stage=2, ranks=2)
+    make_zero(
+        tmp_path, [{"a.weight": torch.randn(6, 4), "b.bias": torch.ones(8)}], stage=2, ranks=2
+    )
     path = tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     states = torch.load(path, weights_only=False)
     for padding in (0, 4):
@@ -694,7 +783,9 @@ def replace_latest(root: Path, content: str | None) -> Path:
 LOST_TAGS = {
     None: "latest is missing: {tag}/ is there",
     "": "latest: it is empty",
-    "\ufeffpytorch_model": r"latest: it names '\ufeffpytorch_model', which is not a DeepSpeed folder here",
+    "\ufeffpytorch_model": (
+        r"latest: it names '\ufeffpytorch_model', which is not a DeepSpeed folder here"
+    ),
     " \n": "latest: it is empty",
     "/": "latest: it is not a text file",
     "global_step99": "latest: it names 'global_step99', which is not a DeepSpeed folder here",
@@ -709,18 +800,25 @@ def of_trainer(tmp_path: Path) -> Path:
     make_zero(root / "global_step500", [{"a.weight": torch.ones(4, 3)}], stage=2, ranks=2)
     (root / "latest").write_text("global_step500")
     save_file({"a.weight": torch.ones(4, 3)}, root / "model.safetensors", metadata={"format": "pt"})
-    (root / "trainer_state.json").write_text('{"epoch": 1.0, "global_step": 500, "log_history": []}')
+    (root / "trainer_state.json").write_text(
+        '{"epoch": 1.0, "global_step": 500, "log_history": []}'
+    )
     return root
 
 
 @pytest.mark.parametrize("content", LOST_TAGS)
-def test_a_latest_that_names_no_checkpoint(content: str | None, of_trainer: Path, tmp_path: Path) -> None:
+def test_a_latest_that_names_no_checkpoint(
+    content: str | None, of_trainer: Path, tmp_path: Path
+) -> None:
     native = Path(shutil.copytree(FIXTURES / "zero2" / "checkpoint", tmp_path / "native"))
     for root, tag in ((native, "pytorch_model"), (of_trainer, "global_step500")):
         assert codes(root) == []
         report = check(replace_latest(root, content))
         (finding,) = report.findings
-        assert (finding.code, str(finding)) == ("incomplete-checkpoint", LOST_TAGS[content].format(tag=tag))
+        assert (finding.code, str(finding)) == (
+            "incomplete-checkpoint",
+            LOST_TAGS[content].format(tag=tag),
+        )
         assert finding.advice.endswith(f"such as {tag}")
         assert report.status == 1
 
@@ -751,7 +849,8 @@ def test_latest_that_is_written_otherwise(of_trainer: Path) -> None:
 def test_deepspeed_finds_no_checkpoint_then(tmp_path: Path) -> None:
     changed = [
         replace_latest(
-            Path(shutil.copytree(FIXTURES / "zero2" / "checkpoint", tmp_path / str(number))), content
+            Path(shutil.copytree(FIXTURES / "zero2" / "checkpoint", tmp_path / str(number))),
+            content,
         )
         for number, content in enumerate(LOST_TAGS)
     ]

@@ -1,4 +1,6 @@
-"""One of several models whose file lost all tensors, and the healthy twin: a module without parameters."""
+"""One of several models whose file lost all tensors, and the healthy twin: a module without
+parameters.
+"""
 
 import shutil
 from pathlib import Path
@@ -54,7 +56,10 @@ def test_the_optimizer_names_the_empty_file(tmp_path: Path) -> None:
     empty(root)
     (finding,) = check(root).findings
     assert (finding.severity.value, finding.code) == ("warning", "unsaved-parameters")
-    assert str(finding) == "optimizer_1.bin: it has 2 parameters, and model_1.safetensors holds no tensors"
+    assert (
+        str(finding)
+        == "optimizer_1.bin: it has 2 parameters, and model_1.safetensors holds no tensors"
+    )
 
 
 def test_two_models_of_equal_shapes_are_listed_as_not_checked(tmp_path: Path) -> None:
@@ -96,7 +101,14 @@ def _prepared(kinds: tuple[str, ...]) -> Accelerator:
 
 @pytest.mark.parametrize("is_safe", [True, False])
 @pytest.mark.parametrize(
-    "kinds", [("buffer",), ("parameter",), ("buffer", "buffer"), ("parameter", "buffer"), ("parameter",) * 3]
+    "kinds",
+    [
+        ("buffer",),
+        ("parameter",),
+        ("buffer", "buffer"),
+        ("parameter", "buffer"),
+        ("parameter",) * 3,
+    ],
 )
 def test_accelerate_keeps_one_tensor_without_elements(
     tmp_path: Path, kinds: tuple[str, ...], is_safe: bool

@@ -1,4 +1,6 @@
-"""Optimizers that lost all their moments: stock loaders take them, and no save before a first step is blamed."""
+"""Optimizers that lost all their moments: stock loaders take them, and no save before a first step
+is blamed.
+"""
 
 import json
 import shutil
@@ -54,8 +56,10 @@ def test_an_earlier_checkpoint_shows_that_the_moments_are_lost(tmp_path: Path, n
     assert finding.resume is Resume.FAILS
     run(model, optimizer, 1)
     count = len(list(model.parameters()))
-    assert str(finding) == (
-        f"optimizer.bin: none of {count} parameter{'s' * (count > 1)} has moments, and checkpoint_1 before it has them"
+    assert (
+        str(finding)
+        == f"optimizer.bin: none of {count} parameter{'s' * (count > 1)} has moments, and "
+        "checkpoint_1 before it has them"
     )
     with pytest.warns(UserWarning, match="passed over checkpoint_2"):
         assert latest_checkpoint(tmp_path) == middle
@@ -94,7 +98,9 @@ def test_an_earlier_dcp_folder_shows_that_the_moments_are_lost(
         if number == 2:
             # torch flattens to keys such as "state.0.weight.exp_avg".
             state = {
-                key: {} if key == "state" else value for key, value in state.items() if "state." not in key
+                key: {} if key == "state" else value
+                for key, value in state.items()
+                if "state." not in key
             }
         root = tmp_path / f"checkpoint_{number}"
         if layout == "accelerate":
@@ -120,7 +126,9 @@ def test_an_earlier_dcp_folder_shows_that_the_moments_are_lost(
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
 def test_healthy_dcp_folders_have_no_such_finding(tmp_path: Path, name: str) -> None:
-    """get_optimizer_state_dict makes states for an optimizer without a step, and a plain state_dict() has none."""
+    """get_optimizer_state_dict makes states for an optimizer without a step, and a plain
+    state_dict() has none.
+    """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     build, make = RUNS[name]
@@ -130,7 +138,11 @@ def test_healthy_dcp_folders_have_no_such_finding(tmp_path: Path, name: str) -> 
     for number in range(2):
         in_dcp(tmp_path / f"numbered/step_{number}", optimizer.state_dict(), "alone")
         run(model, optimizer, 1)
-        in_dcp(tmp_path / f"named/step_{number + 1}", get_optimizer_state_dict(model, optimizer), "alone")
+        in_dcp(
+            tmp_path / f"named/step_{number + 1}",
+            get_optimizer_state_dict(model, optimizer),
+            "alone",
+        )
     for root in tmp_path.glob("*/step_*"):
         assert told(root) == []
 
@@ -146,19 +158,26 @@ def clear_inside(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("muon", "lbfgs")])
-def test_an_earlier_file_with_the_model_shows_that_the_moments_are_lost(tmp_path: Path, name: str) -> None:
+def test_an_earlier_file_with_the_model_shows_that_the_moments_are_lost(
+    tmp_path: Path, name: str
+) -> None:
     build, make = RUNS[name]
     model = build()
     optimizer = make(model)
     for number in (8, 9, 10):
         bundle(tmp_path / f"epoch={number}-step={100 * number}.ckpt", model, optimizer)
         run(model, optimizer, 1)
-    begin, middle, last = (tmp_path / f"epoch={number}-step={100 * number}.ckpt" for number in (8, 9, 10))
+    begin, middle, last = (
+        tmp_path / f"epoch={number}-step={100 * number}.ckpt" for number in (8, 9, 10)
+    )
     assert told(tmp_path) == []
     keeps = bool(torch.load(last, weights_only=False)["optimizer"]["state"])
     clear_inside(last)
     count = len(list(model.parameters()))
-    words = f"optimizer: none of {count} parameter{'s' * (count > 1)} has moments, and {middle.name} before it has them"
+    words = (
+        f"optimizer: none of {count} parameter{'s' * (count > 1)} has moments, and {middle.name} "
+        "before it has them"
+    )
     assert told(tmp_path) == ([f"{last.name}: {words}"] if keeps else [])
     assert check(tmp_path).status == int(keeps)
     begin.rename(tmp_path / "epoch=11-step=1100.ckpt")
@@ -225,7 +244,9 @@ def test_a_scheduler_in_the_file_that_moved_is_a_note(tmp_path: Path, key: str) 
             scheduler.step()
         state = scheduler.state_dict()
         bundle(path, model, optimizer, **{key: [state] if key == "lr_schedulers" else state})
-        expected = ["last.pt: optimizer: none of 2 parameters has moments, and its scheduler made 3 steps"]
+        expected = [
+            "last.pt: optimizer: none of 2 parameters has moments, and its scheduler made 3 steps"
+        ]
         assert told(path) == (expected if moved else [])
         assert check(path).status == 0
 
@@ -245,8 +266,12 @@ def test_a_scheduler_that_moved_is_a_note(tmp_path: Path) -> None:
     training.step(3)
     root = training.save(tmp_path / "checkpoint")
     clear(root / "optimizer.bin")
-    assert told(root) == ["optimizer.bin: none of 1 parameter has moments, and its scheduler made 3 steps"]
-    assert check(root).status == 0, "a script may move its scheduler without a step of the optimizer"
+    assert told(root) == [
+        "optimizer.bin: none of 1 parameter has moments, and its scheduler made 3 steps"
+    ]
+    assert check(root).status == 0, (
+        "a script may move its scheduler without a step of the optimizer"
+    )
 
 
 def test_a_part_that_never_made_a_step_next_to_one_that_did(tmp_path: Path) -> None:
@@ -300,7 +325,9 @@ def test_steps_of_the_trainer_that_fp16_skipped_are_a_note(
 def test_an_optimizer_with_states_that_counts_no_step_of_the_trainer_is_told(
     optim: str, tmp_path: Path
 ) -> None:
-    """Each file was intact, and a resume took it: the first updates have another size than those of step 25."""
+    """Each file was intact, and a resume took it: the first updates have another size than those of
+    step 25.
+    """
     options = {"optim_args": "momentum=0.9"} if optim == "sgd" else {}
     trainer = trainer_in(tmp_path, optim=optim, **options)
     trainer.args.max_steps = trainer.args.save_steps = 25
@@ -309,7 +336,9 @@ def test_an_optimizer_with_states_that_counts_no_step_of_the_trainer_is_told(
 
     def mixed() -> list[tuple[str, str]]:
         report = check(root)
-        return [(one.severity.value, str(one)) for one in report.findings if one.code == "mixed-saves"]
+        return [
+            (one.severity.value, str(one)) for one in report.findings if one.code == "mixed-saves"
+        ]
 
     assert mixed() == []
     state = torch.load(root / "optimizer.pt", weights_only=True)

@@ -1,4 +1,6 @@
-"""Equal schedulers of a healthy run: no advice whose repair deletes a file that the script loads."""
+"""Equal schedulers of a healthy run: no advice whose repair deletes a file that the script
+loads.
+"""
 
 from pathlib import Path
 
@@ -9,10 +11,14 @@ from ckptfix import check
 
 
 def save(folder: Path, *, optimizers: int, schedulers: int) -> Path:
-    """Save a run with so many of each, as ``save_state`` does; a scheduler is passed twice where they are more."""
+    """Save a run with so many of each, as ``save_state`` does; a scheduler is passed twice where
+    they are more.
+    """
     accelerator = Accelerator(cpu=True)
     models = [accelerator.prepare(torch.nn.Linear(size, 1)) for size in range(2, 2 + optimizers)]
-    prepared = [accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1)) for model in models]
+    prepared = [
+        accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1)) for model in models
+    ]
     for number in range(schedulers):
         optimizer = prepared[number % optimizers]
         accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 10))

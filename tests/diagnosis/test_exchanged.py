@@ -1,4 +1,6 @@
-"""Models and optimizers under the names of others: stock load_state refuses them, and runs that changed stay silent."""
+"""Models and optimizers under the names of others: stock load_state refuses them, and runs that
+changed stay silent.
+"""
 
 import os
 import shutil
@@ -26,7 +28,9 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 class Run:
     """A run of two networks: the first has three tensors more than the second."""
 
-    def __init__(self, optimizer: Optimizer = torch.optim.AdamW, *, is_crossed: bool = False) -> None:
+    def __init__(
+        self, optimizer: Optimizer = torch.optim.AdamW, *, is_crossed: bool = False
+    ) -> None:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         self.accelerator = Accelerator(cpu=True)
@@ -46,7 +50,9 @@ class Run:
         return root
 
 
-def saves(root: Path, run: Run, numbers: Sequence[int] = (1, 2, 3), *, safe: bool = True) -> list[Path]:
+def saves(
+    root: Path, run: Run, numbers: Sequence[int] = (1, 2, 3), *, safe: bool = True
+) -> list[Path]:
     return [run.save(root / f"checkpoint_{number}", safe=safe) for number in numbers]
 
 
@@ -76,7 +82,10 @@ def test_two_files_with_each_others_names_are_told(
     partner = kind.replace(".", "_1.")
     exchange(folders[at], kind, partner)
     assert is_refused(folders[at], optimizer)
-    words = f"{kind}: it holds the keys and shapes of {partner} (expected its own, as in 2 checkpoints next to it)"
+    words = (
+        f"{kind}: it holds the keys and shapes of {partner} (expected its own, as in 2 checkpoints "
+        "next to it)"
+    )
     if kind != "model.safetensors":
         # torch wrote its name into the file.
         noun = "an optimizer" if kind == "optimizer.bin" else "a model"
@@ -96,7 +105,9 @@ def test_one_checkpoint_next_to_it_is_enough(kind: str, tmp_path: Path) -> None:
     assert told(alone) == [], "a script may prepare its objects in any order"
 
 
-def test_a_script_that_prepares_its_optimizers_in_another_order_is_not_told(tmp_path: Path) -> None:
+def test_a_script_that_prepares_its_optimizers_in_another_order_is_not_told(
+    tmp_path: Path,
+) -> None:
     folders = saves(tmp_path, Run(is_crossed=True))
     assert [told(root) for root in folders] == [[], [], []]
 
@@ -110,7 +121,9 @@ def test_a_file_that_was_copied_over_another_is_told(kind: str, tmp_path: Path) 
     assert f"{partner}: it holds the " in told(root)[0][1]
 
 
-def rewrite(root: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def rewrite(
+    root: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
     """Change the tensors of the second model."""
     path = root / "model_1.safetensors"
     save_file(change(load_file(path)), path, {"format": "pt"})
@@ -123,7 +136,10 @@ def grown(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def adapted(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a network as PEFT wraps it."""
-    wrapped = {f"base_model.model.{key.replace('.', '.base_layer.')}": value for key, value in state.items()}
+    wrapped = {
+        f"base_model.model.{key.replace('.', '.base_layer.')}": value
+        for key, value in state.items()
+    }
     return {**wrapped, "base_model.model.0.lora_A.default.weight": torch.rand(2, 2)}
 
 
@@ -153,7 +169,9 @@ def test_the_model_of_another_run_is_told(
 def test_a_model_that_changed_is_a_note_at_most(
     change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    """The newest checkpoint is the first one with the change, and then those before it are the last ones without."""
+    """The newest checkpoint is the first one with the change, and then those before it are the last
+    ones without.
+    """
     folders = saves(tmp_path, Run(), (1, 2, 3, 4, 5))
     for changed in folders[:0:-1]:
         rewrite(changed, change)
@@ -201,11 +219,15 @@ def test_other_wrappers_than_in_the_checkpoints_next_to_it_are_told(
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_wrappers_on_some_keys_are_told_by_one_checkpoint_next_to_it(at: int, tmp_path: Path) -> None:
+def test_wrappers_on_some_keys_are_told_by_one_checkpoint_next_to_it(
+    at: int, tmp_path: Path
+) -> None:
     folders = saves(tmp_path, Run(), (1, 2))
     rewrite(
         folders[at],
-        lambda state: {f"module.{key}" if key[0] == "0" else key: value for key, value in state.items()},
+        lambda state: {
+            f"module.{key}" if key[0] == "0" else key: value for key, value in state.items()
+        },
     )
     assert is_refused(folders[at])
     assert [severity for severity, _ in told(folders[at])] == ["warning"]
@@ -213,7 +235,9 @@ def test_wrappers_on_some_keys_are_told_by_one_checkpoint_next_to_it(at: int, tm
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_tensor_with_and_without_a_wrapper_is_told_where_it_differs(at: int, tmp_path: Path) -> None:
+def test_a_tensor_with_and_without_a_wrapper_is_told_where_it_differs(
+    at: int, tmp_path: Path
+) -> None:
     folders = saves(tmp_path, Run())
     rewrite(folders[at], lambda state: {**state, "module.0.bias": state["0.bias"].clone()})
     assert is_refused(folders[at])
@@ -225,12 +249,16 @@ def test_a_tensor_with_and_without_a_wrapper_is_told_where_it_differs(at: int, t
 
 
 def test_a_model_that_was_compiled_later_is_told_for_its_first_save_alone(tmp_path: Path) -> None:
-    """Stock accelerate does not load the checkpoint before it, so that only a conversion explains it."""
+    """Stock accelerate does not load the checkpoint before it, so that only a conversion explains
+    it.
+    """
     folders = saves(tmp_path, Run(), (1, 2, 3, 4))
     for root in folders[2:]:
         rewrite(root, compiled)
     assert is_refused(folders[2])
-    assert {finding.code for root in folders for finding in check(root).findings} == {"wrapper-prefix"}
+    assert {finding.code for root in folders for finding in check(root).findings} == {
+        "wrapper-prefix"
+    }
 
 
 def test_wrappers_that_a_repair_removed_before_are_not_told(tmp_path: Path) -> None:
@@ -239,7 +267,9 @@ def test_wrappers_that_a_repair_removed_before_are_not_told(tmp_path: Path) -> N
         rewrite(root, compiled)
     for root in folders[:2]:
         repair(root, policy=Policy(keys=Keys.BARE))
-    assert {finding.code for root in folders for finding in check(root).findings} == {"wrapper-prefix"}
+    assert {finding.code for root in folders for finding in check(root).findings} == {
+        "wrapper-prefix"
+    }
 
 
 def test_parameters_that_an_optimizer_gets_later_are_not_told(tmp_path: Path) -> None:
@@ -340,6 +370,7 @@ def test_what_loads_rounded_between_two_checkpoints_is_told(
     OneModel(optimizer).load(roots[1])
     words = [sentence for severity, sentence in told(roots[1]) if severity == "warning"]
     assert any(
-        f" in {dtype} (expected F32, as in 2 checkpoints next to it)" in sentence for sentence in words
+        f" in {dtype} (expected F32, as in 2 checkpoints next to it)" in sentence
+        for sentence in words
     )
     assert [told(root) for root in (roots[0], roots[2])] == [[], []]

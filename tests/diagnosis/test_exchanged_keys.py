@@ -1,4 +1,6 @@
-"""States of one file under each other's key, as ``torch.save({"model": ..., "optimizer": ..., "scheduler": ...})``."""
+"""States of one file under each other's key, as ``torch.save({"model": ..., "optimizer": ...,
+"scheduler": ...})``.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,9 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
     "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
     "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [2],
     ),
     "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
@@ -27,7 +31,11 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 LAYOUTS: dict[str, tuple[Layout, str, str]] = {
     "a loop": (
-        lambda model, optimizer, scheduler: {"model": model, "optimizer": optimizer, "scheduler": scheduler},
+        lambda model, optimizer, scheduler: {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+        },
         "optimizer",
         "scheduler",
     ),
@@ -51,7 +59,10 @@ LAYOUTS: dict[str, tuple[Layout, str, str]] = {
         "lr_schedulers.0",
     ),
     "one deeper": (
-        lambda model, optimizer, scheduler: {"state": {"optim": optimizer, "sched": scheduler}, "net": model},
+        lambda model, optimizer, scheduler: {
+            "state": {"optim": optimizer, "sched": scheduler},
+            "net": model,
+        },
         "state.optim",
         "state.sched",
     ),
@@ -89,7 +100,10 @@ def test_an_optimizer_and_a_scheduler_under_each_others_key_are_told(
         (
             (
                 "warning",
-                f"last.pt: {key}: it holds {holds} (expected {expected}); it was exchanged with {partner}",
+                (
+                    f"last.pt: {key}: it holds {holds} (expected {expected}); it was exchanged "
+                    f"with {partner}"
+                ),
             )
             for key, holds, expected, partner in (
                 (of_scheduler, "an optimizer's state", "a scheduler's state", of_optimizer),
@@ -140,7 +154,11 @@ def test_files_of_scripts_with_other_keys_are_healthy(tmp_path: Path) -> None:
             {"optimizer_and_scheduler": {"a": optimizer, "b": scheduler}},
             {"scheduler": {"state": "warmup", "param_groups": [{"lr": 0.1}]}},
             {"model": {"optimizer": optimizer, "scheduler": scheduler, "weights": model}},
-            {"scaler": torch.amp.GradScaler("cpu").state_dict(), "optimizer": optimizer, "sched": scheduler},
+            {
+                "scaler": torch.amp.GradScaler("cpu").state_dict(),
+                "optimizer": optimizer,
+                "sched": scheduler,
+            },
         )
     ):
         assert [one for one in told(tmp_path / f"{number}.pt", bundle) if one[0] != "note"] == [], (

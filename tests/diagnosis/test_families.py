@@ -1,4 +1,6 @@
-"""Families of files that hold one model: which are compared, what is said of them, and which one each loader takes."""
+"""Families of files that hold one model: which are compared, what is said of them, and which one
+each loader takes.
+"""
 
 import json
 import shutil
@@ -88,7 +90,10 @@ def test_other_values_in_two_families_are_a_warning(
 
 HEALTHY: dict[str, dict[str, Tensors]] = {
     "a variant": {"model.safetensors": values(0), "model.fp16.safetensors": values(1)},
-    "a variant in the other format": {"model.safetensors": values(0), "pytorch_model.fp16.bin": values(1)},
+    "a variant in the other format": {
+        "model.safetensors": values(0),
+        "pytorch_model.fp16.bin": values(1),
+    },
     "weights before an EMA": {
         "diffusion_pytorch_model.safetensors": values(0),
         "diffusion_pytorch_model.non_ema.safetensors": values(1),
@@ -97,13 +102,26 @@ HEALTHY: dict[str, dict[str, Tensors]] = {
         "model.safetensors.index.json": values(0),
         "model.safetensors.index.fp16.json": values(1),
     },
-    "consolidated": {"model.safetensors.index.json": values(0), "consolidated.safetensors": values(1)},
-    "consolidated in a folder": {"model.safetensors": values(0), "original/consolidated.00.pth": values(1)},
+    "consolidated": {
+        "model.safetensors.index.json": values(0),
+        "consolidated.safetensors": values(1),
+    },
+    "consolidated in a folder": {
+        "model.safetensors": values(0),
+        "original/consolidated.00.pth": values(1),
+    },
     "an index and its shards": {"model.safetensors.index.json": values(0)},
     "an adapter": {"model.safetensors": values(0), "adapter_model.safetensors": values(1)},
-    "an adapter in the other format": {"model.safetensors": values(0), "adapter_model.bin": values(1)},
+    "an adapter in the other format": {
+        "model.safetensors": values(0),
+        "adapter_model.bin": values(1),
+    },
     "another model": {"model.safetensors": values(0), "pytorch_model_1.bin": values(1)},
-    "names of a script": {"w.safetensors": values(0), "w.bin": values(1), "model.pt": values(2, "c.weight")},
+    "names of a script": {
+        "w.safetensors": values(0),
+        "w.bin": values(1),
+        "model.pt": values(2, "c.weight"),
+    },
     "a full save of FSDP": {"model.safetensors": values(0), "pytorch_model_fsdp.bin": values(1)},
     "names that no loader tries": {"model.safetensors": values(0), "model.bin": values(1)},
 }
@@ -132,13 +150,21 @@ def test_optimizers_and_single_files_are_not_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("is_kept", ["head.weight", "embed.weight"])
-def test_tied_weights_that_safetensors_leaves_out(tmp_path: Path, is_shared: bool, is_kept: str) -> None:
+def test_tied_weights_that_safetensors_leaves_out(
+    tmp_path: Path, is_shared: bool, is_kept: str
+) -> None:
     embedding = torch.randn(5, 3)
-    tied = {"embed.weight": embedding, "head.weight": embedding if is_shared else embedding.clone()}
-    # As in BERT, whose decoder has the bias of its head; with more tensors of that shape than are compared.
+    tied = {
+        "embed.weight": embedding,
+        "head.weight": embedding if is_shared else embedding.clone(),
+    }
+    # As in BERT, whose decoder has the bias of its head; with more tensors of that shape than are
+    # compared.
     bias = torch.randn(3)
     tied["decoder.bias"] = bias if is_shared else bias.clone()
-    norm = {f"norm.{number}": torch.ones(3) for number in range(20 if is_shared else 9)} | {"bias": bias}
+    norm = {f"norm.{number}": torch.ones(3) for number in range(20 if is_shared else 9)} | {
+        "bias": bias
+    }
     write(tmp_path / "pytorch_model.bin", {**tied, **norm})
     write(tmp_path / "model.safetensors", {is_kept: embedding, **norm})
     (note,) = families(tmp_path)
@@ -158,10 +184,12 @@ def test_other_keys_dtypes_and_shapes_are_a_note(tmp_path: Path) -> None:
     (note,) = families(tmp_path)
     assert isinstance(note, SecondFamily)
     assert (note.own, note.absent, note.changed) == (("x",), ("d",), ("b", "c"))
-    assert str(note) == (
-        "pytorch_model.bin: 1 key not in model.safetensors: 'x'; 1 key in model.safetensors alone: 'd'; 2 keys of "
-        "another dtype or shape: 'b', 'c'; values were not compared; load_state and transformers load "
-        "model.safetensors, load_checkpoint_in_model loads pytorch_model.bin"
+    assert (
+        str(note)
+        == "pytorch_model.bin: 1 key not in model.safetensors: 'x'; 1 key in model.safetensors "
+        "alone: 'd'; 2 keys of another dtype or shape: 'b', 'c'; values were not compared; "
+        "load_state and transformers load model.safetensors, load_checkpoint_in_model loads "
+        "pytorch_model.bin"
     )
     assert check(tmp_path).status == 0
 
@@ -229,13 +257,19 @@ def test_a_damaged_family_is_damaged_and_not_another_save(tmp_path: Path) -> Non
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     error, note = check(tmp_path).findings
-    assert (error.code, note.severity.value, note.code) == ("truncated-file", "note", "second-family")
-    assert str(note) == (
-        "model.safetensors: damaged, and not compared with pytorch_model.bin; load_state and transformers load "
-        "model.safetensors, load_checkpoint_in_model loads pytorch_model.bin"
+    assert (error.code, note.severity.value, note.code) == (
+        "truncated-file",
+        "note",
+        "second-family",
     )
-    assert note.advice == (
-        "if pytorch_model.bin is the save that you want: ckptfix repair DIR --keep pytorch_model.bin"
+    assert (
+        str(note)
+        == "model.safetensors: damaged, and not compared with pytorch_model.bin; load_state and "
+        "transformers load model.safetensors, load_checkpoint_in_model loads pytorch_model.bin"
+    )
+    assert (
+        note.advice == "if pytorch_model.bin is the save that you want: ckptfix repair DIR --keep "
+        "pytorch_model.bin"
     )
     assert REAL["load_checkpoint_in_model"](tmp_path) == 1
     for loader in ("load_state", "transformers"):
@@ -255,7 +289,9 @@ def test_wrappers_of_one_family_are_no_other_keys(tmp_path: Path, wrapper: str) 
         )
 
 
-def test_a_repair_of_the_index_or_of_keys_shows_no_family_that_was_not_shown_before(tmp_path: Path) -> None:
+def test_a_repair_of_the_index_or_of_keys_shows_no_family_that_was_not_shown_before(
+    tmp_path: Path,
+) -> None:
     write(
         tmp_path / "model.safetensors.index.json",
         {f"module.module.{name}": one for name, one in values(0).items()},
@@ -271,7 +307,9 @@ def test_a_repair_of_the_index_or_of_keys_shows_no_family_that_was_not_shown_bef
 
 
 def test_three_families_are_compared_with_the_first(tmp_path: Path) -> None:
-    for number, name in enumerate(("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")):
+    for number, name in enumerate(
+        ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    ):
         write(tmp_path / name, values(number))
     assert [(str(one.path), str(one.preferred)) for one in families(tmp_path)] == [
         ("model.safetensors.index.json", "model.safetensors"),
@@ -285,10 +323,13 @@ def test_a_model_in_a_folder_below(tmp_path: Path) -> None:
     (tmp_path / "unet" / "config.json").write_text('{"_class_name": "UNet2DModel"}')
     for number, name in enumerate(PAIRS[9]):
         write(tmp_path / "unet" / name, values(number))
-    assert [str(one.path) for one in families(tmp_path)] == ["unet/diffusion_pytorch_model.safetensors"]
+    assert [str(one.path) for one in families(tmp_path)] == [
+        "unet/diffusion_pytorch_model.safetensors"
+    ]
 
 
-# --- the loaders themselves -----------------------------------------------------------------------------------
+# --- the loaders themselves
+# -----------------------------------------------------------------------------------
 
 
 TWO_INDEXES = [
@@ -321,7 +362,9 @@ def test_a_loader_that_refuses_two_indexes_is_named(
     [pair for pair in PAIRS if not any(word in pair[0] for word in ("fp16", "_1", "lora"))],
     ids=" ".join,
 )
-def test_each_loader_takes_the_file_that_the_warning_names(tmp_path: Path, pair: tuple[str, str]) -> None:
+def test_each_loader_takes_the_file_that_the_warning_names(
+    tmp_path: Path, pair: tuple[str, str]
+) -> None:
     pytest.importorskip("diffusers")
     pytest.importorskip("peft")
     for number, name in enumerate(pair):

@@ -1,4 +1,6 @@
-"""Files that macOS leaves next to others in archives and on foreign file systems, against the loaders of the folder."""
+"""Files that macOS leaves next to others in archives and on foreign file systems, against the
+loaders of the folder.
+"""
 
 import importlib
 import os

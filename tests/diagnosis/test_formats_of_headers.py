@@ -1,4 +1,6 @@
-"""The ``format`` in the header of safetensors files: what accelerate's loaders refuse is told, and nothing else is."""
+"""The ``format`` in the header of safetensors files: what accelerate's loaders refuse is told, and
+nothing else is.
+"""
 
 from pathlib import Path
 

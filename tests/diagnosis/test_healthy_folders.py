@@ -1,4 +1,6 @@
-"""Common folders of the hub and of training scripts, by the names of their files: none of them is damaged."""
+"""Common folders of the hub and of training scripts, by the names of their files: none of them is
+damaged.
+"""
 
 import json
 import shutil
@@ -48,7 +50,10 @@ FOLDERS: dict[str, dict[str, Content]] = {
         "flax_model.msgpack": b"\x81\xa5layer" + bytes(90),
         "rust_model.ot": b"PK\x03\x04" + bytes(90),
     },
-    "weights of TensorFlow alone": {"config.json": BERT, "tf_model.h5": b"\x89HDF\r\n\x1a\n" + bytes(90)},
+    "weights of TensorFlow alone": {
+        "config.json": BERT,
+        "tf_model.h5": b"\x89HDF\r\n\x1a\n" + bytes(90),
+    },
     "a variant": {"config.json": BERT, "model.fp16.safetensors": None},
     "sentence-transformers": {
         "config.json": BERT,
@@ -78,7 +83,11 @@ FOLDERS: dict[str, dict[str, Content]] = {
         "openvino_model.xml": "<net/>",
         "openvino_model.bin": np.arange(1, 99, dtype=np.uint8).tobytes(),
     },
-    "GPTQ": {"config.json": BERT, "quantize_config.json": {}, "gptq_model-4bit-128g.safetensors": None},
+    "GPTQ": {
+        "config.json": BERT,
+        "quantize_config.json": {},
+        "gptq_model-4bit-128g.safetensors": None,
+    },
     "exllama": {"config.json": BERT, "output.safetensors": None},
     "MLX": {"config.json": BERT, "weights.00.safetensors": None, "weights.01.safetensors": None},
     "vLLM's sharded state": {
@@ -102,7 +111,11 @@ FOLDERS: dict[str, dict[str, Content]] = {
         "original/params.json": {},
         "original/tokenizer.model": "bytes",
     },
-    "a reward model of TRL": {"config.json": BERT, "model.safetensors": None, "value_head.safetensors": None},
+    "a reward model of TRL": {
+        "config.json": BERT,
+        "model.safetensors": None,
+        "value_head.safetensors": None,
+    },
     "an adapter": {"adapter_config.json": LORA, "adapter_model.safetensors": None},
     "several adapters": {
         f"{name}/{file}": content
@@ -148,7 +161,10 @@ FOLDERS: dict[str, dict[str, Content]] = {
         "checkpoint-500/pytorch_lora_weights.safetensors": None,
         "checkpoint-500/random_states_0.pkl": None,
     },
-    "textual inversion": {"learned_embeds.safetensors": None, "learned_embeds-steps-500.safetensors": None},
+    "textual inversion": {
+        "learned_embeds.safetensors": None,
+        "learned_embeds-steps-500.safetensors": None,
+    },
     "a subclass of the Trainer": {
         "trainer_state.json": STEP,
         "policy.bin": None,
@@ -159,8 +175,16 @@ FOLDERS: dict[str, dict[str, Content]] = {
         "model.safetensors": None,
         "train.bin": np.arange(1, 999, dtype=np.uint16).tobytes(),
     },
-    "two configs": {"config_encoder.json": BERT, "config_decoder.json": BERT, "model.safetensors": None},
-    "a config and a tokenizer": {"config.json": BERT, "tokenizer.json": {}, "tokenizer_config.json": {}},
+    "two configs": {
+        "config_encoder.json": BERT,
+        "config_decoder.json": BERT,
+        "model.safetensors": None,
+    },
+    "a config and a tokenizer": {
+        "config.json": BERT,
+        "tokenizer.json": {},
+        "tokenizer_config.json": {},
+    },
 }
 
 

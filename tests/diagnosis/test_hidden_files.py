@@ -1,4 +1,6 @@
-"""Files that a loader needs and does not find by their names: each loader itself decides, and ``check`` agrees."""
+"""Files that a loader needs and does not find by their names: each loader itself decides, and
+``check`` agrees.
+"""
 
 import json
 import os
@@ -128,7 +130,11 @@ def test_the_only_weights_of_an_export_have_another_name(
     assert problems(folder) == []
 
 
-CONFIGS = {"transformers": "config.json", "diffusers": "config.json", "peft": "adapter_config.json"}
+CONFIGS = {
+    "transformers": "config.json",
+    "diffusers": "config.json",
+    "peft": "adapter_config.json",
+}
 
 
 @pytest.mark.parametrize(
@@ -148,8 +154,10 @@ def test_the_config_of_an_export_has_another_name(
     (folder / name).rename(folder / other)
     assert not is_loaded(folder, library, exports["transformers"])
     (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
-    assert str(warning) == (
-        f"{name} is missing: {other!r} is there, and from_pretrained does not look for that name"
+    assert (
+        str(warning)
+        == f"{name} is missing: {other!r} is there, and from_pretrained does not look for that "
+        "name"
     )
     assert f"rename it to {name}" in warning.advice
     (folder / other).rename(folder / name)
@@ -157,7 +165,9 @@ def test_the_config_of_an_export_has_another_name(
     assert problems(folder) == []
 
 
-def test_the_config_is_lost_next_to_that_of_generation(exports: Mapping[str, Path], tmp_path: Path) -> None:
+def test_the_config_is_lost_next_to_that_of_generation(
+    exports: Mapping[str, Path], tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(exports["transformers"], tmp_path / "export"))
     (folder / "config.json").unlink()
     assert not is_loaded(folder, "transformers", folder)
@@ -180,7 +190,9 @@ def _with_config(library: str, **changes: object) -> Change:
     def edit(folder: Path) -> None:
         path = folder / CONFIGS[library]
         config = json.loads(path.read_text()) | changes
-        path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+        path.write_text(
+            json.dumps({key: value for key, value in config.items() if value is not None})
+        )
 
     return edit
 
@@ -241,7 +253,9 @@ HEALTHY: Mapping[str, tuple[str, Change]] = {
         "transformers",
         both(
             moved("model.safetensors", "model_0.safetensors"),
-            lambda folder: shutil.copy(folder / "model_0.safetensors", folder / "model_1.safetensors"),
+            lambda folder: shutil.copy(
+                folder / "model_0.safetensors", folder / "model_1.safetensors"
+            ),
         ),
     ),
     "configs of two parts": (
@@ -268,7 +282,9 @@ HEALTHY: Mapping[str, tuple[str, Change]] = {
     ),
     "timm": (
         "transformers",
-        _with_config("transformers", architectures=None, transformers_version=None, architecture="vit"),
+        _with_config(
+            "transformers", architectures=None, transformers_version=None, architecture="vit"
+        ),
     ),
     "another framework's config": (
         "transformers",
@@ -295,7 +311,9 @@ HEALTHY: Mapping[str, tuple[str, Change]] = {
 
 
 @pytest.mark.parametrize("case", HEALTHY)
-def test_a_folder_of_another_loader_is_clean(exports: Mapping[str, Path], tmp_path: Path, case: str) -> None:
+def test_a_folder_of_another_loader_is_clean(
+    exports: Mapping[str, Path], tmp_path: Path, case: str
+) -> None:
     library, edit = HEALTHY[case]
     folder = Path(shutil.copytree(exports[library], tmp_path / "export"))
     edit(folder)
@@ -325,7 +343,8 @@ def test_weights_that_only_another_loader_finds_are_listed_as_not_checked(
 @pytest.fixture(scope="module")
 def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.23 by an old name
+        # Peft 0.21 asks transformers 5.23 by an old name.
+        warnings.simplefilter("ignore", FutureWarning)
         trainer = lora_trainer_in(tmp_path_factory.mktemp("lora"))
         trainer.train()
     return Path(trainer.args.output_dir, "checkpoint-2")
@@ -421,9 +440,10 @@ def test_states_under_the_names_of_the_trainer(tmp_path: Path, renamed: tuple[st
     assert [str(one.path) for one in warned] == [f"{stem}.bin" for stem in renamed]
     for stem, one in zip(renamed, warned, strict=True):
         assert str(one).startswith(f"{stem}.bin is missing: ")
-        assert one.advice == (
-            f"if '{stem}.pt' is that file, rename it to {stem}.bin; else copy {stem}.bin again, or ignore this if the "
-            f"script no longer prepares its {stem}"
+        assert (
+            one.advice
+            == f"if '{stem}.pt' is that file, rename it to {stem}.bin; else copy {stem}.bin again, "
+            f"or ignore this if the script no longer prepares its {stem}"
         )
     with pytest.warns(UserWarning, match="passed over checkpoint_9"):
         assert ckptfix.latest_checkpoint(folder.parent) == folder.parent / "checkpoint_6"
@@ -441,7 +461,8 @@ def test_without_neighbours_the_optimizer_may_be_of_the_script(tmp_path: Path) -
         (folder / f"{stem}.bin").rename(folder / f"{stem}.pt")
     assert problems(folder) == []
     words = (
-        "optimizers: load_state does not look for 'optimizer.pt', and fails for a script that prepares one"
+        "optimizers: load_state does not look for 'optimizer.pt', and fails for a script that "
+        "prepares one"
     )
     of_scheduler = words.replace("optimizer", "scheduler")
     assert {words, of_scheduler} <= {*check(folder).not_checked}
@@ -536,14 +557,17 @@ def test_the_state_of_a_trainer_leads_nowhere(lora_run: Path, tmp_path: Path, ca
         ckptfix.latest_checkpoint(folder.parent)
 
 
-def test_the_trainer_resumes_without_a_config_that_leads_nowhere(lora_run: Path, tmp_path: Path) -> None:
+def test_the_trainer_resumes_without_a_config_that_leads_nowhere(
+    lora_run: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(lora_run, tmp_path / "run/checkpoint-2"))
     _as_broken_link(folder / "adapter_config.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         lora_trainer_in(tmp_path / "out")._load_from_checkpoint(str(folder))
     (problem,) = problems(folder)
-    assert problem == (
-        "adapter_config.json: a broken link: ../blobs/gone does not exist, so PeftModel.from_pretrained fails"
+    assert (
+        problem == "adapter_config.json: a broken link: ../blobs/gone does not exist, so "
+        "PeftModel.from_pretrained fails"
     )
     assert ckptfix.latest_checkpoint(folder.parent) == folder

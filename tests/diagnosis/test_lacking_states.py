@@ -1,4 +1,6 @@
-"""Optimizers without a state that their step needs: torch decides, and every other state stays unreported."""
+"""Optimizers without a state that their step needs: torch decides, and every other state stays
+unreported.
+"""
 
 import copy
 import warnings
@@ -93,7 +95,8 @@ def test_a_state_is_missed_exactly_where_the_next_step_fails(tmp_path: Path, nam
     assert found(root) == []
     healthy = torch.load(root / "optimizer.bin", weights_only=True)
     for words, state in without_one_state(healthy):
-        # LBFGS reads its old H_diag only where the curvature of the last step is no more than 1e-10: values decide.
+        # LBFGS reads its old H_diag only where the curvature of the last step is no more than
+        # 1e-10: values decide.
         if name == "lbfgs" and words.startswith("H_diag"):
             continue
         torch.save(state, root / "optimizer.bin")
@@ -153,8 +156,12 @@ def test_states_of_another_optimizer(tmp_path: Path, name: str) -> None:
     ("step", Severity.ERROR), ("max_exp_avg_sq", Severity.ERROR), ("exp_avg", Severity.WARNING),
     ("exp_avg_sq", Severity.WARNING),
 ])  # fmt: skip
-def test_a_subclass_may_do_without_a_moment_alone(tmp_path: Path, gone: str, severity: Severity) -> None:
-    """The load of every subclass asks for the step, and only a subclass that keeps other moments has none of one."""
+def test_a_subclass_may_do_without_a_moment_alone(
+    tmp_path: Path, gone: str, severity: Severity
+) -> None:
+    """The load of every subclass asks for the step, and only a subclass that keeps other moments
+    has none of one.
+    """
     model = net()
     optimizer = MAKERS["amsgrad"](model)
     run(model, optimizer, 1)
@@ -166,7 +173,8 @@ def test_a_subclass_may_do_without_a_moment_alone(tmp_path: Path, gone: str, sev
 
     rewrite(root / "optimizer.bin", drop)
     assert found(root) == [
-        f"missing-moments: optimizer.bin: 6 of 6 parameters have no usable '{gone}': 0, 1, 2 and 3 more"
+        f"missing-moments: optimizer.bin: 6 of 6 parameters have no usable '{gone}': 0, 1, 2 and 3 "
+        "more"
     ]
     (finding,) = check(root).findings
     assert finding.severity is severity
@@ -205,14 +213,20 @@ def test_a_dcp_folder_without_a_state_of_all_parameters(tmp_path: Path) -> None:
     state = copy.deepcopy(expected)
     for states in state["state"].values():
         del states["exp_avg_sq"]
-    dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(root / "optimizer_0"), no_dist=True)
+    dcp.save(
+        {"optimizer": state},
+        storage_writer=dcp.FileSystemWriter(root / "optimizer_0"),
+        no_dist=True,
+    )
     assert found(root) == [
-        "missing-moments: optimizer_0: 6 of 6 parameters have no usable 'exp_avg_sq': '0.weight', '0.bias', "
-        "'1.weight' and 3 more"
+        "missing-moments: optimizer_0: 6 of 6 parameters have no usable 'exp_avg_sq': '0.weight', "
+        "'0.bias', '1.weight' and 3 more"
     ]
     with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
         dcp.load(
-            {"optimizer": expected}, storage_reader=dcp.FileSystemReader(root / "optimizer_0"), no_dist=True
+            {"optimizer": expected},
+            storage_reader=dcp.FileSystemReader(root / "optimizer_0"),
+            no_dist=True,
         )
 
 
@@ -228,5 +242,6 @@ def test_a_bundle_without_a_state_of_all_parameters(tmp_path: Path) -> None:
         del states["exp_avg_sq"]
     torch.save(content, tmp_path / "epoch_1.pt")
     assert found(tmp_path) == [
-        "missing-moments: epoch_1.pt: optimizer: 6 of 6 parameters have no usable 'exp_avg_sq': 0, 1, 2 and 3 more"
+        "missing-moments: epoch_1.pt: optimizer: 6 of 6 parameters have no usable 'exp_avg_sq': 0, "
+        "1, 2 and 3 more"
     ]

@@ -43,9 +43,9 @@ def resumed_by_trainer(library: Library, path: Path) -> Any:
     from transformers import Trainer, TrainingArguments
 
     model = library.new()
-    Trainer(model, TrainingArguments(str(path.with_name("run")), use_cpu=True))._load_from_checkpoint(
-        str(path)
-    )
+    Trainer(
+        model, TrainingArguments(str(path.with_name("run")), use_cpu=True)
+    )._load_from_checkpoint(str(path))
     return model
 
 
@@ -55,7 +55,9 @@ def in_model(library: Library, path: Path) -> Any:
     return model
 
 
-def test_an_index_that_transformers_leaves_when_it_saves_one_file_is_a_note(tmp_path: Path) -> None:
+def test_an_index_that_transformers_leaves_when_it_saves_one_file_is_a_note(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "model"
     library = saved_twice(Transformers(), path)
     assert (path / "model.safetensors.index.json").exists()
@@ -69,8 +71,10 @@ def test_an_index_that_transformers_leaves_when_it_saves_one_file_is_a_note(tmp_
     assert sentence.endswith("; loaders take model.safetensors")
     (finding,) = check(path).all_findings
     index = path / "model.safetensors.index.json"
-    assert finding.advice_at(str(path)) == (
-        "if model.safetensors is the save that you want, set model.safetensors.index.json aside: "
+    assert (
+        finding.advice_at(str(path))
+        == "if model.safetensors is the save that you want, set model.safetensors.index.json "
+        "aside: "
         f"ckptfix repair {path} --keep model.safetensors"
     )
     assert check(path).status == 0
@@ -93,11 +97,14 @@ model = LlamaForCausalLM.from_pretrained(sys.argv[3]).state_dict()
 assert all(torch.equal(model[key], tensor) for key, tensor in torch.load(sys.argv[2]).items())
 """
     subprocess.run(
-        [sys.executable, "-c", script, str(OLDEST), str(tmp_path / "expected.pt"), str(path)], check=True
+        [sys.executable, "-c", script, str(OLDEST), str(tmp_path / "expected.pt"), str(path)],
+        check=True,
     )
 
 
-def test_an_index_that_diffusers_leaves_stops_its_loads_until_it_is_deleted(tmp_path: Path) -> None:
+def test_an_index_that_diffusers_leaves_stops_its_loads_until_it_is_deleted(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "unet"
     library = saved_twice(Diffusers(), path)
     name = "diffusion_pytorch_model.safetensors"
@@ -111,8 +118,10 @@ def test_an_index_that_diffusers_leaves_stops_its_loads_until_it_is_deleted(tmp_
         f"diffusers takes it before {name}, which holds its {tensors} tensors, and fails"
     )
     (finding,) = check(path).all_findings
-    assert finding.advice == (
-        f"if {name} is the save that you want, set {index.name} aside: ckptfix repair DIR --keep {name}"
+    assert (
+        finding.advice
+        == f"if {name} is the save that you want, set {index.name} aside: ckptfix repair DIR "
+        f"--keep {name}"
     )
     report = salvage(path, tmp_path / "salvaged")
     assert not report.lost
@@ -195,7 +204,9 @@ def test_an_index_of_safetensors_next_to_bin_stops_from_pretrained(tmp_path: Pat
     assert notes(path) == []
 
 
-def test_the_trainer_resumes_from_bin_next_to_an_index_that_stops_from_pretrained(tmp_path: Path) -> None:
+def test_the_trainer_resumes_from_bin_next_to_an_index_that_stops_from_pretrained(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "checkpoint-2"
     library = Transformers()
     library.new().save_pretrained(path, max_shard_size="1KB")
@@ -260,7 +271,8 @@ def test_a_piece_of_a_small_model_does_not_replace_its_bin_shards(
     """``from_pretrained`` loads ``model.safetensors``, and all weights that it lacks are random."""
     keys = [f"layer.{number}.weight" for number in range(14)]
     shards = {
-        key: f"pytorch_model-{1 + at * total // 14:05}-of-{total:05}.bin" for at, key in enumerate(keys)
+        key: f"pytorch_model-{1 + at * total // 14:05}-of-{total:05}.bin"
+        for at, key in enumerate(keys)
     }
     (tmp_path / BIN).write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     write(tmp_path / "model.safetensors", values(1, *(keys[number] for number in held)))
@@ -290,21 +302,27 @@ def test_no_loader_finds_a_single_shard_without_its_index(
     assert library.is_loaded(folder)
 
 
-# --- next to a complete model in shards -----------------------------------------------------------------------
+# --- next to a complete model in shards
+# -----------------------------------------------------------------------
 
 SAFE, BIN = INDEXES
-OF_DIFFUSERS = tuple(f"diffusion_pytorch_model.{kind}.index.json" for kind in ("safetensors", "bin"))
+OF_DIFFUSERS = tuple(
+    f"diffusion_pytorch_model.{kind}.index.json" for kind in ("safetensors", "bin")
+)
 LOADED_FIRST = [(SAFE, BIN), OF_DIFFUSERS]
 
 
 def shards_of(path: Path, index: str) -> list[Path]:
     return [
-        path / name for name in sorted(set(json.loads((path / index).read_text())["weight_map"].values()))
+        path / name
+        for name in sorted(set(json.loads((path / index).read_text())["weight_map"].values()))
     ]
 
 
 def two_saves(path: Path, complete: str, left: str, lost: int) -> None:
-    """Write a complete model in shards, and the index of another one of which this many of two shards are gone."""
+    """Write a complete model in shards, and the index of another one of which this many of two
+    shards are gone.
+    """
     write(path / complete, values(3))
     write(path / left, values(5))
     for shard in shards_of(path, left)[:lost]:
@@ -358,14 +376,19 @@ def test_an_index_that_a_loader_takes_before_complete_shards_is_an_error(
     (tmp_path / "config.json").unlink()
     ((severity, code, sentence),) = notes(tmp_path)
     assert (severity, code) == ("error", "index-mismatch")
-    assert f"{loader} takes it before {complete}, whose shards hold its 2 tensors, and fails" in sentence
+    assert (
+        f"{loader} takes it before {complete}, whose shards hold its 2 tensors, and fails"
+        in sentence
+    )
     (tmp_path / left).unlink()
     assert REAL["load_checkpoint_in_model"](tmp_path) == 3
     if loader == "transformers":  # diffusers takes .bin shards with use_safetensors=False alone
         assert REAL[loader](tmp_path) == 3
 
 
-def test_a_resume_takes_a_checkpoint_with_an_index_that_the_trainer_passes_over(tmp_path: Path) -> None:
+def test_a_resume_takes_a_checkpoint_with_an_index_that_the_trainer_passes_over(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "checkpoint-2"
     library = Transformers()
     library.new().save_pretrained(path, max_shard_size="1KB")
@@ -382,11 +405,15 @@ def test_a_resume_takes_a_checkpoint_with_an_index_that_the_trainer_passes_over(
 
 
 @pytest.mark.parametrize("damage", ["another model", "a lost shard", "a cut shard", "a cut index"])
-def test_shards_are_missing_where_other_shards_may_not_replace_them(tmp_path: Path, damage: str) -> None:
+def test_shards_are_missing_where_other_shards_may_not_replace_them(
+    tmp_path: Path, damage: str
+) -> None:
     two_saves(tmp_path, SAFE, BIN, 2)
     first, second = shards_of(tmp_path, SAFE)
     if damage == "another model":
-        write(tmp_path / BIN, values(5, *(f"b.{number}.weight" for number in range(40)), "a.weight"))
+        write(
+            tmp_path / BIN, values(5, *(f"b.{number}.weight" for number in range(40)), "a.weight")
+        )
         for shard in shards_of(tmp_path, BIN):
             shard.unlink()
         write(tmp_path / SAFE, values(3, "a.weight", "b.0.weight"))
@@ -399,7 +426,8 @@ def test_shards_are_missing_where_other_shards_may_not_replace_them(tmp_path: Pa
     assert ("error", "missing-shard") in [one[:2] for one in notes(tmp_path)]
 
 
-# --- shards without an index ----------------------------------------------------------------------------------
+# --- shards without an index
+# ----------------------------------------------------------------------------------
 
 COMPLETE = ["model.safetensors", SAFE, "pytorch_model.bin", BIN]
 
@@ -425,7 +453,8 @@ def test_a_part_of_the_shards_of_another_save_is_a_warning(
         assert sentence.endswith(f"loaders take {complete}")
     write(shard, values(5, "c.weight"))
     if is_next_to_its_index:
-        # Nothing shows that c.weight is of the model: the index that lists all of the others is complete.
+        # Nothing shows that c.weight is of the model: the index that lists all of the others is
+        # complete.
         assert [one[:2] for one in notes(tmp_path)] == [("note", "stale-shard")]
     else:
         assert [one[:2] for one in notes(tmp_path)] == [("error", "missing-shard")]
@@ -433,7 +462,9 @@ def test_a_part_of_the_shards_of_another_save_is_a_warning(
 
 @pytest.mark.parametrize("number", [3, 5])
 @pytest.mark.parametrize("index", [SAFE, BIN, OF_DIFFUSERS[0]])
-def test_a_shard_that_a_complete_index_does_not_list(tmp_path: Path, index: str, number: int) -> None:
+def test_a_shard_that_a_complete_index_does_not_list(
+    tmp_path: Path, index: str, number: int
+) -> None:
     write(tmp_path / index, values(3))
     first = shards_of(tmp_path, index)[0]
     shard = first.with_name(first.name.replace("00001-of-00002", "00003-of-00003"))
@@ -456,7 +487,9 @@ def test_a_shard_that_a_complete_index_does_not_list(tmp_path: Path, index: str,
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_shards_that_no_index_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_reads_shards_that_no_index_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.distributed import checkpoint
 
     new, old = values(3), values(5)
@@ -490,13 +523,15 @@ def test_a_set_of_many_shards_is_one_finding(tmp_path: Path) -> None:
         gone.unlink()
     ((severity, code, sentence),) = notes(tmp_path)
     assert (severity, code) == ("warning", "stale-shard")
-    assert sentence == (
-        f"{shards[3].name} and 5 more shards are of an incomplete save: other shards and their index are missing; "
-        "loaders take model.safetensors"
+    assert (
+        sentence
+        == f"{shards[3].name} and 5 more shards are of an incomplete save: other shards and their "
+        "index are missing; loaders take model.safetensors"
     )
 
 
-# --- converted shards without an index, next to the index of the files from which they were converted -----------
+# --- converted shards without an index, next to the index of the files from which they were
+# converted -----------
 
 
 def test_an_index_is_written_next_to_one_whose_shards_are_gone(tmp_path: Path) -> None:
@@ -515,12 +550,15 @@ def test_an_index_is_written_next_to_one_whose_shards_are_gone(tmp_path: Path) -
     assert REAL["transformers"](tmp_path) == 3
 
 
-# --- shards under names for which no loader looks ---------------------------------------------------------------
+# --- shards under names for which no loader looks
+# ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [3, 5])
 @pytest.mark.parametrize("index", [SAFE, BIN])
-def test_a_copy_of_a_shard_next_to_its_model_is_not_a_lack(tmp_path: Path, index: str, number: int) -> None:
+def test_a_copy_of_a_shard_next_to_its_model_is_not_a_lack(
+    tmp_path: Path, index: str, number: int
+) -> None:
     write(tmp_path / index, values(3))
     shard = shards_of(tmp_path, index)[1]
     copy = shard.with_name(f"Copy of {shard.name}")
@@ -529,7 +567,10 @@ def test_a_copy_of_a_shard_next_to_its_model_is_not_a_lack(tmp_path: Path, index
         assert REAL[loader](tmp_path) == 3
     (tmp_path / "config.json").unlink()
     ((severity, code, _),) = notes(tmp_path)
-    assert (severity, code) == ("warning" if number == 5 and index == SAFE else "note", "stale-shard")
+    assert (severity, code) == (
+        "warning" if number == 5 and index == SAFE else "note",
+        "stale-shard",
+    )
     # Of keys that the model lacks, nothing shows that it is a copy.
     write(copy, values(3, "c.weight"))
     assert [one[:2] for one in notes(tmp_path)] == [("error", "missing-shard")]
@@ -539,7 +580,8 @@ def test_a_copy_of_a_shard_next_to_its_model_is_not_a_lack(tmp_path: Path, index
     assert [one[:2] for one in notes(tmp_path)] == [("error", "missing-shard")]
 
 
-# --- files whose names end like that of an index ------------------------------------------------------------------
+# --- files whose names end like that of an index
+# ------------------------------------------------------------------
 
 
 def test_a_file_that_accelerate_takes_for_an_index_is_a_note(tmp_path: Path) -> None:
@@ -552,7 +594,9 @@ def test_a_file_that_accelerate_takes_for_an_index_is_a_note(tmp_path: Path) -> 
     assert REAL["transformers"](tmp_path) == 3
     ((severity, code, sentence),) = notes(tmp_path)
     assert (severity, code) == ("note", "index-mismatch")
-    assert sentence.startswith("tokens.index.json: load_checkpoint_in_model takes each *.index.json")
+    assert sentence.startswith(
+        "tokens.index.json: load_checkpoint_in_model takes each *.index.json"
+    )
     # Alone, too: the load succeeds, and leaves all weights random.
     (tmp_path / SAFE).unlink()
     assert REAL["load_checkpoint_in_model"](tmp_path) != 3

@@ -1,4 +1,6 @@
-"""Lists of models, of diffusers and of sentence-transformers: a broken list, and models without a config or weights."""
+"""Lists of models, of diffusers and of sentence-transformers: a broken list, and models without a
+config or weights.
+"""
 
 import json
 import os
@@ -25,7 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 Change = Callable[[Path], object]
 
 NO_CONFIG = (
-    "unet/ has no config.json: model_index.json lists it as UNet2DModel, so the pipeline cannot be loaded"
+    "unet/ has no config.json: model_index.json lists it as UNet2DModel, so the pipeline cannot be "
+    "loaded"
 )
 
 
@@ -63,12 +66,16 @@ def test_a_pipeline_that_cannot_be_loaded(
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
-def test_a_model_of_diffusers_behind_a_wrapper(made: Path, tmp_path: Path, said: Said, prefix: str) -> None:
+def test_a_model_of_diffusers_behind_a_wrapper(
+    made: Path, tmp_path: Path, said: Said, prefix: str
+) -> None:
     """It was a note: status 0."""
     folder = Path(shutil.copytree(made / "lone" / "unet", tmp_path / "unet"))
     weights = folder / "diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)
-    save_file({prefix + key: each for key, each in tensors.items()}, weights, metadata={"format": "pt"})
+    save_file(
+        {prefix + key: each for key, each in tensors.items()}, weights, metadata={"format": "pt"}
+    )
 
     def is_loaded() -> bool:
         state = diffusers.UNet2DModel.from_pretrained(folder, low_cpu_mem_usage=False).state_dict()
@@ -90,11 +97,16 @@ def test_a_repair_of_a_pipeline_without_a_model_names_the_check(
     status, _, told = said("repair", folder)
     assert (status, told) == (
         2,
-        f"ckptfix: {folder} holds no file of a checkpoint; to see what it lacks: ckptfix check {folder}\n",
+        (
+            f"ckptfix: {folder} holds no file of a checkpoint; to see what it lacks: ckptfix check "
+            f"{folder}\n"
+        ),
     )
 
 
-def test_a_broken_list_without_weights_is_no_checkpoint(made: Path, tmp_path: Path, said: Said) -> None:
+def test_a_broken_list_without_weights_is_no_checkpoint(
+    made: Path, tmp_path: Path, said: Said
+) -> None:
     (tmp_path / "model_index.json").write_text("{")
     shutil.copytree(made / "lone" / "scheduler", tmp_path / "scheduler")
     assert said("check", tmp_path)[0] == said("check", "-r", tmp_path)[0] == 2
@@ -111,16 +123,23 @@ def test_an_adapter_without_its_config(
         peft.PeftModel.from_pretrained(AutoModel.from_pretrained(made / "bert"), str(folder))
     (finding,) = check(folder).findings
     assert str(finding) == "adapter_config.json is missing: adapter_model.safetensors is there"
-    assert finding.advice == (
-        "PeftModel.from_pretrained fails without it; copy it again from where the adapter came"
+    assert (
+        finding.advice
+        == "PeftModel.from_pretrained fails without it; copy it again from where the adapter came"
     )
     assert said("check", folder)[0] == said("check", "-r", folder)[0] == 1
 
 
 def sentences(root: Path, *, first: str = "", base: str = "sentence_transformers.models.") -> Path:
-    """Write a model as sentence-transformers does, 2 to 6. ``first``: the folder of its first module."""
+    """Write a model as sentence-transformers does, 2 to 6. ``first``: the folder of its first
+    module.
+    """
     config = BertConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        vocab_size=8,
     )
     BertModel(config).save_pretrained(root / first)
     (root / first / "tokenizer.json").write_text("{}")
@@ -181,17 +200,26 @@ EXPECTED = "(expected model.safetensors or pytorch_model.bin)"
         (
             "",
             without("model.safetensors"),
-            f"this folder has no weights: modules.json lists a Transformer, which cannot be loaded {EXPECTED}",
+            (
+                "this folder has no weights: modules.json lists a Transformer, which cannot be "
+                f"loaded {EXPECTED}"
+            ),
         ),
         (
             "0_Transformer",
             without("0_Transformer/model.safetensors"),
-            "0_Transformer/ has no weights: modules.json lists it as Transformer, so the model cannot be loaded",
+            (
+                "0_Transformer/ has no weights: modules.json lists it as Transformer, so the model "
+                "cannot be loaded"
+            ),
         ),
         (
             "",
             without("2_Dense/model.safetensors"),
-            "2_Dense/ has no weights: modules.json lists it as Dense, so the model cannot be loaded",
+            (
+                "2_Dense/ has no weights: modules.json lists it as Dense, so the model cannot be "
+                "loaded"
+            ),
         ),
         (
             "",
@@ -201,7 +229,10 @@ EXPECTED = "(expected model.safetensors or pytorch_model.bin)"
         (
             "0_Transformer",
             without("1_Pooling"),
-            "1_Pooling/ is missing: modules.json lists it as Pooling, so the model cannot be loaded",
+            (
+                "1_Pooling/ is missing: modules.json lists it as Pooling, so the model cannot be "
+                "loaded"
+            ),
         ),
         ("", cut("modules.json"), "modules.json: not JSON, so SentenceTransformer fails"),
     ],
@@ -209,7 +240,9 @@ EXPECTED = "(expected model.safetensors or pytorch_model.bin)"
 def test_a_model_of_sentence_transformers_that_lacks_a_part(
     first: str, change: Change, words: str, tmp_path: Path, said: Said
 ) -> None:
-    """``check -r`` found no error; a check was wrong usage where the folder itself had no weights."""
+    """``check -r`` found no error; a check was wrong usage where the folder itself had no
+    weights.
+    """
     sentences(tmp_path, first=first, base=LAYOUTS[first])
     change(tmp_path)
     assert [str(finding) for finding in check(tmp_path).all_findings] == [words]
@@ -223,7 +256,9 @@ def test_a_hostile_list_of_modules(path: str, tmp_path: Path) -> None:
     sentences(tmp_path)
     listed = json.loads((tmp_path / "modules.json").read_text())
     kind = "sentence_transformers.models.Dense"
-    (tmp_path / "modules.json").write_text(json.dumps([*listed, {"path": path, "type": kind}, 1, {}, [[]]]))
+    (tmp_path / "modules.json").write_text(
+        json.dumps([*listed, {"path": path, "type": kind}, 1, {}, [[]]])
+    )
     assert check(tmp_path).all_findings == ()
 
 

@@ -1,4 +1,6 @@
-"""LoRA weights that hooks of diffusers' scripts save into ``save_state``, against their load hook and the optimizer."""
+"""LoRA weights that hooks of diffusers' scripts save into ``save_state``, against their load hook
+and the optimizer.
+"""
 
 import shutil
 from collections.abc import Callable, Iterable
@@ -27,8 +29,9 @@ Tensors = dict[str, torch.Tensor]
 class Script:
     """A run with the hooks of ``train_text_to_image_lora.py`` of diffusers 0.42.
 
-    ``embeddings``: it trains some, too, and saves them elsewhere, as ``train_dreambooth_lora_sdxl_advanced.py`` does.
-    ``pipeline``: the hooks go by a pipeline, and not by a file name of their own.
+    ``embeddings``: it trains some, too, and saves them elsewhere, as
+    ``train_dreambooth_lora_sdxl_advanced.py`` does. ``pipeline``: the hooks go by a pipeline, and
+    not by a file name of their own.
     """
 
     def __init__(self, *, embeddings: bool = False, pipeline: bool = True, **options: Any) -> None:
@@ -39,7 +42,9 @@ class Script:
         self.pipeline: Any = StableDiffusionPipeline if pipeline else None
         self.utils: Any = diffusers_utils
         self.model = unet().requires_grad_(False)
-        config = peft.LoraConfig(target_modules=TARGETS, **{"r": 2, "init_lora_weights": False, **options})
+        config = peft.LoraConfig(
+            target_modules=TARGETS, **{"r": 2, "init_lora_weights": False, **options}
+        )
         peft.inject_adapter_in_model(config, self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if embeddings:
@@ -108,7 +113,9 @@ def test_lora_is_healthy(kind: str, tmp_path: Path) -> None:
         assert problems(folder) == []
         words = [words for words in check(folder).not_checked if "optimizer" in words]
         assert [words[:62] for words in words] == (
-            ["whether the checkpoint has all weights of optimizer.bin: 1 par"] if "embeddings" in kind else []
+            ["whether the checkpoint has all weights of optimizer.bin: 1 par"]
+            if "embeddings" in kind
+            else []
         )
     shutil.copytree(tmp_path / "run/checkpoint-2", tmp_path / "alone/checkpoint-2")
     assert problems(tmp_path / "alone/checkpoint-2") == []
@@ -120,7 +127,10 @@ def _changed(path: Path, change: Callable[[Tensors], Tensors]) -> None:
 
 
 def _of_twice_the_rank(tensors: Tensors) -> Tensors:
-    return {key: torch.cat([value, value], 0 if "lora_A" in key else 1) for key, value in tensors.items()}
+    return {
+        key: torch.cat([value, value], 0 if "lora_A" in key else 1)
+        for key, value in tensors.items()
+    }
 
 
 def _exchanged(tensors: Tensors) -> Tensors:
@@ -147,7 +157,9 @@ def test_lora_of_other_shapes(
     with pytest.raises(RuntimeError, match="size mismatch"):
         Script(pipeline=False).loads(folder)
     (problem,) = problems(folder)
-    assert ("under each other's key" if change is _exchanged else "does not fit the weights") in problem
+    assert (
+        "under each other's key" if change is _exchanged else "does not fit the weights"
+    ) in problem
     for name in others:
         assert problems(tmp_path / name) == []
 
@@ -165,7 +177,9 @@ def test_lora_that_lost_its_tensors(is_pipeline: bool, tmp_path: Path) -> None:
     assert "tensors of weights" in problem
 
 
-@pytest.mark.parametrize("others", [("checkpoint-1",), ("checkpoint-3",), ("checkpoint-1", "checkpoint-3")])
+@pytest.mark.parametrize(
+    "others", [("checkpoint-1",), ("checkpoint-3",), ("checkpoint-1", "checkpoint-3")]
+)
 @pytest.mark.parametrize("renamed", ["lora.safetensors", "pytorch_lora_weights (1).safetensors"])
 @pytest.mark.filterwarnings("ignore")
 def test_lora_under_another_name(renamed: str, others: Iterable[str], tmp_path: Path) -> None:
@@ -216,7 +230,10 @@ CHANGED: dict[tuple[Callable[[Tensors], Tensors], tuple[str, ...]], str] = {
 @pytest.mark.parametrize("is_pipeline", [False, True])
 @pytest.mark.filterwarnings("ignore")
 def test_lora_that_was_changed_between_others(
-    change: Callable[[Tensors], Tensors], others: tuple[str, ...], is_pipeline: bool, tmp_path: Path
+    change: Callable[[Tensors], Tensors],
+    others: tuple[str, ...],
+    is_pipeline: bool,
+    tmp_path: Path,
 ) -> None:
     """A resume loads it: under other keys with new weights for it, in F16 with rounded ones."""
     script = Script(pipeline=is_pipeline)

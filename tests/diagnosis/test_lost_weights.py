@@ -1,4 +1,6 @@
-"""Folders of transformers, PEFT and diffusers whose weights are gone, against the libraries that load them."""
+"""Folders of transformers, PEFT and diffusers whose weights are gone, against the libraries that
+load them.
+"""
 
 import json
 import os
@@ -38,19 +40,31 @@ def _unet() -> Any:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders that the libraries saved: ``lone`` with one model, ``pipeline`` with two, ``bert`` and ``lora``."""
+    """Folders that the libraries saved: ``lone`` with one model, ``pipeline`` with two, ``bert``
+    and ``lora``.
+    """
     root = tmp_path_factory.mktemp("libraries")
-    diffusers.DDPMPipeline(unet=_unet(), scheduler=diffusers.DDPMScheduler()).save_pretrained(root / "lone")
+    diffusers.DDPMPipeline(unet=_unet(), scheduler=diffusers.DDPMScheduler()).save_pretrained(
+        root / "lone"
+    )
     vqvae = diffusers.VQModel(block_out_channels=(8,), norm_num_groups=4)
-    two_models = diffusers.LDMPipeline(vqvae=vqvae, unet=_unet(), scheduler=diffusers.DDPMScheduler())
+    two_models = diffusers.LDMPipeline(
+        vqvae=vqvae, unet=_unet(), scheduler=diffusers.DDPMScheduler()
+    )
     two_models.save_pretrained(root / "pipeline")
     bert = BertModel(
         BertConfig(
-            hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=8,
+            vocab_size=8,
         )
     )
     bert.save_pretrained(root / "bert")
-    peft.get_peft_model(bert, peft.LoraConfig(target_modules=["query"])).save_pretrained(root / "lora")
+    peft.get_peft_model(bert, peft.LoraConfig(target_modules=["query"])).save_pretrained(
+        root / "lora"
+    )
     return root
 
 
@@ -70,8 +84,9 @@ def emptied(folder: Path) -> None:
     (folder / "unet").mkdir()
 
 
-NO_UNET = "unet/ has no weights: config.json is of UNet2DModel, which cannot be loaded (expected " + (
-    "diffusion_pytorch_model.safetensors or diffusion_pytorch_model.bin)"
+NO_UNET = (
+    "unet/ has no weights: config.json is of UNet2DModel, which cannot be loaded (expected "
+    + "diffusion_pytorch_model.safetensors or diffusion_pytorch_model.bin)"
 )
 
 
@@ -83,17 +98,26 @@ NO_UNET = "unet/ has no weights: config.json is of UNet2DModel, which cannot be 
         (
             "lone",
             without("unet"),
-            "unet/ is missing: model_index.json lists it as UNet2DModel, so the pipeline cannot be loaded",
+            (
+                "unet/ is missing: model_index.json lists it as UNet2DModel, so the pipeline "
+                "cannot be loaded"
+            ),
         ),
         (
             "pipeline",
             emptied,
-            "unet/ is empty: model_index.json lists it as UNet2DModel, so the pipeline cannot be loaded",
+            (
+                "unet/ is empty: model_index.json lists it as UNet2DModel, so the pipeline cannot "
+                "be loaded"
+            ),
         ),
         (
             "pipeline",
             without("scheduler"),
-            "scheduler/ is missing: model_index.json lists it as DDPMScheduler, so the pipeline cannot be loaded",
+            (
+                "scheduler/ is missing: model_index.json lists it as DDPMScheduler, so the "
+                "pipeline cannot be loaded"
+            ),
         ),
     ],
 )
@@ -105,7 +129,9 @@ def test_a_pipeline_that_lacks_a_component(
     with pytest.raises(OSError, match="no file named"):
         diffusers.DiffusionPipeline.from_pretrained(folder)
     report = check(folder)
-    assert [(finding.code, str(finding)) for finding in report.all_findings] == [("missing-model", words)]
+    assert [(finding.code, str(finding)) for finding in report.all_findings] == [
+        ("missing-model", words)
+    ]
     status, out, _ = said("check", "-r", folder)
     assert (status, f"warning missing-model: {words}" in out) == (1, True)
 
@@ -124,13 +150,16 @@ def test_a_pipeline_that_loads(made: Path, tmp_path: Path, said: Said) -> None:
 
 
 def test_a_component_that_the_script_passes(made: Path, tmp_path: Path) -> None:
-    """The pipeline loads with the component of the script, so the finding says when to ignore it."""
+    """The pipeline loads with the component of the script, so the finding says when to ignore
+    it.
+    """
     folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
     without("unet")(folder)
     diffusers.DiffusionPipeline.from_pretrained(folder, unet=_unet())
     (finding,) = check(folder).findings
     assert (
-        finding.advice == "copy the folder again; if the script passes unet= to from_pretrained, ignore this"
+        finding.advice
+        == "copy the folder again; if the script passes unet= to from_pretrained, ignore this"
     )
 
 
@@ -177,8 +206,8 @@ def test_a_config_without_its_weights(
     (finding,) = report.findings
     assert isinstance(finding, MissingModel)
     assert (
-        f"this folder has no weights: {finding.path} is of {model}, which cannot be loaded (expected {wanted})"
-        == (str(finding))
+        f"this folder has no weights: {finding.path} is of {model}, which cannot be loaded "
+        f"(expected {wanted})" == (str(finding))
     )
     assert said("check", "-r", folder)[0] == 1
     assert said("repair", folder)[0] == 1
@@ -208,10 +237,14 @@ def test_a_repository_of_a_config_and_a_tokenizer_is_no_checkpoint(
     assert said("check", folder)[0] == 1
 
 
-def test_configs_below_another_folder_are_left_alone(made: Path, tmp_path: Path, said: Said) -> None:
+def test_configs_below_another_folder_are_left_alone(
+    made: Path, tmp_path: Path, said: Said
+) -> None:
     """Code, data sets and clones of a hub have configs without weights."""
     for name in ("bert", "lora", "pipeline"):
-        shutil.copytree(made / name, tmp_path / "code" / name, ignore=shutil.ignore_patterns("*.safetensors"))
+        shutil.copytree(
+            made / name, tmp_path / "code" / name, ignore=shutil.ignore_patterns("*.safetensors")
+        )
     shutil.copytree(made / "pipeline" / "scheduler", tmp_path / "code" / "scheduler")
     status, _, error = said("check", "-r", tmp_path)
     assert (status, error) == (2, f"ckptfix: no checkpoint found in or below {tmp_path}\n")
@@ -221,7 +254,9 @@ def test_configs_below_another_folder_are_left_alone(made: Path, tmp_path: Path,
     assert said("check", tmp_path / "code" / "scheduler")[0] == 2
 
 
-def test_a_run_whose_root_has_the_config_of_its_model(made: Path, tmp_path: Path, said: Said) -> None:
+def test_a_run_whose_root_has_the_config_of_its_model(
+    made: Path, tmp_path: Path, said: Said
+) -> None:
     """Scripts keep the config of the model above the checkpoints: the weights are below."""
     shutil.copy(made / "bert" / "config.json", tmp_path / "config.json")
     shutil.copytree(made / "bert", tmp_path / "epoch_1")
@@ -229,7 +264,9 @@ def test_a_run_whose_root_has_the_config_of_its_model(made: Path, tmp_path: Path
     assert said("check", "-r", tmp_path)[0] == 0
 
 
-def test_a_pipeline_below_another_folder_that_lacks_a_part(made: Path, tmp_path: Path, said: Said) -> None:
+def test_a_pipeline_below_another_folder_that_lacks_a_part(
+    made: Path, tmp_path: Path, said: Said
+) -> None:
     folder = Path(shutil.copytree(made / "pipeline", tmp_path / "models" / "pipeline"))
     without(f"unet/{WEIGHTS}")(folder)
     status, out, _ = said("check", "-r", tmp_path)

@@ -1,4 +1,6 @@
-"""States that ``load_state`` does not find by their names: accelerate itself decides, for files and for folders."""
+"""States that ``load_state`` does not find by their names: accelerate itself decides, for files and
+for folders.
+"""
 
 import os
 import shutil
@@ -22,8 +24,19 @@ from tests.stores.servers import upload_folder
 
 Change = Callable[[Path], object]
 STATES = (
-    *("model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin", "scheduler.bin"),
-    *("scheduler_1.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"),
+    *(
+        "model.safetensors",
+        "model_1.safetensors",
+        "optimizer.bin",
+        "optimizer_1.bin",
+        "scheduler.bin",
+    ),
+    *(
+        "scheduler_1.bin",
+        "random_states_0.pkl",
+        "custom_checkpoint_0.pkl",
+        "custom_checkpoint_1.pkl",
+    ),
 )
 
 
@@ -49,10 +62,12 @@ class Run:
         torch.manual_seed(0)
         self.models = [torch.nn.Linear(3, 2), torch.nn.Linear(2, 3)]
         optimizers = [
-            torch.optim.AdamW(model.parameters(), lr=0.1 * (at + 1)) for at, model in enumerate(self.models)
+            torch.optim.AdamW(model.parameters(), lr=0.1 * (at + 1))
+            for at, model in enumerate(self.models)
         ]
         schedulers = [
-            torch.optim.lr_scheduler.StepLR(optimizer, 2 + at) for at, optimizer in enumerate(optimizers)
+            torch.optim.lr_scheduler.StepLR(optimizer, 2 + at)
+            for at, optimizer in enumerate(optimizers)
         ]
         self.accelerator = Accelerator(cpu=True)
         self.accelerator.prepare(*self.models, *optimizers, *schedulers)
@@ -93,7 +108,9 @@ def is_loaded(folder: Path) -> bool:
 def problems(folder: Path | str) -> list[tuple[str, str]]:
     findings = check(folder).findings
     return [
-        (one.code, str(one)) for one in findings if one.severity.value != "note" and one.code != "entry-gap"
+        (one.code, str(one))
+        for one in findings
+        if one.severity.value != "note" and one.code != "entry-gap"
     ]
 
 
@@ -106,13 +123,23 @@ def _numbers(name: str) -> list[str]:
     plain, _, number = stem.rpartition("_")
     if not number.isdigit():
         return [f"{stem}_0.{suffix}", f"{stem}-0.{suffix}", f"{stem}_00.{suffix}"]
-    return [f"{plain}_0{number}.{suffix}", f"{plain}-{number}.{suffix}", f"{plain}_-{number}.{suffix}"]
+    return [
+        f"{plain}_0{number}.{suffix}",
+        f"{plain}-{number}.{suffix}",
+        f"{plain}_-{number}.{suffix}",
+    ]
 
 
 def _nearly(name: str) -> list[str]:
     stem, suffix = name.rsplit(".", 1)
     return [
-        *(name.upper(), name.capitalize(), f"{stem}.{suffix.upper()}", f"{stem} .{suffix}", f"{name} "),
+        *(
+            name.upper(),
+            name.capitalize(),
+            f"{stem}.{suffix.upper()}",
+            f"{stem} .{suffix}",
+            f"{name} ",
+        ),
         *(f"{stem} (1).{suffix}", f"{name}.1", *_numbers(name)),
     ]
 
@@ -120,7 +147,9 @@ def _nearly(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "near"), sampled([(name, near) for name in STATES for near in _nearly(name)])
 )
-def test_a_file_with_nearly_the_name_of_a_missing_state_is_told(folder: Path, name: str, near: str) -> None:
+def test_a_file_with_nearly_the_name_of_a_missing_state_is_told(
+    folder: Path, name: str, near: str
+) -> None:
     (folder / name).rename(folder / near)
     assert not is_loaded(folder)
     words = f"{near!r} is there, and load_state does not look for that name"
@@ -134,9 +163,10 @@ def test_a_file_with_nearly_the_name_of_a_missing_state_is_told(folder: Path, na
     # An optimizer without a model may be told, too.
     assert ("incomplete-checkpoint", f"{name} is missing: {words}") in problems(folder)
     (finding,) = (one for one in check(folder).findings if one.code == "incomplete-checkpoint")
-    assert finding.advice == (
-        f"if {near!r} is that file, rename it to {name}; else copy {name} again, or move {near!r} out of the folder if "
-        f"nothing loads {name}"
+    assert (
+        finding.advice
+        == f"if {near!r} is that file, rename it to {name}; else copy {name} again, or move "
+        f"{near!r} out of the folder if nothing loads {name}"
     )
     (folder / near).rename(folder / name)
     assert is_loaded(folder)
@@ -151,7 +181,9 @@ def test_a_file_with_nearly_the_name_of_a_missing_state_is_told(folder: Path, na
         ("random_states_0.pkl", "random_states.pkl"),
     ],
 )
-def test_a_stem_of_the_other_format_or_no_rank_is_reported(folder: Path, name: str, near: str) -> None:
+def test_a_stem_of_the_other_format_or_no_rank_is_reported(
+    folder: Path, name: str, near: str
+) -> None:
     (folder / name).rename(folder / near)
     assert not is_loaded(folder)
     words = f"{name} is missing: {near!r} is there, and load_state does not look for that name"
@@ -163,7 +195,9 @@ def test_a_stem_of_the_other_format_or_no_rank_is_reported(folder: Path, name: s
 
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_a_folder_by_the_name_of_a_state_is_an_error(folder: Path, name: str, is_empty: bool) -> None:
+def test_a_folder_by_the_name_of_a_state_is_an_error(
+    folder: Path, name: str, is_empty: bool
+) -> None:
     (folder / name).rename(folder.parent / "file")
     (folder / name).mkdir()
     if not is_empty:
@@ -179,9 +213,15 @@ _HARMLESS: dict[str, Change] = {
     "an export of the first model": lambda folder: shutil.copy(
         folder / "model.safetensors", folder / "model_02.safetensors"
     ),
-    "a second download": lambda folder: shutil.copy(folder / "optimizer.bin", folder / "optimizer (1).bin"),
-    "a copy in capitals": lambda folder: shutil.copy(folder / "scheduler.bin", folder / "SCHEDULER.BIN"),
-    "a number far beyond": lambda folder: shutil.copy(folder / "optimizer.bin", folder / "optimizer_007.bin"),
+    "a second download": lambda folder: shutil.copy(
+        folder / "optimizer.bin", folder / "optimizer (1).bin"
+    ),
+    "a copy in capitals": lambda folder: shutil.copy(
+        folder / "scheduler.bin", folder / "SCHEDULER.BIN"
+    ),
+    "a number far beyond": lambda folder: shutil.copy(
+        folder / "optimizer.bin", folder / "optimizer_007.bin"
+    ),
     "other random states": lambda folder: shutil.copy(
         folder / "random_states_0.pkl", folder / "random_states_00.pkl"
     ),
@@ -206,7 +246,8 @@ def test_a_custom_object_that_accelerate_counts_is_told(folder: Path, number: st
     shutil.copy(folder / "custom_checkpoint_0.pkl", folder / name)
     assert not is_loaded(folder)
     words = (
-        f"custom_checkpoint_2.pkl is missing: load_state counts {name!r}, and looks for the numbers in turn"
+        f"custom_checkpoint_2.pkl is missing: load_state counts {name!r}, and looks for the "
+        "numbers in turn"
     )
     assert problems(folder) == [("incomplete-checkpoint", words)]
 
@@ -225,8 +266,18 @@ def test_a_prefix_of_a_store_is_a_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("model-00001-of-00002.safetensors", "model.safetensors.index.json", "model.fp16.safetensors"),
-        *("optimizer_0_rank0.bin", "pytorch_model_fsdp_0", "teacher.bin", "optimizer.pt", "rng_state_0.pth"),
+        *(
+            "model-00001-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "model.fp16.safetensors",
+        ),
+        *(
+            "optimizer_0_rank0.bin",
+            "pytorch_model_fsdp_0",
+            "teacher.bin",
+            "optimizer.pt",
+            "rng_state_0.pth",
+        ),
         *("model_01.txt", "x_model_01.safetensors", "my-optimizer.bin", "ema.pt", *STATES),
     ],
 )
@@ -284,7 +335,9 @@ def test_a_file_that_every_save_of_a_script_has_stops_no_resume(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", [name for name in OWN_FILES if name != "Sampler.bin"])
-def test_a_file_of_a_script_without_neighbours_is_at_most_not_checked(tmp_path: Path, name: str) -> None:
+def test_a_file_of_a_script_without_neighbours_is_at_most_not_checked(
+    tmp_path: Path, name: str
+) -> None:
     folder = Small().saved(tmp_path / "folder")
     OWN_FILES[name](folder / name)
     Small().accelerator.load_state(str(folder))
@@ -328,13 +381,18 @@ def test_a_model_under_another_name_alone_is_missing(tmp_path: Path, near: str) 
     (folder / "model.safetensors").rename(folder / near)
     with pytest.raises(FileNotFoundError):
         Small().accelerator.load_state(str(folder))
-    words = f"model.safetensors is missing: {near!r} is there, and load_state does not look for that name"
+    words = (
+        f"model.safetensors is missing: {near!r} is there, and load_state does not look for that "
+        "name"
+    )
     assert ("incomplete-checkpoint", words) in problems(folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
 @pytest.mark.parametrize("ending", [".bak", ".old"])
-def test_a_file_that_was_set_aside_and_is_needed_is_missing(tmp_path: Path, name: str, ending: str) -> None:
+def test_a_file_that_was_set_aside_and_is_needed_is_missing(
+    tmp_path: Path, name: str, ending: str
+) -> None:
     folder = Small().saved(tmp_path / "folder")
     shutil.copy(folder / name, folder / f"{name}{ending}")
     Small().accelerator.load_state(str(folder))
@@ -342,7 +400,9 @@ def test_a_file_that_was_set_aside_and_is_needed_is_missing(tmp_path: Path, name
     (folder / name).unlink()
     with pytest.raises(FileNotFoundError):
         Small().accelerator.load_state(str(folder))
-    words = f"{name} is missing: '{name}{ending}' is there, and load_state does not look for that name"
+    words = (
+        f"{name} is missing: '{name}{ending}' is there, and load_state does not look for that name"
+    )
     assert ("incomplete-checkpoint", words) in problems(folder)
 
 
@@ -357,8 +417,8 @@ def test_weights_for_fsdp_in_a_run_without_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Small().accelerator.load_state(str(folder))
     words = (
-        "model.safetensors is missing: pytorch_model_fsdp.bin is there, which load_state reads with FSDP alone, and "
-        "optimizer.bin is of a run without it"
+        "model.safetensors is missing: pytorch_model_fsdp.bin is there, which load_state reads "
+        "with FSDP alone, and optimizer.bin is of a run without it"
     )
     assert problems(folder) == [("incomplete-checkpoint", words)]
     with pytest.warns(UserWarning, match="passed over checkpoint_2"):
@@ -382,7 +442,17 @@ def test_a_second_model_that_was_set_aside_is_not_missed(tmp_path: Path) -> None
 
 # All files of a second model, or of a folder, with the mark of a browser or a file manager.
 
-MARKS = ("-1", " (1)", " copy", " - Copy", " - Copy (2)", " copy 2", " (copy)", " (another copy)", " 2")
+MARKS = (
+    "-1",
+    " (1)",
+    " copy",
+    " - Copy",
+    " - Copy (2)",
+    " copy 2",
+    " (copy)",
+    " (another copy)",
+    " 2",
+)
 SECOND = ("model_1.safetensors", "optimizer_1.bin", "scheduler_1.bin")
 
 
@@ -417,13 +487,18 @@ def test_copies_next_to_their_files_are_not_missed(folder: Path, mark: str) -> N
 
 
 @pytest.mark.parametrize("mark", ["-1", " copy", "_1"])
-def test_own_files_of_a_script_with_marks_are_at_most_not_checked(tmp_path: Path, mark: str) -> None:
+def test_own_files_of_a_script_with_marks_are_at_most_not_checked(
+    tmp_path: Path, mark: str
+) -> None:
     """As a copy of a model before it is deleted, or the states of one step of an epoch."""
     folder = Small().saved(tmp_path / "folder")
     shutil.copy(folder / "model.safetensors", folder / f"model_1{mark}.safetensors")
     Small().accelerator.load_state(str(folder))
     assert problems(folder) == []
-    words = f"load_state does not look for 'model_1{mark}.safetensors', and fails for a script that needs "
+    words = (
+        f"load_state does not look for 'model_1{mark}.safetensors', and fails for a script that "
+        "needs "
+    )
     assert any(words in sentence for sentence in check(folder).not_checked)
     if mark == "_1":
         shutil.copy(folder / "optimizer.bin", folder / "optimizer_1_1.bin")
@@ -451,7 +526,9 @@ def test_a_script_that_saves_an_object_itself_by_a_number(tmp_path: Path, name: 
 
 
 def test_a_copy_is_compared_with_the_checkpoints_next_to_the_folder(tmp_path: Path) -> None:
-    """Two models, one optimizer: a repair proves a copy, which without neighbours would lack a second optimizer."""
+    """Two models, one optimizer: a repair proves a copy, which without neighbours would lack a
+    second optimizer.
+    """
     for number in (1, 2, 3):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
@@ -461,7 +538,9 @@ def test_a_copy_is_compared_with_the_checkpoints_next_to_the_folder(tmp_path: Pa
         accelerator.prepare(*models, optimizer)
         folder = tmp_path / f"run/checkpoint_{number}"
         accelerator.save_state(str(folder))
-        torch.save(torch.optim.AdamW(models[1].parameters()).state_dict(), folder / "optimizer-1.bin")
+        torch.save(
+            torch.optim.AdamW(models[1].parameters()).state_dict(), folder / "optimizer-1.bin"
+        )
         accelerator.load_state(str(folder))
     copy = scan_folder(Path(shutil.copytree(folder, tmp_path / "copy")))
     assert [finding.code for finding in diagnose(copy).findings] == ["incomplete-checkpoint"]

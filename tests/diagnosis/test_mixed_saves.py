@@ -1,4 +1,6 @@
-"""Files of two saves of a run in one folder: two files that record different progress are told, no healthy run is."""
+"""Files of two saves of a run in one folder: two files that record different progress are told, no
+healthy run is.
+"""
 
 import json
 import shutil
@@ -23,7 +25,9 @@ def told(root: Path, *, proves: bool = True) -> list[str]:
     return findings
 
 
-def saves(root: Path, *makes: str, groups: int = 2, numbers: tuple[int, ...] = (0, 3, 6)) -> list[Path]:
+def saves(
+    root: Path, *makes: str, groups: int = 2, numbers: tuple[int, ...] = (0, 3, 6)
+) -> list[Path]:
     """Save a run of accelerate after these numbers of steps."""
     run = Run(groups, *(SCHEDULES[make] for make in makes))
     folders = []
@@ -61,8 +65,8 @@ def test_the_file_of_the_other_save_is_named(tmp_path: Path) -> None:
     _, older, newer = saves(tmp_path, "LambdaLR", groups=1)
     shutil.copy(newer / "scheduler.bin", older)
     assert told(older) == [
-        "scheduler.bin: learning rate 0.0015625 (expected 0.0125, as in optimizer.bin); it is of the save of "
-        "checkpoint_6"
+        "scheduler.bin: learning rate 0.0015625 (expected 0.0125, as in optimizer.bin); it is of "
+        "the save of checkpoint_6"
     ]
     assert told(newer) == []
 
@@ -72,7 +76,10 @@ def test_two_files_that_were_exchanged_between_saves_are_both_told(tmp_path: Pat
     content = (older / "optimizer.bin").read_bytes()
     shutil.copy(newer / "optimizer.bin", older)
     (newer / "optimizer.bin").write_bytes(content)
-    assert [told(root)[0].rpartition(" ")[2] for root in (older, newer)] == ["checkpoint_6", "checkpoint_3"]
+    assert [told(root)[0].rpartition(" ")[2] for root in (older, newer)] == [
+        "checkpoint_6",
+        "checkpoint_3",
+    ]
 
 
 def test_a_folder_alone_is_a_note_without_the_other_save(tmp_path: Path) -> None:
@@ -95,8 +102,8 @@ def test_of_several_optimizers_the_checkpoints_next_to_them_show_the_pairs(tmp_p
 def exchange(root: Path, name: str, partner: str, *, is_recorded: bool = True) -> None:
     """Give two files of a folder each other's name.
 
-    ``is_recorded``: torch's files still have the names that they were saved under, unlike those of a script that
-    prepares its objects in another order.
+    ``is_recorded``: torch's files still have the names that they were saved under, unlike those of
+    a script that prepares its objects in another order.
     """
     (root / name).rename(root / "third")
     (root / partner).rename(root / name)
@@ -112,11 +119,14 @@ def test_schedulers_that_were_exchanged_load_and_are_told(tmp_path: Path) -> Non
     assert [finding.code for finding in check(renamed).findings] == ["wrong-state"]
     exchange(newer, "scheduler.bin", "scheduler_1.bin", is_recorded=False)
     words = (
-        "its learning rates are those of optimizer_1.bin (expected those of optimizer.bin, as in checkpoint_3"
+        "its learning rates are those of optimizer_1.bin (expected those of optimizer.bin, as in "
+        "checkpoint_3"
     )
     assert told(newer) == [f"scheduler.bin: {words}; scheduler_1.bin has those)"]
     assert told(older) == []
-    assert Run(1, SCHEDULES["ExponentialLR"], SCHEDULES["StepLR"]).goes_on(newer), "stock accelerate loads it"
+    assert Run(1, SCHEDULES["ExponentialLR"], SCHEDULES["StepLR"]).goes_on(newer), (
+        "stock accelerate loads it"
+    )
     alone = Path(shutil.copytree(newer, tmp_path / "alone"))
     assert told(alone) == [], "a script may prepare its schedulers in another order"
 
@@ -124,12 +134,17 @@ def test_schedulers_that_were_exchanged_load_and_are_told(tmp_path: Path) -> Non
 def test_a_scheduler_that_was_copied_over_another_is_told(tmp_path: Path) -> None:
     _, older, newer = saves(tmp_path, "ExponentialLR", "StepLR", groups=1)
     shutil.copy(older / "scheduler.bin", older / "scheduler_1.bin")
-    words = "its learning rates are those of optimizer.bin (expected those of optimizer_1.bin, as in checkpoint_6)"
+    words = (
+        "its learning rates are those of optimizer.bin (expected those of optimizer_1.bin, as in "
+        "checkpoint_6)"
+    )
     assert told(older) == [f"scheduler_1.bin: {words}"]
     assert told(newer) == []
 
 
-def test_a_script_that_prepares_its_schedulers_in_another_order_is_not_told(tmp_path: Path) -> None:
+def test_a_script_that_prepares_its_schedulers_in_another_order_is_not_told(
+    tmp_path: Path,
+) -> None:
     folders = saves(tmp_path, "ExponentialLR", "StepLR", groups=1)
     for root in folders:
         exchange(root, "scheduler.bin", "scheduler_1.bin", is_recorded=False)
@@ -138,7 +153,9 @@ def test_a_script_that_prepares_its_schedulers_in_another_order_is_not_told(tmp_
 
 def test_a_repair_of_a_script_that_sets_rates_has_no_new_finding(tmp_path: Path) -> None:
     """With its duplicates gone the folder has one optimizer and one scheduler for each model."""
-    root = Path(shutil.copytree(FIXTURES / "golden/doubled-states/checkpoint", tmp_path / "checkpoint"))
+    root = Path(
+        shutil.copytree(FIXTURES / "golden/doubled-states/checkpoint", tmp_path / "checkpoint")
+    )
     for path in root.glob("optimizer*.bin"):
         state = torch.load(path)
         state["param_groups"][0]["lr"] = 0.0123
@@ -169,7 +186,9 @@ def saved_by_a_script_that_sets_rates(root: Path, rates: dict[int, float]) -> li
     ],
     ids=["rising", "falling", "a warm-up before the schedule moves"],
 )
-def test_a_script_that_sets_the_rates_itself_is_not_told(rates: dict[int, float], tmp_path: Path) -> None:
+def test_a_script_that_sets_the_rates_itself_is_not_told(
+    rates: dict[int, float], tmp_path: Path
+) -> None:
     for root in saved_by_a_script_that_sets_rates(tmp_path, rates):
         assert told(root) == []
 
@@ -197,7 +216,8 @@ def test_a_rate_that_is_no_number_is_not_judged_and_none_is_printed_in_full(
     assert all(len(words) < 200 for words in told(root, proves=False))
 
 
-# --- the Trainer ---------------------------------------------------------------------------------------------------
+# --- the Trainer
+# ---------------------------------------------------------------------------------------------------
 
 
 def trained(output: Path, **arguments: Any) -> Any:
@@ -235,14 +255,16 @@ def test_files_of_another_checkpoint_of_the_trainer_are_told(run: Path, tmp_path
     assert words.endswith("of the save of checkpoint-2")
     put(run, "checkpoint-2", "checkpoint-4", "scheduler.pt")
     assert told(run / "checkpoint-4") == [
-        "scheduler.pt: 2 steps (expected 4, as in trainer_state.json); it is of the save of checkpoint-2"
+        "scheduler.pt: 2 steps (expected 4, as in trainer_state.json); it is of the save of "
+        "checkpoint-2"
     ]
     trainer = trained(tmp_path / "resumed", max_steps=6)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
     assert (trainer.state.global_step, trainer.lr_scheduler.last_epoch) == (6, 4)
     put(run, "checkpoint-6", "checkpoint-4", *BOTH)
     assert told(run / "checkpoint-4") == [
-        "scheduler.pt: 6 steps (expected 4 at most, as in trainer_state.json); it is of the save of checkpoint-6"
+        "scheduler.pt: 6 steps (expected 4 at most, as in trainer_state.json); it is of the save "
+        "of checkpoint-6"
     ]
     shutil.rmtree(run / "checkpoint-6")
     assert told(run / "checkpoint-4") == []
@@ -251,7 +273,7 @@ def test_files_of_another_checkpoint_of_the_trainer_are_told(run: Path, tmp_path
 def test_next_to_random_states_of_accelerate_the_steps_are_a_script_s(run: Path) -> None:
     root = put(run, "checkpoint-6", "checkpoint-4", *BOTH)
     (root / "rng_state.pth").unlink()
-    (_, accelerates) = saves(run.parent / "accelerate", "LambdaLR", numbers=(0, 1))
+    _, accelerates = saves(run.parent / "accelerate", "LambdaLR", numbers=(0, 1))
     shutil.copy(accelerates / "random_states_0.pkl", root)
     assert told(root) == []
 
@@ -260,7 +282,13 @@ def test_next_to_random_states_of_accelerate_the_steps_are_a_script_s(run: Path)
     "arguments",
     [
         {"lr_scheduler_type": kind}
-        for kind in ("constant", "cosine", "constant_with_warmup", "inverse_sqrt", "cosine_with_restarts")
+        for kind in (
+            "constant",
+            "cosine",
+            "constant_with_warmup",
+            "inverse_sqrt",
+            "cosine_with_restarts",
+        )
     ]
     + [
         {"gradient_accumulation_steps": 2},
@@ -293,7 +321,8 @@ def test_steps_that_fp16_skips_and_a_scheduler_that_made_steps_before_are_not_to
     )
     trainer.train()
     moves = [
-        torch.load(root / "scheduler.pt")["last_epoch"] for root in sorted((tmp_path / "fp16").iterdir())
+        torch.load(root / "scheduler.pt")["last_epoch"]
+        for root in sorted((tmp_path / "fp16").iterdir())
     ]
     assert moves == [1, 2, 4]
     assert [told(root) for root in sorted((tmp_path / "fp16").iterdir())] == [[], [], []]
@@ -305,5 +334,8 @@ def test_steps_that_fp16_skips_and_a_scheduler_that_made_steps_before_are_not_to
     twice.train()
     twice.train()
     state = json.loads((tmp_path / "twice/checkpoint-4/trainer_state.json").read_text())
-    assert state["global_step"] < torch.load(tmp_path / "twice/checkpoint-4/scheduler.pt")["last_epoch"]
+    assert (
+        state["global_step"]
+        < torch.load(tmp_path / "twice/checkpoint-4/scheduler.pt")["last_epoch"]
+    )
     assert [told(root) for root in sorted((tmp_path / "twice").iterdir())] == [[], []]

@@ -1,4 +1,6 @@
-"""Models that hooks of diffusers' training scripts save in sub-folders of a checkpoint, compared with other saves."""
+"""Models that hooks of diffusers' training scripts save in sub-folders of a checkpoint, compared
+with other saves.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def script() -> Accelerator:
-    """Return the Accelerator of a script with a model and its average, as diffusers' examples train."""
+    """Return the Accelerator of a script with a model and its average, as diffusers' examples
+    train.
+    """
     diffusers = pytest.importorskip("diffusers")
     training_utils = pytest.importorskip("diffusers.training_utils")
     AcceleratorState._reset_state(True)
@@ -99,7 +103,10 @@ def written(name: str, text: str) -> Change:
 
 
 DAMAGED: dict[str, tuple[Change, set[str]]] = {
-    "no unet": (lambda root: shutil.rmtree(root / "unet"), {"unet/config.json", f"unet/{WEIGHTS}"}),
+    "no unet": (
+        lambda root: shutil.rmtree(root / "unet"),
+        {"unet/config.json", f"unet/{WEIGHTS}"},
+    ),
     "empty unet": (emptied("unet"), {"unet/config.json", f"unet/{WEIGHTS}"}),
     "empty average": (emptied("unet_ema"), {"unet_ema/config.json", f"unet_ema/{WEIGHTS}"}),
     "no config": (lambda root: (root / "unet/config.json").unlink(), {"unet/config.json"}),
@@ -116,7 +123,9 @@ DAMAGED: dict[str, tuple[Change, set[str]]] = {
 @pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("at", [10, 20, 30])
 def test_a_checkpoint_without_a_model_of_its_hook(run: Path, name: str, at: int) -> None:
-    """The newest was clean and taken, load_state failed, and two intact checkpoints were next to it."""
+    """The newest was clean and taken, load_state failed, and two intact checkpoints were next to
+    it.
+    """
     change, lost = DAMAGED[name]
     root = run / f"checkpoint-{at}"
     change(root)
@@ -137,11 +146,15 @@ def test_a_salvage_lists_the_lost_model(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_the_script_no_longer_saves(run: Path) -> None:
-    """A lost folder looks the same, so check warns. The unet is needed: an average and an optimizer of it are there."""
+    """A lost folder looks the same, so check warns. The unet is needed: an average and an optimizer
+    of it are there.
+    """
     shutil.rmtree(run / "checkpoint-30/unet_ema")
     (finding,) = check(run / "checkpoint-30").findings
-    assert str(finding) == (
-        f"unet_ema/config.json, unet_ema/{WEIGHTS} are missing: 2 of 2 checkpoints next to it have them"
+    assert (
+        str(finding)
+        == f"unet_ema/config.json, unet_ema/{WEIGHTS} are missing: 2 of 2 checkpoints next to it "
+        "have them"
     )
     assert "no longer saves this model" in finding.advice
     assert latest_checkpoint(run) == run / "checkpoint-30"

@@ -1,4 +1,5 @@
-"""Models that hooks of diffusers' scripts save in sub-folders, against the optimizer and other checkpoints of the run.
+"""Models that hooks of diffusers' scripts save in sub-folders, against the optimizer and other
+checkpoints of the run.
 
 The load hook of the script decides what is damaged.
 """
@@ -31,7 +32,12 @@ Tensors = dict[str, torch.Tensor]
 def unet() -> Any:
     kind: Any = diffusers.UNet2DModel
     blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
-    sizes = {"sample_size": 8, "block_out_channels": (4, 8), "norm_num_groups": 2, "layers_per_block": 1}
+    sizes = {
+        "sample_size": 8,
+        "block_out_channels": (4, 8),
+        "norm_num_groups": 2,
+        "layers_per_block": 1,
+    }
     return kind(add_attention=False, **blocks, **sizes)
 
 
@@ -62,9 +68,11 @@ def controlnet() -> Any:
 
 
 class Script:
-    """A run with the hooks of ``train_text_to_image.py`` and ``train_dreambooth.py`` of diffusers 0.42.
+    """A run with the hooks of ``train_text_to_image.py`` and ``train_dreambooth.py`` of diffusers
+    0.42.
 
-    ``frozen``: beginnings of the names of parameters that are not trained. ``options``: of ``save_pretrained``.
+    ``frozen``: beginnings of the names of parameters that are not trained. ``options``: of
+    ``save_pretrained``.
     """
 
     def __init__(
@@ -81,20 +89,26 @@ class Script:
         GradientState._reset_state()
         torch.manual_seed(0)
         self.accelerator = Accelerator(cpu=True)
-        makers: dict[str, Callable[[], Any]] = {"text_encoder": text_encoder, "controlnet": controlnet}
+        makers: dict[str, Callable[[], Any]] = {
+            "text_encoder": text_encoder,
+            "controlnet": controlnet,
+        }
         self.models = {name: makers.get(name, unet)() for name in names}
         self.options, self.average, self.pops = options, average, pops
         model = next(iter(self.models.values()))
         self.ema: Any = None
         if average:
-            self.ema = EMAModel(model.parameters(), model_cls=type(model), model_config=model.config)
+            self.ema = EMAModel(
+                model.parameters(), model_cls=type(model), model_config=model.config
+            )
         for one in self.models.values():
             for name, parameter in one.named_parameters():
                 parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
         groups = [[model] for model in self.models.values()]
         groups = groups if optimizers > 1 else [list(self.models.values())]
         self.optimizers = [
-            kind([p for model in group for p in model.parameters() if p.requires_grad]) for group in groups
+            kind([p for model in group for p in model.parameters() if p.requires_grad])
+            for group in groups
         ]
         self.accelerator.prepare(*self.models.values(), *self.optimizers)
         self.accelerator.register_save_state_pre_hook(self._save)
@@ -129,7 +143,9 @@ class Script:
     def _load(self, models: list[Any], path: str) -> None:
         if self.ema is not None:
             self.ema.load_state_dict(
-                EMAModel.from_pretrained(os.path.join(path, self.average), diffusers.UNet2DModel).state_dict()
+                EMAModel.from_pretrained(
+                    os.path.join(path, self.average), diffusers.UNet2DModel
+                ).state_dict()
             )
         for name, model in zip(self.models, list(models), strict=True):
             loaded = type(model).from_pretrained(os.path.join(path, name))
@@ -227,7 +243,9 @@ def test_weights_contradict_the_optimizer(
 
 
 @pytest.mark.parametrize("change", [_without_a_key, _transposed, _prefixed])
-@pytest.mark.parametrize("others", [("checkpoint-1",), ("checkpoint-3",), ("checkpoint-1", "checkpoint-3")])
+@pytest.mark.parametrize(
+    "others", [("checkpoint-1",), ("checkpoint-3",), ("checkpoint-1", "checkpoint-3")]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_weights_contradict_the_checkpoints_next_to_it(
     change: Callable[[Tensors], Tensors], others: Iterable[str], tmp_path: Path
@@ -250,7 +268,8 @@ def test_weights_contradict_the_checkpoints_next_to_it(
 
 
 @pytest.mark.parametrize(
-    "others", [("checkpoint-1", "checkpoint-3"), ("checkpoint-3", "checkpoint-4"), ("checkpoint-1",)]
+    "others",
+    [("checkpoint-1", "checkpoint-3"), ("checkpoint-3", "checkpoint-4"), ("checkpoint-1",)],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_weights_of_a_lower_precision(others: Iterable[str], tmp_path: Path) -> None:
@@ -258,14 +277,21 @@ def test_weights_of_a_lower_precision(others: Iterable[str], tmp_path: Path) -> 
     for name in ("checkpoint-2", *others):
         script.saved(tmp_path / name)
     folder = tmp_path / "checkpoint-2"
-    _changed(folder / "unet_ema" / WEIGHTS, lambda tensors: {key: one.half() for key, one in tensors.items()})
+    _changed(
+        folder / "unet_ema" / WEIGHTS,
+        lambda tensors: {key: one.half() for key, one in tensors.items()},
+    )
     # Its config has the new dtype.
-    CLIPTextModel.from_pretrained(folder / "text_encoder").half().save_pretrained(folder / "text_encoder")
+    CLIPTextModel.from_pretrained(folder / "text_encoder").half().save_pretrained(
+        folder / "text_encoder"
+    )
     Script("unet", "text_encoder", average="unet_ema").loads(folder)
     severities = {"checkpoint-1checkpoint-3": "warning", "checkpoint-3checkpoint-4": "note"}
     severity = severities.get("".join(others))
     assert [(one.severity.value, str(one.path)) for one in check(folder).findings] == (
-        [(severity, "text_encoder/model.safetensors"), (severity, f"unet_ema/{WEIGHTS}")] if severity else []
+        [(severity, "text_encoder/model.safetensors"), (severity, f"unet_ema/{WEIGHTS}")]
+        if severity
+        else []
     )
     assert all(" tensors in F16" in str(one) for one in check(folder).findings)
     for name in others:
@@ -273,13 +299,17 @@ def test_weights_of_a_lower_precision(others: Iterable[str], tmp_path: Path) -> 
 
 
 class WithModule(Script):
-    """A script that adds a module to ``unet`` in its second phase, which the config of diffusers does not have."""
+    """A script that adds a module to ``unet`` in its second phase, which the config of diffusers
+    does not have.
+    """
 
     def __init__(self, *, is_trained: bool = True) -> None:
         super().__init__("unet")
         self.models["unet"].adapter = torch.nn.Linear(2, 3)
         if is_trained:
-            self.optimizers[0].add_param_group({"params": list(self.models["unet"].adapter.parameters())})
+            self.optimizers[0].add_param_group(
+                {"params": list(self.models["unet"].adapter.parameters())}
+            )
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
@@ -291,9 +321,9 @@ def test_the_newest_checkpoint_has_a_module_more(is_trained: bool, tmp_path: Pat
     folder = WithModule(is_trained=is_trained).saved(tmp_path / "checkpoint-3")
     report = check(folder)
     assert report.status == 0, problems(folder)
-    assert [type(finding).__name__ for finding in report.all_findings if "unet/" in str(finding)] == [
-        "ChangedEntry"
-    ]
+    assert [
+        type(finding).__name__ for finding in report.all_findings if "unet/" in str(finding)
+    ] == ["ChangedEntry"]
     assert latest_checkpoint(tmp_path) == folder
     # Between two others no script explains it.
     script.saved(tmp_path / "checkpoint-4")
@@ -332,12 +362,15 @@ def test_a_lost_frozen_weight_is_not_checked(tmp_path: Path) -> None:
     script = Script("unet", frozen=("conv_in",))
     folder = script.saved(tmp_path / "checkpoint-2")
     _changed(
-        folder / "unet" / WEIGHTS, lambda tensors: {k: v for k, v in tensors.items() if k != "conv_in.bias"}
+        folder / "unet" / WEIGHTS,
+        lambda tensors: {k: v for k, v in tensors.items() if k != "conv_in.bias"},
     )
     _refused(Script("unet", frozen=("conv_in",)), folder)
     assert problems(folder) == []
     (words,) = unchecked(folder)
-    assert words.startswith("whether unet/ lost frozen weights: the optimizers have no moments of 1 of")
+    assert words.startswith(
+        "whether unet/ lost frozen weights: the optimizers have no moments of 1 of"
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -357,7 +390,10 @@ def test_a_changed_model_of_a_new_config_is_healthy(tmp_path: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "checkpoint-2/optimizer.bin")
-    assert json.loads((tmp_path / "checkpoint-2/unet/config.json").read_text())["layers_per_block"] == 2
+    assert (
+        json.loads((tmp_path / "checkpoint-2/unet/config.json").read_text())["layers_per_block"]
+        == 2
+    )
     assert [problem for problem in problems(tmp_path / "checkpoint-2") if "unet/" in problem] == []
 
 
@@ -378,7 +414,9 @@ def _configs(folder: Path) -> None:
 def _without_counters(folder: Path) -> None:
     path = folder / "unet_ema/config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps({key: value for key, value in config.items() if key != "optimization_step"}))
+    path.write_text(
+        json.dumps({key: value for key, value in config.items() if key != "optimization_step"})
+    )
 
 
 @pytest.mark.parametrize("change", [_folders, _configs, _without_counters])
@@ -401,8 +439,12 @@ def test_an_average_without_its_counters(
         assert problems(folder) == []
         return
     (problem,) = problems(folder)
-    assert problem.startswith("unet_ema/config.json: it holds no counters of an average (expected decay and")
-    assert ("it was exchanged with unet/config.json" in problem) is (change is not _without_counters)
+    assert problem.startswith(
+        "unet_ema/config.json: it holds no counters of an average (expected decay and"
+    )
+    assert ("it was exchanged with unet/config.json" in problem) is (
+        change is not _without_counters
+    )
     if not others:
         with pytest.raises(UsageError, match="no counters of an average"):
             latest_checkpoint(tmp_path)
@@ -412,11 +454,15 @@ def test_an_average_without_its_counters(
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_that_began_with_an_average_is_healthy(tmp_path: Path) -> None:
-    """diffusers keeps the counters of an exported average in the config of the model that it loads."""
+    """diffusers keeps the counters of an exported average in the config of the model that it
+    loads.
+    """
     script = Script("unet", average="unet_ema")
     script.saved(tmp_path / "first/checkpoint-1")
     kind: Any = diffusers.UNet2DModel
-    kind.from_pretrained(tmp_path / "first/checkpoint-1/unet_ema").save_pretrained(tmp_path / "model")
+    kind.from_pretrained(tmp_path / "first/checkpoint-1/unet_ema").save_pretrained(
+        tmp_path / "model"
+    )
     assert "optimization_step" in json.loads((tmp_path / "model/config.json").read_text())
     model = script.models["unet"]
     model.register_to_config(**kind.from_pretrained(tmp_path / "model").config)
@@ -445,6 +491,8 @@ def test_a_model_one_level_too_deep(inner: str, tmp_path: Path) -> None:
     (folder / "third").rename(folder / "unet" / inner)
     _refused(Script("unet", average="unet_ema"), folder)
     (problem,) = problems(folder)
-    assert ("holds this folder of the same name" if inner == "unet" else "unet/config.json") in problem
+    assert (
+        "holds this folder of the same name" if inner == "unet" else "unet/config.json"
+    ) in problem
     assert [words for words in check(folder).not_checked if words.startswith("unet/ (")] == []
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"

@@ -1,4 +1,6 @@
-"""Weights with the name of another library than their config's: transformers and diffusers themselves decide."""
+"""Weights with the name of another library than their config's: transformers and diffusers
+themselves decide.
+"""
 
 import json
 import os
@@ -29,7 +31,12 @@ def _of_diffusers(path: Path) -> None:
 
     kind: Any = diffusers.UNet2DModel
     blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
-    sizes = {"sample_size": 8, "block_out_channels": (4,), "norm_num_groups": 2, "layers_per_block": 1}
+    sizes = {
+        "sample_size": 8,
+        "block_out_channels": (4,),
+        "norm_num_groups": 2,
+        "layers_per_block": 1,
+    }
     kind(add_attention=False, **blocks, **sizes).save_pretrained(path)
 
 
@@ -125,9 +132,10 @@ def test_the_sentence_names_the_library_and_the_advice_the_name(
     folder = Path(shutil.copytree(saved["diffusers"], tmp_path / "unet"))
     write(folder, "diffusers", "model.safetensors")
     (finding,) = check(folder).findings
-    assert str(finding) == (
-        "diffusion_pytorch_model.safetensors is missing: config.json is of diffusers, which does not look for "
-        "'model.safetensors'"
+    assert (
+        str(finding)
+        == "diffusion_pytorch_model.safetensors is missing: config.json is of diffusers, which "
+        "does not look for 'model.safetensors'"
     )
     assert finding.advice.startswith(
         "if 'model.safetensors' is that file, rename it to diffusion_pytorch_model.safetensors"
@@ -143,7 +151,9 @@ def _save_state(folder: Path) -> None:
     accelerator.save_state(str(folder))
 
 
-def test_save_state_writes_its_names_next_to_any_config(saved: Mapping[str, Path], tmp_path: Path) -> None:
+def test_save_state_writes_its_names_next_to_any_config(
+    saved: Mapping[str, Path], tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoint-10"
     _save_state(folder)
     for library, source in saved.items():
@@ -164,7 +174,9 @@ def test_a_config_that_cannot_be_read_is_told_of_a_folder_below(
     shutil.copytree(saved[library], folder / below)
     where = folder if is_save_state else folder / below
     assert verdict(where) == []
-    (folder / below / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    (folder / below / "config.json").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    )
     ((code, words),) = verdict(where)
     assert code == "incomplete-checkpoint"
     assert words.removeprefix(f"{below}/").startswith("config.json: a git-LFS pointer")

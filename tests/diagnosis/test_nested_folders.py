@@ -98,7 +98,9 @@ def test_a_copy_inside_of_the_same_checkpoint_changes_nothing(saved: Path, tmp_p
 
 
 @pytest.mark.parametrize("ending", ["~", ".1", ".bak"])
-def test_a_folder_in_which_every_name_has_one_ending_more(saved: Path, tmp_path: Path, ending: str) -> None:
+def test_a_folder_in_which_every_name_has_one_ending_more(
+    saved: Path, tmp_path: Path, ending: str
+) -> None:
     path = Path(shutil.copytree(saved, tmp_path / "a run/checkpoint_10"))
     for file in [*path.iterdir()]:
         file.rename(file.with_name(file.name + ending))

@@ -1,4 +1,6 @@
-"""Numpy arrays in files that are loaded with ``weights_only=True``: accelerate, transformers and torch decide."""
+"""Numpy arrays in files that are loaded with ``weights_only=True``: accelerate, transformers and
+torch decide.
+"""
 
 import pickle
 import random
@@ -79,7 +81,9 @@ def unloadable(folder: Path) -> dict[str, Mapping[str, str]]:
 
 
 @pytest.mark.parametrize("dtype", ["f8", "f4", "i8", "?", "u4", ">u4"])
-def test_the_array_of_a_scheduler_is_reported_where_load_state_refuses_it(tmp_path: Path, dtype: str) -> None:
+def test_the_array_of_a_scheduler_is_reported_where_load_state_refuses_it(
+    tmp_path: Path, dtype: str
+) -> None:
     accelerator = prepared(dtype)
     accelerator.save_state(str(tmp_path))
     if dtype.endswith("u4"):
@@ -94,7 +98,9 @@ def test_the_array_of_a_scheduler_is_reported_where_load_state_refuses_it(tmp_pa
 
 @pytest.mark.parametrize("name", READ_BY_ACCELERATE)
 @pytest.mark.parametrize("dtype", [*KINDS, "u4"])
-def test_accelerate_loads_arrays_of_uint32_alone(saved: Path, tmp_path: Path, name: str, dtype: str) -> None:
+def test_accelerate_loads_arrays_of_uint32_alone(
+    saved: Path, tmp_path: Path, name: str, dtype: str
+) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
     path = folder / name
     absent = torch.amp.GradScaler("cpu").state_dict() if name == "scaler.pt" else {"scale": 1.0}
@@ -114,8 +120,9 @@ def test_the_advice_makes_accelerate_load_the_arrays(saved: Path, tmp_path: Path
     path = folder / "scheduler.bin"
     torch.save({**load(path), "x": np.zeros(3), "y": np.zeros((2, 2)), "z": np.ones(2, bool)}, path)
     (finding,) = (one for one in check(folder).findings if isinstance(one, UnloadablePickle))
-    assert str(finding) == (
-        "scheduler.bin holds numpy arrays: 'x' (float64), 'y' (float64) and 'z' (bool); "
+    assert (
+        str(finding)
+        == "scheduler.bin holds numpy arrays: 'x' (float64), 'y' (float64) and 'z' (bool); "
         "load_state loads uint32 alone, and refuses the file"
     )
     before = torch.serialization.get_safe_globals()
@@ -129,7 +136,9 @@ def test_the_advice_makes_accelerate_load_the_arrays(saved: Path, tmp_path: Path
         load(path)
 
 
-def test_random_states_with_another_array_are_passed_in_silence(saved: Path, tmp_path: Path) -> None:
+def test_random_states_with_another_array_are_passed_in_silence(
+    saved: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
     path = folder / "random_states_0.pkl"
     saved_state = load(path)
@@ -169,7 +178,11 @@ def test_weights_alone_may_hold_no_array(tmp_path: Path, name: str, dtype: str) 
 
 @pytest.mark.parametrize("dtype", ["f8", "i8", "u4"])
 def test_random_states_of_the_trainer_may_hold_uint32_alone(tmp_path: Path, dtype: str) -> None:
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
     path = tmp_path / "rng_state.pth"
     torch.save({**state, "own": np.zeros(3, dtype)}, path)
     if dtype == "u4":

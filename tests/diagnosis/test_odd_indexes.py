@@ -1,7 +1,8 @@
-"""Odd indexes of sharded models: what transformers, accelerate and diffusers load completely is not damaged.
+"""Odd indexes of sharded models: what transformers, accelerate and diffusers load completely is not
+damaged.
 
-Each loader reads all tensors of all files that the map lists. None of them looks a key up in the map, but for weights
-that transformers leaves on the disk.
+Each loader reads all tensors of all files that the map lists. None of them looks a key up in the
+map, but for weights that transformers leaves on the disk.
 """
 
 import json
@@ -100,7 +101,9 @@ class Library:
             write(folder.shard(number + 1), {key: state[key] for key in keys})
             weight_map |= dict.fromkeys(keys, folder.shard(number + 1).name)
         size = sum(tensor.nbytes for tensor in state.values())
-        folder.index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+        folder.index.write_text(
+            json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
+        )
         return folder
 
     def is_loaded(self, folder: Folder) -> bool:
@@ -122,7 +125,12 @@ class Transformers(Library):
     def new(self) -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16, "num_attention_heads": 2}
+        sizes = {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "vocab_size": 16,
+            "num_attention_heads": 2,
+        }
         return LlamaForCausalLM(
             LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"], **sizes)
         ).eval()
@@ -179,7 +187,11 @@ class Diffusers(Library):
         yield from super().loads(folder)
 
 
-KINDS = [(library, suffix) for library in (Transformers, Diffusers) for suffix in (".safetensors", ".bin")]
+KINDS = [
+    (library, suffix)
+    for library in (Transformers, Diffusers)
+    for suffix in (".safetensors", ".bin")
+]
 Change = Callable[[Folder], object]
 CHANGES: dict[str, Change] = {}
 
@@ -195,7 +207,9 @@ def nothing(folder: Folder) -> None: ...
 
 @change
 def a_computed_buffer_that_no_shard_holds(folder: Folder) -> None:
-    folder.write_map({**folder.map, "rotary.inv_freq": folder.shard(1).name}, metadata={"total_size": 1})
+    folder.write_map(
+        {**folder.map, "rotary.inv_freq": folder.shard(1).name}, metadata={"total_size": 1}
+    )
 
 
 @change
@@ -259,7 +273,9 @@ def a_buffer_of_a_shard_is_not_listed(folder: Folder) -> None:
 
 @change
 def a_shard_is_not_listed(folder: Folder) -> None:
-    folder.write_map({key: name for key, name in folder.map.items() if name != folder.shard(2).name})
+    folder.write_map(
+        {key: name for key, name in folder.map.items() if name != folder.shard(2).name}
+    )
 
 
 @change
@@ -276,7 +292,9 @@ def a_shard_is_gone(folder: Folder) -> None:
 def a_key_of_a_listed_shard_is_there_twice_in_the_text(folder: Folder) -> None:
     key, name = next(iter(folder.map.items()))
     text = folder.index.read_text()
-    folder.index.write_text(text.replace('"weight_map": {', f'"weight_map": {{"{key}": "{name}", ', 1))
+    folder.index.write_text(
+        text.replace('"weight_map": {', f'"weight_map": {{"{key}": "{name}", ', 1)
+    )
 
 
 @change
@@ -354,7 +372,10 @@ def a_list_around_the_index(folder: Folder) -> None:
 def a_shard_of_another_name_that_the_map_has(folder: Folder) -> None:
     new = folder.shard(2).rename(folder.path / f"part{folder.suffix}")
     folder.write_map(
-        {key: new.name if name == folder.shard(2).name else name for key, name in folder.map.items()}
+        {
+            key: new.name if name == folder.shard(2).name else name
+            for key, name in folder.map.items()
+        }
     )
 
 
@@ -369,7 +390,8 @@ def two_shards_in_one_file_that_the_map_has(folder: Folder) -> None:
     folder.shard(3).unlink()
     names = {folder.shard(3).name: folder.shard(1).name}
     folder.write_map(
-        {key: names.get(name, name) for key, name in folder.map.items()}, metadata={"total_size": 1}
+        {key: names.get(name, name) for key, name in folder.map.items()},
+        metadata={"total_size": 1},
     )
 
 
@@ -400,7 +422,9 @@ def _in_another_format(folder: Folder, number: int) -> None:
     other = shard.with_suffix(".bin" if folder.suffix == ".safetensors" else ".safetensors")
     write(other, read(shard))
     shard.unlink()
-    folder.write_map({key: other.name if name == shard.name else name for key, name in folder.map.items()})
+    folder.write_map(
+        {key: other.name if name == shard.name else name for key, name in folder.map.items()}
+    )
 
 
 @change
@@ -436,7 +460,10 @@ def saved(
     root = tmp_path_factory.mktemp("saved")
     libraries = {kind: kind() for kind in (Transformers, Diffusers)}
     return {
-        (kind, suffix): (libraries[kind], libraries[kind].save(root / f"{kind.__name__}{suffix}", suffix))
+        (kind, suffix): (
+            libraries[kind],
+            libraries[kind].save(root / f"{kind.__name__}{suffix}", suffix),
+        )
         for kind, suffix in KINDS
     }
 
@@ -480,7 +507,12 @@ for path in sys.argv[2:]:
     print(json.dumps(all(torch.equal(model[key], tensor) for key, tensor in expected.items())))
 """
 _FOR_OLDEST = (
-    *(nothing, a_key_of_a_shard_is_not_listed, a_buffer_of_a_shard_is_not_listed, a_tensor_is_in_two_shards),
+    *(
+        nothing,
+        a_key_of_a_shard_is_not_listed,
+        a_buffer_of_a_shard_is_not_listed,
+        a_tensor_is_in_two_shards,
+    ),
     *(two_shards_hold_other_values_of_a_key, another_total_size),
 )
 
@@ -502,7 +534,9 @@ def test_an_index_is_damaged_if_the_oldest_transformers_leaves_a_tensor_random(
     environment = {**os.environ, "PYTHONPATH": str(OLDEST)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     loads = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [not verdict(path) for path in folders] == loads == [True, False, True, True, False, True]
+    assert (
+        [not verdict(path) for path in folders] == loads == [True, False, True, True, False, True]
+    )
 
 
 def test_the_sentences_about_an_index_name_what_loaders_do(saved: Any, tmp_path: Path) -> None:
@@ -512,11 +546,12 @@ def test_the_sentences_about_an_index_name_what_loaders_do(saved: Any, tmp_path:
     sentences = {
         two_keys_are_listed_in_each_others_shard: f"{name} names the wrong shard for 2 tensors",
         a_key_of_a_shard_is_not_listed: (
-            f"{name} does not list 1 tensor of the shards: transformers 4.44 leaves random with a device_map what the "
-            "index does not list"
+            f"{name} does not list 1 tensor of the shards: transformers 4.44 leaves random with a "
+            "device_map what the index does not list"
         ),
         two_shards_hold_other_values_of_a_key: (
-            f"1 tensor of {name} is in two shards with different values (first {key!r} in {first} and {third})"
+            f"1 tensor of {name} is in two shards with different values (first {key!r} in {first} "
+            f"and {third})"
         ),
     }
     for damage, sentence in sentences.items():
@@ -525,20 +560,30 @@ def test_the_sentences_about_an_index_name_what_loaders_do(saved: Any, tmp_path:
         assert verdict(path) == [("index-mismatch", sentence)]
 
 
-def test_keys_that_old_versions_alone_leave_random_are_a_warning(saved: Any, tmp_path: Path) -> None:
+def test_keys_that_old_versions_alone_leave_random_are_a_warning(
+    saved: Any, tmp_path: Path
+) -> None:
     library, source = saved[Transformers, ".safetensors"]
     path = Path(shutil.copytree(source.path, tmp_path / "unlisted"))
     a_key_of_a_shard_is_not_listed(replace(source, path=path))
     assert library.is_loaded(replace(source, path=path))
     (finding,) = check(path).findings
-    assert (finding.code, finding.severity.value, check(path).status) == ("index-mismatch", "warning", 1)
+    assert (finding.code, finding.severity.value, check(path).status) == (
+        "index-mismatch",
+        "warning",
+        1,
+    )
     repair(path)
     assert verdict(path) == []
     assert library.is_loaded(replace(source, path=path))
 
 
-def test_a_wrong_key_in_an_index_has_advice_for_both_explanations(saved: Any, tmp_path: Path) -> None:
-    """All bytes that the index counts, and an unlisted key for each lost one: a typo, or a shard of another model."""
+def test_a_wrong_key_in_an_index_has_advice_for_both_explanations(
+    saved: Any, tmp_path: Path
+) -> None:
+    """All bytes that the index counts, and an unlisted key for each lost one: a typo, or a shard of
+    another model.
+    """
     library, source = saved[Transformers, ".safetensors"]
     path = Path(shutil.copytree(source.path, tmp_path / "typo"))
     index = replace(source, path=path).index
@@ -595,7 +640,11 @@ def test_an_odd_index_is_a_note(saved: Any, tmp_path: Path, name: str, words: st
     CHANGES[name](folder)
     (note,) = check(folder.path).all_findings
     assert str(note).startswith(f"{folder.index.name} {words}")
-    assert (note.code, note.severity.value, check(folder.path).status) == ("index-mismatch", "note", 0)
+    assert (note.code, note.severity.value, check(folder.path).status) == (
+        "index-mismatch",
+        "note",
+        0,
+    )
     assert [one.problem for one in model_entries(scan_folder(folder.path), None)] == [""]
 
 
@@ -610,8 +659,9 @@ def test_a_shard_under_another_name_is_named_with_the_command_that_renames_it(
     stray = shard.rename(folder.path / f"{name.format(folder.stem)}{suffix}")
     (finding,) = [one for one in check(folder.path).findings if one.code == "missing-shard"]
     tensors = len(read(stray))
-    assert str(finding) == (
-        f"{shard.name} is missing; {folder.index.name} promises it, with {tensors} tensors; "
+    assert (
+        str(finding)
+        == f"{shard.name} is missing; {folder.index.name} promises it, with {tensors} tensors; "
         f"{stray.name!r} holds its {tensors} tensors"
     )
     _, _, command = finding.advice_at(str(folder.path)).partition(": ")
@@ -622,7 +672,9 @@ def test_a_shard_under_another_name_is_named_with_the_command_that_renames_it(
 
 
 @pytest.mark.parametrize("what", ["two files", "another key", "more bytes", "another suffix"])
-def test_a_file_that_may_not_be_the_missing_shard_is_not_named(saved: Any, tmp_path: Path, what: str) -> None:
+def test_a_file_that_may_not_be_the_missing_shard_is_not_named(
+    saved: Any, tmp_path: Path, what: str
+) -> None:
     _, source = saved[Transformers, ".safetensors"]
     folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
     tensors = read(folder.shard(2))

@@ -1,4 +1,6 @@
-"""Optimizers against themselves and the weights: each kind of damage is found, and no healthy optimizer is blamed."""
+"""Optimizers against themselves and the weights: each kind of damage is found, and no healthy
+optimizer is blamed.
+"""
 
 import shutil
 import time
@@ -30,7 +32,10 @@ def found(root: Path) -> list[str]:
 
 def net() -> Any:
     return torch.nn.Sequential(
-        torch.nn.Embedding(11, 6), torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)
+        torch.nn.Embedding(11, 6),
+        torch.nn.Linear(6, 5),
+        torch.nn.LayerNorm(5),
+        torch.nn.Linear(5, 3),
     )
 
 
@@ -42,7 +47,9 @@ def step(model: Any, optimizer: Any, times: int = 2) -> None:
         optimizer.step()
 
 
-def save(root: Path, models: list[Any], optimizers: list[Any], *, custom: tuple[Any, ...] = ()) -> Path:
+def save(
+    root: Path, models: list[Any], optimizers: list[Any], *, custom: tuple[Any, ...] = ()
+) -> Path:
     """Save with stock accelerate."""
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.prepare(*models, *optimizers)
@@ -83,13 +90,17 @@ def test_optimizers_of_torch_are_healthy(tmp_path: Path, name: str) -> None:
 
 def test_an_optimizer_that_has_not_stepped_is_healthy(tmp_path: Path) -> None:
     model = net()
-    assert found(save(tmp_path / "checkpoint", [model], [torch.optim.AdamW(model.parameters())])) == []
+    assert (
+        found(save(tmp_path / "checkpoint", [model], [torch.optim.AdamW(model.parameters())])) == []
+    )
 
 
 class OtherShapes(torch.optim.Optimizer):  # type: ignore[misc]
     """An optimizer that keeps states of its own shapes, like those of other libraries."""
 
-    def __init__(self, parameters: Any, make: Callable[[Any], dict[str, Any]], **options: Any) -> None:
+    def __init__(
+        self, parameters: Any, make: Callable[[Any], dict[str, Any]], **options: Any
+    ) -> None:
         super().__init__(parameters, {"lr": 0.1, **options})
         self._make = make
 
@@ -200,7 +211,9 @@ class Kept:
         self.kept = state
 
 
-@pytest.mark.parametrize("kept", [None, {"n": 3, "t": torch.zeros(3), "name": "a", "more": {"k": [1, 2]}}])
+@pytest.mark.parametrize(
+    "kept", [None, {"n": 3, "t": torch.zeros(3), "name": "a", "more": {"k": [1, 2]}}]
+)
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
 def test_a_model_that_lost_its_tensors_is_told_next_to_a_custom_object(
     name: str, kept: Any, tmp_path: Path
@@ -229,7 +242,12 @@ def test_the_state_of_a_custom_object_in_place_of_a_model_is_told(tmp_path: Path
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
-    root = save(tmp_path / "checkpoint", [model], [optimizer], custom=(Kept({"n": 3, "t": torch.zeros(3)}),))
+    root = save(
+        tmp_path / "checkpoint",
+        [model],
+        [optimizer],
+        custom=(Kept({"n": 3, "t": torch.zeros(3)}),),
+    )
     (root / "model.safetensors").unlink()
     shutil.copy(root / "custom_checkpoint_0.pkl", root / "pytorch_model.bin")
     assert [words.partition(":")[0] for words in found(root)] == ["unsaved-parameters"]
@@ -237,7 +255,9 @@ def test_the_state_of_a_custom_object_in_place_of_a_model_is_told(tmp_path: Path
 
 def mlp(width: int) -> Any:
     return torch.nn.Sequential(
-        torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 3, bias=False)
+        torch.nn.Linear(4, width),
+        torch.nn.BatchNorm1d(width),
+        torch.nn.Linear(width, 3, bias=False),
     )
 
 
@@ -267,7 +287,9 @@ def test_a_model_of_another_run_is_told_next_to_an_average(
     assert found(root) == []
     strange = {key: value.clone() for key, value in mlp(7).state_dict().items()}
     if damage == "without a tensor":
-        strange = {key: value.clone() for key, value in models[0].state_dict().items() if key != "2.weight"}
+        strange = {
+            key: value.clone() for key, value in models[0].state_dict().items() if key != "2.weight"
+        }
     save_file(strange, root / "model.safetensors", {"format": "pt"})
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.prepare(mlp(6))
@@ -277,8 +299,12 @@ def test_a_model_of_another_run_is_told_next_to_an_average(
 
 
 @pytest.mark.parametrize("extra", ["logit_scale", "head.weight"])
-def test_the_parameters_of_an_optimizer_in_a_custom_object_are_healthy(extra: str, tmp_path: Path) -> None:
-    """A script keeps all of them there, with one that is in no model, and restores them from there."""
+def test_the_parameters_of_an_optimizer_in_a_custom_object_are_healthy(
+    extra: str, tmp_path: Path
+) -> None:
+    """A script keeps all of them there, with one that is in no model, and restores them from
+    there.
+    """
     model, scale = mlp(6), torch.nn.Parameter(torch.ones(9))
     optimizer = torch.optim.AdamW([*model.parameters(), scale])
     scale.grad = torch.ones(9)
@@ -287,7 +313,9 @@ def test_the_parameters_of_an_optimizer_in_a_custom_object_are_healthy(extra: st
     root = save(tmp_path / "checkpoint", [model], [optimizer], custom=(kept,))
     accelerator = accelerate.Accelerator(cpu=True)
     fresh = mlp(6)
-    accelerator.prepare(fresh, torch.optim.AdamW([*fresh.parameters(), torch.nn.Parameter(torch.ones(9))]))
+    accelerator.prepare(
+        fresh, torch.optim.AdamW([*fresh.parameters(), torch.nn.Parameter(torch.ones(9))])
+    )
     accelerator.register_for_checkpointing(Kept({}))
     accelerator.load_state(str(root))
     assert found(root) == []
@@ -297,10 +325,14 @@ def test_the_parameters_of_an_optimizer_in_a_custom_object_are_healthy(extra: st
     assert [words.partition(":")[0] for words in found(root)] == ["unsaved-parameters"]
 
 
-def test_networks_with_the_keys_of_the_model_in_a_custom_object_are_healthy(tmp_path: Path) -> None:
+def test_networks_with_the_keys_of_the_model_in_a_custom_object_are_healthy(
+    tmp_path: Path,
+) -> None:
     """One optimizer trains all of them, or each has its own, and only the first is prepared."""
     models = [mlp(6), mlp(5), mlp(7)]
-    kept = Kept({"nets": {str(number): model.state_dict() for number, model in enumerate(models[1:])}})
+    kept = Kept(
+        {"nets": {str(number): model.state_dict() for number, model in enumerate(models[1:])}}
+    )
     parameters = [parameter for model in models for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(parameters)
     step(torch.nn.ModuleList(models), optimizer)
@@ -355,11 +387,15 @@ def test_weights_that_a_hook_saves_elsewhere_are_not_missed(tmp_path: Path) -> N
     step(other, optimizer)
     root = save(tmp_path / "checkpoint", [model], [optimizer])
     (words,) = found(root)
-    assert words == (
-        "unsaved-parameters: optimizer.bin: it has moments of shapes [9], [9, 9], and no weights have such a shape (9 "
-        "parameters in the optimizer, 7 tensors of weights)"
+    assert (
+        words == "unsaved-parameters: optimizer.bin: it has moments of shapes [9], [9, 9], and no "
+        "weights have such a shape (9 parameters in the optimizer, 7 tensors of weights)"
     )
-    assert check(root).findings[0].advice.startswith("the optimizer may have a module that was not prepared")
+    assert (
+        check(root)
+        .findings[0]
+        .advice.startswith("the optimizer may have a module that was not prepared")
+    )
     torch.save(other.state_dict(), root / "other.pt")
     assert found(root) == []
     (root / "other.pt").unlink()
@@ -369,7 +405,9 @@ def test_weights_that_a_hook_saves_elsewhere_are_not_missed(tmp_path: Path) -> N
 
 
 class WithFrozenLoss(torch.nn.Module):  # type: ignore[misc]
-    """A model that leaves the frozen network of its loss out of its state dict, as those with ``@remove_vgg``."""
+    """A model that leaves the frozen network of its loss out of its state dict, as those with
+    ``@remove_vgg``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,7 +432,10 @@ def test_a_frozen_part_that_the_state_dict_leaves_out_is_a_note(tmp_path: Path) 
     accelerator.prepare(model, optimizer)
     accelerator.load_state(str(root))
     step(model, optimizer)
-    words = "it has 9 parameters, 2 of them without moments, and the checkpoint has 7 tensors of weights"
+    words = (
+        "it has 9 parameters, 2 of them without moments, and the checkpoint has 7 tensors of "
+        "weights"
+    )
     assert f"unsaved-parameters: optimizer.bin: {words}" in found(root)
     assert check(root).status == 0
     # As many parameters, and a moment for each.
@@ -424,7 +465,8 @@ def test_more_parameters_than_tensors_are_of_another_model(tmp_path: Path) -> No
     step(model, optimizer)
     root = save(tmp_path / "checkpoint", [model[:2]], [optimizer])
     assert found(root) == [
-        "unsaved-parameters: optimizer.bin: it has 6 parameters, and the checkpoint has 4 tensors of weights"
+        "unsaved-parameters: optimizer.bin: it has 6 parameters, and the checkpoint has 4 tensors "
+        "of weights"
     ]
 
 
@@ -440,13 +482,16 @@ def test_an_optimizer_of_another_model_is_first_said_to_be_of_another_run(
     step(other, foreign)
     torch.save(foreign.state_dict(), root / "optimizer.bin")
     if is_named:
-        rewrite(root / "optimizer.bin", lambda state: name_parameters(state, ["head.weight", "head.bias"]))
+        rewrite(
+            root / "optimizer.bin",
+            lambda state: name_parameters(state, ["head.weight", "head.bias"]),
+        )
     else:
         with pytest.raises(ValueError, match="parameter group"):
             optimizer.load_state_dict(torch.load(root / "optimizer.bin"))
     assert found(root) == [
-        "unsaved-parameters: optimizer.bin: does not fit the weights (expected the parameters of 4 tensors of shapes "
-        "[2], [2, 3], [3] and 1 more; found 2 parameters of shapes [3], [3, 7])"
+        "unsaved-parameters: optimizer.bin: does not fit the weights (expected the parameters of 4 "
+        "tensors of shapes [2], [2, 3], [3] and 1 more; found 2 parameters of shapes [3], [3, 7])"
     ]
     torch.save(model.state_dict(), root / "pytorch_model.bin")
     assert "the parameters of 4 tensors" in found(root)[0]
@@ -477,7 +522,10 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def checkpoint(tmp_path: Path) -> Path:
     model = net()
     optimizer = torch.optim.AdamW(
-        [{"params": [one for one in model.parameters() if (one.dim() > 1) is wide]} for wide in (True, False)]
+        [
+            {"params": [one for one in model.parameters() if (one.dim() > 1) is wide]}
+            for wide in (True, False)
+        ]
     )
     step(model, optimizer)
     return save(tmp_path / "checkpoint", [model], [optimizer])
@@ -489,8 +537,8 @@ def test_groups_that_share_a_parameter_or_lack_one_with_moments(checkpoint: Path
 
     rewrite(checkpoint / "optimizer.bin", share)
     assert found(checkpoint) == [
-        "inconsistent-groups: optimizer.bin: two param groups have parameter 2; it has moments of parameter 6, which "
-        "no param group has"
+        "inconsistent-groups: optimizer.bin: two param groups have parameter 2; it has moments of "
+        "parameter 6, which no param group has"
     ]
 
 
@@ -507,7 +555,8 @@ NAMES = ["0.weight", "1.weight", "3.weight", "1.bias", "2.weight", "2.bias", "3.
 @pytest.mark.parametrize("wrapper", ["", "module.", "_fsdp_wrapped_module.", "_orig_mod.module."])
 def test_names_of_fsdp_are_found_in_the_weights(checkpoint: Path, wrapper: str) -> None:
     rewrite(
-        checkpoint / "optimizer.bin", lambda state: name_parameters(state, [wrapper + one for one in NAMES])
+        checkpoint / "optimizer.bin",
+        lambda state: name_parameters(state, [wrapper + one for one in NAMES]),
     )
     assert found(checkpoint) == []
 
@@ -516,7 +565,8 @@ def test_names_that_the_weights_lack(checkpoint: Path) -> None:
     names = [*NAMES[:-1], "3.offset"]
     rewrite(checkpoint / "optimizer.bin", lambda state: name_parameters(state, names))
     assert found(checkpoint) == [
-        "unsaved-parameters: optimizer.bin: 1 of 7 parameters has no weights in the checkpoint: '3.offset'"
+        "unsaved-parameters: optimizer.bin: 1 of 7 parameters has no weights in the checkpoint: "
+        "'3.offset'"
     ]
 
 
@@ -534,8 +584,8 @@ def test_moments_of_another_shape_by_name(checkpoint: Path) -> None:
 
     rewrite(checkpoint / "optimizer.bin", turn)
     assert found(checkpoint) == [
-        "mismatched-moments: optimizer.bin: the moments of '1.weight' have shape [6, 5] (expected [5, 6], as its "
-        "weights have)"
+        "mismatched-moments: optimizer.bin: the moments of '1.weight' have shape [6, 5] (expected "
+        "[5, 6], as its weights have)"
     ]
     rewrite(checkpoint / "optimizer.bin", lambda state: state["param_groups"][0].update(rank=4))
     assert found(checkpoint) == []
@@ -557,8 +607,8 @@ def test_a_guarded_save_has_the_names_of_numbered_parameters(tmp_path: Path) -> 
 
     save_model(other, str(tmp_path / "other" / "model.safetensors"))
     assert found(tmp_path / "other") == [
-        "mismatched-moments: optimizer.bin: the moments of '3.weight' have shape [3, 5] (expected [4, 5], as its "
-        "weights have; 1 parameter more)"
+        "mismatched-moments: optimizer.bin: the moments of '3.weight' have shape [3, 5] (expected "
+        "[4, 5], as its weights have; 1 parameter more)"
     ]
 
 
@@ -592,14 +642,21 @@ def test_dcp_folders_are_compared_by_their_metadata(tmp_path: Path, flattened: b
     write(other, torch.optim.AdamW(other.parameters()), tmp_path / "other")
     shutil.copytree(tmp_path / "other" / "pytorch_model_fsdp_0", root / "pytorch_model_fsdp_0")
     assert found(root) == [
-        "mismatched-moments: optimizer_0: the moments of '3.weight' have shape [3, 5] (expected [4, 5], as its weights "
-        "have)",
-        "unsaved-parameters: optimizer_0: 1 of 7 parameters has no weights in the checkpoint: '3.bias'",
+        (
+            "mismatched-moments: optimizer_0: the moments of '3.weight' have shape [3, 5] "
+            "(expected [4, 5], as its weights have)"
+        ),
+        (
+            "unsaved-parameters: optimizer_0: 1 of 7 parameters has no weights in the checkpoint: "
+            "'3.bias'"
+        ),
     ]
 
 
 def test_a_trainer_checkpoint_is_not_judged_by_shapes(tmp_path: Path) -> None:
-    """Transformers merges and splits weights when it loads and saves: moments are of the merged ones."""
+    """Transformers merges and splits weights when it loads and saves: moments are of the merged
+    ones.
+    """
     model = torch.nn.Linear(6, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
@@ -640,7 +697,9 @@ def test_one_list_that_many_groups_refer_to_ends_the_look_soon(tmp_path: Path) -
 def test_a_group_of_a_dcp_folder_with_a_parameter_without_moments(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     shutil.copytree("fixtures/dcp-2.13.0/fsdp2-clean/checkpoint", root)
-    (state,) = (one for one in scan_dcp_folders(scan_folder(root)) if one.path.name == "optimizer_0")
+    (state,) = (
+        one for one in scan_dcp_folders(scan_folder(root)) if one.path.name == "optimizer_0"
+    )
     (optimizer,) = optimizers_of(root, state)
     assert optimizer.is_named
     assert optimizer.is_plain
@@ -661,7 +720,9 @@ class Temperature(torch.nn.Module):  # type: ignore[misc]
 def test_a_bare_parameter_is_named_as_what_it_is(
     tmp_path: Path, shape: tuple[int, ...], is_registered: bool
 ) -> None:
-    """SAC trains ``log_alpha`` with an optimizer of its own. load_state restores the moments, and not the value."""
+    """SAC trains ``log_alpha`` with an optimizer of its own. load_state restores the moments, and
+    not the value.
+    """
     accelerator = accelerate.Accelerator(cpu=True)
     actor, log_alpha = torch.nn.Linear(4, 2), torch.nn.Parameter(torch.zeros(shape))
     if is_registered:
@@ -678,7 +739,9 @@ def test_a_bare_parameter_is_named_as_what_it_is(
     accelerator.load_state(str(tmp_path / "checkpoint"))
     assert torch.equal(log_alpha, trained) == is_registered
     findings = check(tmp_path / "checkpoint").findings
-    assert [finding.code for finding in findings] == ([] if is_registered else ["unsaved-parameters"])
+    assert [finding.code for finding in findings] == (
+        [] if is_registered else ["unsaved-parameters"]
+    )
     for finding in findings:
         assert finding.advice.startswith(
             "it may be a bare nn.Parameter, such as SAC's log_alpha: no model has it"

@@ -1,4 +1,6 @@
-"""Optimizers that torch loads or steps with an error: torch decides, and every healthy twin stays silent."""
+"""Optimizers that torch loads or steps with an error: torch decides, and every healthy twin stays
+silent.
+"""
 
 import copy
 import shutil
@@ -25,7 +27,9 @@ def net() -> Any:
 
 
 def several(optimizer: Any, **options: Any) -> Make:
-    """Return a maker of this optimizer with two param groups, the second with another learning rate."""
+    """Return a maker of this optimizer with two param groups, the second with another learning
+    rate.
+    """
 
     def make(model: Any) -> Any:
         parameters = list(model.parameters())
@@ -86,7 +90,9 @@ NUMBERS = (
 
 
 def damaged(healthy: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the state without each option of the second group, and with each state of parameter 4 spoiled."""
+    """Yield the state without each option of the second group, and with each state of parameter 4
+    spoiled.
+    """
     for option in healthy["param_groups"][1].keys() - {"params"}:
         state = copy.deepcopy(healthy)
         del state["param_groups"][1][option]
@@ -96,7 +102,12 @@ def damaged(healthy: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"no {option} at all", state
     # A step of SGD without momentum does not look at the dampening.
     for option in {*NUMBERS, "eps"}.intersection(healthy["param_groups"][1]):
-        for words, several in (("list", [0.5]), ("empty list", []), ("dict", {}), ("tensor", torch.ones(2))):
+        for words, several in (
+            ("list", [0.5]),
+            ("empty list", []),
+            ("dict", {}),
+            ("tensor", torch.ones(2)),
+        ):
             if option == "eps" and "beta2_decay" in healthy["param_groups"][1]:
                 continue
             state = copy.deepcopy(healthy)
@@ -133,9 +144,12 @@ def test_torch_fails_where_an_error_is_reported_and_nowhere_else(tmp_path: Path,
         torch.save(state, root / "optimizer.bin")
         severities = {one.severity for one in check(root).all_findings} - {Severity.NOTE}
         if fails(MAKERS[name], state):
-            # torch's Adafactor keeps other states for a vector than for a matrix: their values are not judged. The
-            # gradients of an Embedding(sparse=True) rightly leave SGD a sparse momentum.
-            is_unknown = (name == "adafactor" and "_var: " in words) or words == "momentum_buffer: sparse"
+            # torch's Adafactor keeps other states for a vector than for a matrix: their values are
+            # not judged. The gradients of an Embedding(sparse=True) rightly leave SGD a sparse
+            # momentum.
+            is_unknown = (
+                name == "adafactor" and "_var: " in words
+            ) or words == "momentum_buffer: sparse"
             assert severities or is_unknown, words
         else:
             assert severities == set(), words
@@ -162,9 +176,14 @@ def test_what_is_said_of_states_and_options(checkpoint: Path) -> None:
     rewrite(path, damage)
     assert found(checkpoint) == [
         "inconsistent-groups: optimizer.bin: param group 0 has no usable 'lr'",
-        "mismatched-moments: optimizer.bin: 'exp_avg_sq' of parameter 0 has shape [6, 5] (expected [5, 6], as its "
-        "'exp_avg' has; 1 parameter more)",
-        "missing-moments: optimizer.bin: 2 of 6 parameters have no usable 'exp_avg_sq', 'step': 4, 5",
+        (
+            "mismatched-moments: optimizer.bin: 'exp_avg_sq' of parameter 0 has shape [6, 5] "
+            "(expected [5, 6], as its 'exp_avg' has; 1 parameter more)"
+        ),
+        (
+            "missing-moments: optimizer.bin: 2 of 6 parameters have no usable 'exp_avg_sq', "
+            "'step': 4, 5"
+        ),
     ]
     assert check(checkpoint).status == 1
 
@@ -258,7 +277,9 @@ DROPPED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         "it has moments of parameters 0, 1, 2 and 3 more, which no param group has",
     ),
     "negative states": (
-        lambda state: state.update(state={-number - 1: value for number, value in state["state"].items()}),
+        lambda state: state.update(
+            state={-number - 1: value for number, value in state["state"].items()}
+        ),
         "it has moments of parameters '-1', '-2', '-3' and 3 more, which no param group has",
     ),
 }
@@ -281,13 +302,21 @@ def test_one_parameter_alone_in_its_group_lacks_a_state(tmp_path: Path) -> None:
     step(model, optimizer)
     root = save(tmp_path / "checkpoint", [model], [optimizer])
     rewrite(root / "optimizer.bin", lambda state: state["state"][2].pop("step"))
-    assert found(root) == ["missing-moments: optimizer.bin: 1 of 6 parameters has no usable 'step': 2"]
+    assert found(root) == [
+        "missing-moments: optimizer.bin: 1 of 6 parameters has no usable 'step': 2"
+    ]
 
 
 def test_moments_of_a_shape_that_too_few_weights_have(tmp_path: Path) -> None:
-    """A head of 16 labels was saved with the optimizer, and one of 15 with the weights: the load succeeds."""
-    wide = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 15))
-    narrow = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 15), torch.nn.Linear(16, 15))
+    """A head of 16 labels was saved with the optimizer, and one of 15 with the weights: the load
+    succeeds.
+    """
+    wide = torch.nn.Sequential(
+        torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 15)
+    )
+    narrow = torch.nn.Sequential(
+        torch.nn.Linear(16, 16), torch.nn.Linear(16, 15), torch.nn.Linear(16, 15)
+    )
     optimizer = torch.optim.AdamW(wide.parameters())
     step(wide, optimizer)
     root = save(tmp_path / "checkpoint", [narrow], [optimizer])
@@ -296,8 +325,8 @@ def test_moments_of_a_shape_that_too_few_weights_have(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         step(narrow, loading)
     assert found(root) == [
-        "unsaved-parameters: optimizer.bin: 2 parameters of it have moments of shape [16] (expected 1 at most, as "
-        "weights have that shape; 1 shape more)"
+        "unsaved-parameters: optimizer.bin: 2 parameters of it have moments of shape [16] "
+        "(expected 1 at most, as weights have that shape; 1 shape more)"
     ]
 
 
@@ -341,13 +370,15 @@ def test_a_model_in_two_formats_counts_once(tmp_path: Path) -> None:
     step(for_another, foreign)
     torch.save(foreign.state_dict(), root / "optimizer.bin")
     assert found(root) == [
-        "unsaved-parameters: optimizer.bin: 3 parameters of it have moments of shape [4] (expected 2 at most, as "
-        "weights have that shape; 1 shape more)"
+        "unsaved-parameters: optimizer.bin: 3 parameters of it have moments of shape [4] (expected "
+        "2 at most, as weights have that shape; 1 shape more)"
     ]
 
 
 def test_names_of_torch_show_states_that_were_exchanged(tmp_path: Path) -> None:
-    """An optimizer of named parameters records their keys; one of unnamed parameters has no order to go by."""
+    """An optimizer of named parameters records their keys; one of unnamed parameters has no order
+    to go by.
+    """
     model = net()
     optimizer = torch.optim.AdamW(model.named_parameters())
     step(model, optimizer)
@@ -359,8 +390,8 @@ def test_names_of_torch_show_states_that_were_exchanged(tmp_path: Path) -> None:
 
     rewrite(root / "optimizer.bin", exchange)
     assert found(root) == [
-        "mismatched-moments: optimizer.bin: the moments of '0.weight' have shape [3, 5] (expected [5, 6], as its "
-        "weights have; 1 parameter more)"
+        "mismatched-moments: optimizer.bin: the moments of '0.weight' have shape [3, 5] (expected "
+        "[5, 6], as its weights have; 1 parameter more)"
     ]
     optimizer.load_state_dict(torch.load(root / "optimizer.bin", weights_only=True))
     with pytest.raises(RuntimeError):
@@ -369,7 +400,9 @@ def test_names_of_torch_show_states_that_were_exchanged(tmp_path: Path) -> None:
 
 def test_names_of_torch_in_a_wrapped_model_are_healthy(tmp_path: Path) -> None:
     model = net()
-    optimizer = torch.optim.AdamW((f"_orig_mod.{name}", one) for name, one in model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        (f"_orig_mod.{name}", one) for name, one in model.named_parameters()
+    )
     step(model, optimizer)
     assert found(save(tmp_path / "checkpoint", [model], [optimizer])) == []
 
@@ -416,7 +449,9 @@ def test_the_load_of_adagrad_reads_the_step_of_the_first_parameter(tmp_path: Pat
         state["state"][number] = {}
         assert fails(MAKERS["adagrad"], state) is is_refused
         torch.save(state, root / "optimizer.bin")
-        sentence = f"missing-moments: optimizer.bin: 1 of 6 parameters has no {'usable ' * is_refused}"
+        sentence = (
+            f"missing-moments: optimizer.bin: 1 of 6 parameters has no {'usable ' * is_refused}"
+        )
         assert found(root) == [sentence + ("'step': 0" if is_refused else "moments: 3")]
         assert check(root).status == is_refused
     torch.save(healthy | {"state": {}}, root / "optimizer.bin")
@@ -433,9 +468,12 @@ def test_numbers_of_a_group_in_another_order(tmp_path: Path) -> None:
         optimizer.step()
     root = save(tmp_path / "checkpoint", [model], [optimizer])
     assert found(root) == []
-    rewrite(root / "optimizer.bin", lambda state: state["param_groups"][0].update(params=[2, 3, 0, 1]))
+    rewrite(
+        root / "optimizer.bin", lambda state: state["param_groups"][0].update(params=[2, 3, 0, 1])
+    )
     assert found(root) == [
-        "inconsistent-groups: optimizer.bin: param group 0 lists parameters out of order (expected ascending numbers)"
+        "inconsistent-groups: optimizer.bin: param group 0 lists parameters out of order (expected "
+        "ascending numbers)"
     ]
     moments = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
     loaded = torch.optim.AdamW(model.parameters())
@@ -460,7 +498,9 @@ def test_a_parameter_twice_in_a_group_is_numbered_by_its_last_position(
 
 
 def test_fsdp_numbers_parameters_as_the_module_does(checkpoint: Path) -> None:
-    """``FullyShardedDataParallel.rekey_optim_state_dict`` by number leaves ``[[2], [0, 1, 3]]``, and torch loads it."""
+    """``FullyShardedDataParallel.rekey_optim_state_dict`` by number leaves ``[[2], [0, 1, 3]]``,
+    and torch loads it.
+    """
 
     def rekey(state: dict[str, Any]) -> None:
         state["state"] = {(number + 2) % 6: states for number, states in state["state"].items()}
@@ -487,16 +527,23 @@ def test_groups_that_list_no_parameter(tmp_path: Path) -> None:
         torch.load(healthy / "optimizer.bin"),
     )
     (finding,) = check(healthy).findings
-    assert str(finding) == (
-        "optimizer.bin: it holds an optimizer with moments and no parameter in its param groups (expected an "
-        "optimizer's state)"
+    assert (
+        str(finding)
+        == "optimizer.bin: it holds an optimizer with moments and no parameter in its param groups "
+        "(expected an optimizer's state)"
     )
 
 
 def test_moments_under_a_string_are_dropped(checkpoint: Path) -> None:
-    rewrite(checkpoint / "optimizer.bin", lambda state: state["state"].update({"1": state["state"].pop(1)}))
+    rewrite(
+        checkpoint / "optimizer.bin",
+        lambda state: state["state"].update({"1": state["state"].pop(1)}),
+    )
     assert found(checkpoint) == [
-        "inconsistent-groups: optimizer.bin: it has moments under the string '1', and param groups have numbers",
+        (
+            "inconsistent-groups: optimizer.bin: it has moments under the string '1', and param "
+            "groups have numbers"
+        ),
         "missing-moments: optimizer.bin: 1 of 6 parameters has no moments: 1",
     ]
     assert "a load drops these moments" in check(checkpoint).findings[0].advice
@@ -517,7 +564,10 @@ def test_values_of_an_optimizer_of_its_own_under_a_string_are_healthy(checkpoint
 
 
 def test_one_moment_that_is_smaller_than_its_parameter_is_an_error(checkpoint: Path) -> None:
-    rewrite(checkpoint / "optimizer.bin", lambda state: state["state"][0].update(exp_avg_sq=torch.ones(5)))
+    rewrite(
+        checkpoint / "optimizer.bin",
+        lambda state: state["state"][0].update(exp_avg_sq=torch.ones(5)),
+    )
     assert [one.code for one in check(checkpoint).findings] == ["mismatched-moments"]
     model = net()
     optimizer = MAKERS["adamw"](model)
@@ -527,7 +577,9 @@ def test_one_moment_that_is_smaller_than_its_parameter_is_an_error(checkpoint: P
 
 
 @pytest.mark.parametrize("as_key", [str, "layer.{}".format], ids=["numbers", "names"])
-def test_moments_under_strings_alone_are_dropped(checkpoint: Path, as_key: Callable[[Any], str]) -> None:
+def test_moments_under_strings_alone_are_dropped(
+    checkpoint: Path, as_key: Callable[[Any], str]
+) -> None:
     def rename(state: dict[str, Any]) -> None:
         state["state"] = {as_key(number): moments for number, moments in state["state"].items()}
 
@@ -600,14 +652,23 @@ class ScheduleFree(torch.optim.Optimizer):  # type: ignore[misc]
         }
         super().__init__(
             parameters,
-            {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "foreach": True, **own},
+            {
+                "lr": 0.1,
+                "betas": (0.9, 0.99),
+                "eps": 1e-8,
+                "weight_decay": 0.0,
+                "foreach": True,
+                **own,
+            },
         )
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.state[parameter].update(z=parameter.detach(), exp_avg_sq=torch.ones_like(parameter))
+                    self.state[parameter].update(
+                        z=parameter.detach(), exp_avg_sq=torch.ones_like(parameter)
+                    )
 
 
 class Mini(torch.optim.AdamW):  # type: ignore[misc]
@@ -638,7 +699,13 @@ class Merged(torch.optim.Optimizer):  # type: ignore[misc]
     def __init__(self, *inner: Any) -> None:
         self.inner = inner
         super().__init__(
-            [parameter for one in inner for group in one.param_groups for parameter in group["params"]], {}
+            [
+                parameter
+                for one in inner
+                for group in one.param_groups
+                for parameter in group["params"]
+            ],
+            {},
         )
 
     def step(self, closure: Any = None) -> None:
@@ -674,7 +741,8 @@ HEALTHY: dict[str, Make] = {
     "a moment for each row, by name": lambda model: Mini(model.named_parameters()),
     "moments under a string": lambda model: Global(model.parameters()),
     "several optimizers in one dict": lambda model: Merged(
-        torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[2].parameters(), momentum=0.9)
+        torch.optim.AdamW(model[0].parameters()),
+        torch.optim.SGD(model[2].parameters(), momentum=0.9),
     ),
     "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
     "fused sgd": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9, fused=True),
@@ -684,13 +752,17 @@ HEALTHY: dict[str, Make] = {
     "scheduled": scheduled,
     "labelled groups": labelled_groups,
     "amsgrad switched off": amsgrad_switched_off,
-    "sharpness-aware sgd": lambda model: SharpnessAware(torch.optim.SGD(model.parameters(), momentum=0.9)),
+    "sharpness-aware sgd": lambda model: SharpnessAware(
+        torch.optim.SGD(model.parameters(), momentum=0.9)
+    ),
     "sharpness-aware adam": lambda model: SharpnessAware(torch.optim.Adam(model.parameters())),
     "schedule-free": lambda model: ScheduleFree(model.parameters()),
     "average": lambda model: torch.optim.ASGD(model.parameters()),
 }
 if hasattr(torch.optim, "Muon"):
-    HEALTHY["muon"] = lambda model: torch.optim.Muon([one for one in model.parameters() if one.ndim == 2])
+    HEALTHY["muon"] = lambda model: torch.optim.Muon(
+        [one for one in model.parameters() if one.ndim == 2]
+    )
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -719,7 +791,8 @@ def test_lbfgs_sparse_adam_and_complex_parameters_are_healthy(tmp_path: Path) ->
     assert found(root) == []
     rewrite(root / "optimizer.bin", lambda state: state.update(state={"0": state["state"][0]}))
     assert found(root) == [
-        "inconsistent-groups: optimizer.bin: it has moments under the string '0', and param groups have numbers"
+        "inconsistent-groups: optimizer.bin: it has moments under the string '0', and param groups "
+        "have numbers"
     ]
     resumed = torch.optim.LBFGS(model.parameters())
     resumed.load_state_dict(torch.load(root / "optimizer.bin"))
@@ -768,7 +841,9 @@ def test_adafactor_of_transformers_is_healthy(tmp_path: Path) -> None:
 
 
 def test_moments_of_whole_numbers_are_a_warning(checkpoint: Path) -> None:
-    """torch casts them in the load, and the step succeeds with moments that lost their fractions."""
+    """torch casts them in the load, and the step succeeds with moments that lost their
+    fractions.
+    """
 
     def round_down(state: dict[str, Any]) -> None:
         state["state"][3]["exp_avg_sq"] = state["state"][3]["exp_avg_sq"].long()
@@ -776,12 +851,15 @@ def test_moments_of_whole_numbers_are_a_warning(checkpoint: Path) -> None:
     rewrite(checkpoint / "optimizer.bin", round_down)
     assert not fails(MAKERS["adamw"], torch.load(checkpoint / "optimizer.bin", weights_only=True))
     assert found(checkpoint) == [
-        "mismatched-moments: optimizer.bin: 'exp_avg_sq' of parameter 3 has dtype I64 (expected floating point numbers)"
+        "mismatched-moments: optimizer.bin: 'exp_avg_sq' of parameter 3 has dtype I64 (expected "
+        "floating point numbers)"
     ]
     (finding,) = check(checkpoint).findings
     assert finding.severity is Severity.WARNING
     # A subclass that quantizes its moments keeps a scale with them.
-    rewrite(checkpoint / "optimizer.bin", lambda state: state["state"][3].update(scale=torch.ones(1)))
+    rewrite(
+        checkpoint / "optimizer.bin", lambda state: state["state"][3].update(scale=torch.ones(1))
+    )
     assert found(checkpoint) == []
 
 
@@ -797,28 +875,43 @@ def test_a_dcp_folder_without_a_state_of_one_parameter(tmp_path: Path) -> None:
     (root / "optimizer.bin").unlink()
     state = get_optimizer_state_dict(model, optimizer)
     expected = copy.deepcopy(state)
-    dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(root / "optimizer_0"), no_dist=True)
+    dcp.save(
+        {"optimizer": state},
+        storage_writer=dcp.FileSystemWriter(root / "optimizer_0"),
+        no_dist=True,
+    )
     assert found(root) == []
     del state["state"]["2.weight"]["exp_avg_sq"]
     shutil.rmtree(root / "optimizer_0")
-    dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(root / "optimizer_0"), no_dist=True)
+    dcp.save(
+        {"optimizer": state},
+        storage_writer=dcp.FileSystemWriter(root / "optimizer_0"),
+        no_dist=True,
+    )
     assert found(root) == [
         "missing-moments: optimizer_0: 1 of 6 parameters has no usable 'exp_avg_sq': '2.weight'"
     ]
     with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
         dcp.load(
-            {"optimizer": expected}, storage_reader=dcp.FileSystemReader(root / "optimizer_0"), no_dist=True
+            {"optimizer": expected},
+            storage_reader=dcp.FileSystemReader(root / "optimizer_0"),
+            no_dist=True,
         )
 
 
 def test_many_groups_and_many_states_end_the_look_soon(tmp_path: Path) -> None:
     group = {"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": False, "foreach": None}
     states: dict[int, Any] = {0: {f"state{number}": 1 for number in range(30_000)}}
-    content = {"state": states, "param_groups": [{**group, "params": [number]} for number in range(30_000)]}
+    content = {
+        "state": states,
+        "param_groups": [{**group, "params": [number]} for number in range(30_000)],
+    }
     torch.save(content, tmp_path / "optimizer.bin")
     begin = time.process_time()
-    assert found(tmp_path)[0] == (
-        "inconsistent-groups: optimizer.bin: param groups 0, 1, 2 and 29997 more have no usable 'eps', 'weight_decay'"
+    assert (
+        found(tmp_path)[0]
+        == "inconsistent-groups: optimizer.bin: param groups 0, 1, 2 and 29997 more have no usable "
+        "'eps', 'weight_decay'"
     )
     assert time.process_time() - begin < 10
 

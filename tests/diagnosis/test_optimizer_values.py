@@ -1,4 +1,6 @@
-"""Steps that an optimizer does not count on, and moments of zeros: torch decides, and healthy twins stay silent."""
+"""Steps that an optimizer does not count on, and moments of zeros: torch decides, and healthy twins
+stay silent.
+"""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +38,9 @@ def net() -> Any:
 
 
 def found(root: Path, *, data: bool = False) -> list[tuple[str, Severity]]:
-    return [(one.code, one.severity) for one in check(root, data=data).findings if one.code in CODES]
+    return [
+        (one.code, one.severity) for one in check(root, data=data).findings if one.code in CODES
+    ]
 
 
 def updated(make: Callable[[Any], Any], state: dict[str, Any]) -> list[Any]:
@@ -62,7 +66,9 @@ def counting(make: Callable[[Any], Any], number: int) -> tuple[Any, Any]:
 def convert(optimizer: Any, dtype: Any, *, is_step: bool) -> None:
     """Convert the steps, or everything else, as a save in half precision does."""
     for state in optimizer.state.values():
-        state.update({name: value.to(dtype) for name, value in state.items() if (name == "step") is is_step})
+        state.update(
+            {name: value.to(dtype) for name, value in state.items() if (name == "step") is is_step}
+        )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -99,7 +105,9 @@ WRONG = ("adamw", "amsgrad", "nadam", "radam", "adamax", "adagrad")
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "sgd"])
 def test_moments_in_bf16_with_steps_in_fp32_are_healthy(tmp_path: Path, name: str) -> None:
-    make = OPTIMIZERS.get(name, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    make = OPTIMIZERS.get(
+        name, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    )
     if name == "sgd":
         model = net()
         optimizer = make(model.parameters())
@@ -116,9 +124,11 @@ def test_the_sentence_names_number_type_and_effect(tmp_path: Path) -> None:
     convert(optimizer, torch.bfloat16, is_step=True)
     save(tmp_path, [model], [optimizer])
     (finding,) = check(tmp_path).findings
-    assert str(finding) == (
-        "optimizer.bin: 'step' of 4 parameters is 9984 in BF16, which counts to 256 (expected F32); a load keeps the "
-        "type, adding 1 changes nothing, and the bias correction stays as it is"
+    assert (
+        str(finding)
+        == "optimizer.bin: 'step' of 4 parameters is 9984 in BF16, which counts to 256 (expected "
+        "F32); a load keeps the type, adding 1 changes nothing, and the bias correction stays "
+        "as it is"
     )
     assert check(tmp_path).status == 1
 
@@ -127,11 +137,19 @@ def test_a_dcp_folder_counts_on_from_the_rounded_number(tmp_path: Path) -> None:
     model, optimizer = counting(torch.optim.AdamW, 9999)
     convert(optimizer, torch.bfloat16, is_step=True)
     weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    dcp.save(
+        {"model": weights, "optimizer": states},
+        checkpoint_id=tmp_path / "checkpoint",
+        no_dist=True,
+    )
     assert found(tmp_path / "checkpoint") == [("rounded-steps", Severity.NOTE)]
     new, again = counting(torch.optim.AdamW, 1)
     weights, states = get_state_dict(new, again)
-    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    dcp.load(
+        {"model": weights, "optimizer": states},
+        checkpoint_id=tmp_path / "checkpoint",
+        no_dist=True,
+    )
     counts = {state["step"] for state in states["state"].values()}
     assert {(float(count), count.dtype) for count in counts} == {(9984.0, torch.float32)}
 
@@ -178,7 +196,9 @@ def test_unused_parameters_with_zero_gradients_are_healthy(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rows", [0, 5], ids=["all zero", "a few rows trained"])
-def test_large_embeddings_are_read_as_a_whole_before_they_are_judged(tmp_path: Path, rows: int) -> None:
+def test_large_embeddings_are_read_as_a_whole_before_they_are_judged(
+    tmp_path: Path, rows: int
+) -> None:
     """Textual inversion trains one embedding, whose first rows no prompt uses."""
     model = torch.nn.Embedding(4000, 32)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -196,8 +216,9 @@ def test_samples_of_many_large_moments_show_zeros(tmp_path: Path) -> None:
     many = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(5)))
     zeroed(tmp_path, many, 20)
     (finding,) = check(tmp_path).findings
-    assert str(finding) == (
-        "optimizer.bin: every moment of 10 parameters is zero in all samples, after 20 steps"
+    assert (
+        str(finding)
+        == "optimizer.bin: every moment of 10 parameters is zero in all samples, after 20 steps"
     )
     assert found(tmp_path) == found(tmp_path, data=True) == ZERO
     assert not any("pair" in words for words in check(tmp_path).not_checked)
@@ -208,12 +229,16 @@ def test_samples_of_many_large_moments_show_zeros(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [60, 28])
-def test_many_embeddings_whose_first_rows_no_text_uses_are_healthy(tmp_path: Path, first: int) -> None:
+def test_many_embeddings_whose_first_rows_no_text_uses_are_healthy(
+    tmp_path: Path, first: int
+) -> None:
     tables = torch.nn.ModuleList(torch.nn.Embedding(64, 64) for _ in range(9))
     optimizer = torch.optim.AdamW(tables.parameters())
     for _ in range(12):
         optimizer.zero_grad()
-        torch.stack([table(torch.arange(first, first + 4)).sum() for table in tables]).sum().backward()
+        torch.stack(
+            [table(torch.arange(first, first + 4)).sum() for table in tables]
+        ).sum().backward()
         optimizer.step()
     save(tmp_path, [tables], [optimizer])
     assert found(tmp_path) == found(tmp_path, data=True) == []
@@ -224,10 +249,16 @@ def test_zero_moments_in_a_bundle_and_in_a_dcp_folder(tmp_path: Path) -> None:
     for state in optimizer.state.values():
         state["exp_avg"].zero_()
         state["exp_avg_sq"].zero_()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "train.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "train.pt"
+    )
     assert found(tmp_path) == ZERO
     weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    dcp.save(
+        {"model": weights, "optimizer": states},
+        checkpoint_id=tmp_path / "checkpoint",
+        no_dist=True,
+    )
     assert found(tmp_path / "checkpoint") == ZERO
 
 

@@ -1,4 +1,6 @@
-"""Sound files of other programs next to a checkpoint: not checked, and never damage. Under a loader's name they are."""
+"""Sound files of other programs next to a checkpoint: not checked, and never damage. Under a
+loader's name they are.
+"""
 
 import hashlib
 import io
@@ -47,7 +49,13 @@ def onnx(path: Path) -> None:
 def torch_export(path: Path) -> None:
     """Write an archive that is called inside as those of ``torch.export.save`` (torch 2.13)."""
     with zipfile.ZipFile(path, "w") as archive:
-        for name in ("data/weights/weight_0", "models/model.json", "archive_format", "version", "byteorder"):
+        for name in (
+            "data/weights/weight_0",
+            "models/model.json",
+            "archive_format",
+            "version",
+            "byteorder",
+        ):
             archive.writestr(f"prog/{name}", "x")
 
 
@@ -113,11 +121,15 @@ def test_it_is_not_checked_and_said_once(
 
 
 @pytest.mark.parametrize(("make", "words"), OTHERS, ids=NAMES)
-@pytest.mark.parametrize("name", ["exported.other", "model.onnx", "model.gguf", "pytorch_model.pt2"])
+@pytest.mark.parametrize(
+    "name", ["exported.other", "model.onnx", "model.gguf", "pytorch_model.pt2"]
+)
 def test_asked_for_alone_there_is_nothing_to_check(
     tmp_path: Path, make: Callable[[Path], None], words: str, name: str
 ) -> None:
-    """No suffix of a loader: "model.onnx" is what exporters write, not a library's name for weights."""
+    """No suffix of a loader: "model.onnx" is what exporters write, not a library's name for
+    weights.
+    """
     path = tmp_path / name
     make(path)
     with pytest.raises(
@@ -158,7 +170,10 @@ def test_cut_weights_and_a_cut_archive_are_still_damage(folder: Path) -> None:
 
 def test_an_archive_of_torch_that_lost_its_pickle_is_damage(folder: Path) -> None:
     torch.save(WEIGHTS, folder / "student.pt")
-    with zipfile.ZipFile(folder / "student.pt") as saved, zipfile.ZipFile(folder / "cut.pt", "w") as archive:
+    with (
+        zipfile.ZipFile(folder / "student.pt") as saved,
+        zipfile.ZipFile(folder / "cut.pt", "w") as archive,
+    ):
         for name in saved.namelist():
             if not name.endswith("data.pkl"):
                 archive.writestr(name, saved.read(name))
@@ -170,7 +185,9 @@ class TestTarFiles:
     """``.pth.tar`` and ``.th`` are what torch.save wrote, in most cases: the content says it."""
 
     @pytest.mark.parametrize("name", ["epoch_3.pth.tar", "best.th"])
-    def test_a_folder_with_only_such_a_file_is_a_checkpoint(self, tmp_path: Path, name: str) -> None:
+    def test_a_folder_with_only_such_a_file_is_a_checkpoint(
+        self, tmp_path: Path, name: str
+    ) -> None:
         torch.save({"epoch": 3, "state_dict": WEIGHTS}, tmp_path / name)
         assert check(tmp_path).status == 0
         data = (tmp_path / name).read_bytes()
@@ -198,7 +215,9 @@ class TestTorchScript:
     def test_sealed_it_matches(self, tmp_path: Path) -> None:
         torchscript(tmp_path / "model.pt")
         receipt = seal(tmp_path)
-        assert receipt.unreadable == ("model.pt: a TorchScript archive: it holds code next to its state",)
+        assert receipt.unreadable == (
+            "model.pt: a TorchScript archive: it holds code next to its state",
+        )
         for data in (False, True):
             report = verify(tmp_path, data=data)
             assert (report.status, report.unfinished) == (0, ())
@@ -228,7 +247,8 @@ class TestTorchScript:
         torchscript(tmp_path / "model.pt")
         for path in (tmp_path, tmp_path / "model.pt"):
             with pytest.raises(
-                UsageError, match=r"holds no weights of a model; not read: model\.pt: a TorchScript"
+                UsageError,
+                match=r"holds no weights of a model; not read: model\.pt: a TorchScript",
             ):
                 diff(path, path)
 
@@ -240,7 +260,10 @@ OTHER_RUNTIMES: dict[str, tuple[dict[str, bytes], str]] = {
         {"model.bin": CT2, "config.json": b'{"suppress_ids": [1]}', "vocabulary.json": b"[]"},
         "a CTranslate2 model",
     ),
-    "OpenVINO": ({"openvino_model.bin": NOISE, "openvino_model.xml": b"<net/>"}, "not a torch file"),
+    "OpenVINO": (
+        {"openvino_model.bin": NOISE, "openvino_model.xml": b"<net/>"},
+        "not a torch file",
+    ),
     "whisper.cpp": ({"ggml-base.bin": b"lmgg" + NOISE}, "a GGML model"),
     "mindspore": ({"mindspore_model.ckpt": NOISE}, "not a torch file"),
     "TensorFlow Lite in a .bin": ({"detect.bin": b"\x1c\0\0\0TFL3" + NOISE}, "TensorFlow Lite"),
@@ -251,12 +274,19 @@ OTHER_RUNTIMES: dict[str, tuple[dict[str, bytes], str]] = {
 
 @pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.parametrize("runtime", OTHER_RUNTIMES)
-def test_weights_of_another_runtime_are_not_checked(tmp_path: Path, runtime: str, has_weights: bool) -> None:
+def test_weights_of_another_runtime_are_not_checked(
+    tmp_path: Path, runtime: str, has_weights: bool
+) -> None:
     from transformers import BertConfig, BertModel
 
     files, words = OTHER_RUNTIMES[runtime]
     if has_weights:
-        size = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+        size = {
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+        }
         BertModel(BertConfig(vocab_size=9, **size)).save_pretrained(tmp_path)
     for name, data in files.items():
         if name != "config.json" or not has_weights:
@@ -278,7 +308,9 @@ def test_noise_under_a_name_of_a_script_is_not_checked(folder: Path, name: str) 
     (folder / name).write_bytes(NOISE)
     report = check(folder)
     assert (report.findings, report.status) == ((), 0)
-    assert f"{name}: not a torch file, and no library looks for it by its name" in report.not_checked
+    assert (
+        f"{name}: not a torch file, and no library looks for it by its name" in report.not_checked
+    )
 
 
 def test_raw_numbers_may_begin_with_zeros(folder: Path) -> None:
@@ -289,8 +321,19 @@ def test_raw_numbers_may_begin_with_zeros(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("pytorch_model.bin", "adapter_model.bin", "student.safetensors", "optimizer.pt", "scaler.pt"),
-        *("mp_rank_00_model_states.pt", "optimizer_0_rank1.bin", "pytorch_model_fsdp.bin", "rng_state_0.pth"),
+        *(
+            "pytorch_model.bin",
+            "adapter_model.bin",
+            "student.safetensors",
+            "optimizer.pt",
+            "scaler.pt",
+        ),
+        *(
+            "mp_rank_00_model_states.pt",
+            "optimizer_0_rank1.bin",
+            "pytorch_model_fsdp.bin",
+            "rng_state_0.pth",
+        ),
         "learned_embeds.bin",
     ],
 )
@@ -332,7 +375,14 @@ def test_a_damaged_torch_file_under_a_name_of_a_script_is_damage(folder: Path, n
             "model.keras",
             "model.ckpt.index",
         ),
-        *("model.pdparams", "model.mlmodel", "model.pte", "model.ggml", "openvino_model.bin", "weight.bin"),
+        *(
+            "model.pdparams",
+            "model.mlmodel",
+            "model.pte",
+            "model.ggml",
+            "openvino_model.bin",
+            "weight.bin",
+        ),
     ],
 )
 def test_a_config_next_to_weights_of_another_runtime_lacks_none(tmp_path: Path, name: str) -> None:
@@ -348,7 +398,9 @@ def test_a_config_next_to_weights_of_another_runtime_lacks_none(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 def test_what_torch_itself_writes_for_other_loaders(folder: Path) -> None:
     model = torch.nn.Linear(2, 2)
     torch.export.save(torch.export.export(model, (torch.zeros(1, 2),)), folder / "exported.pt2")

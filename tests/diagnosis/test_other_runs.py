@@ -1,4 +1,6 @@
-"""Two runs in one folder: the highest number may be of the older one, and only the files themselves prove that."""
+"""Two runs in one folder: the highest number may be of the older one, and only the files themselves
+prove that.
+"""
 
 import json
 import os
@@ -64,18 +66,25 @@ def test_the_highest_number_of_an_older_run_is_not_taken(
     words = str(raised.value)
     assert "checkpoint-3 and checkpoint-7 are of two runs (step 1: " in words
     assert "max_steps 3 and 7" in words
-    calls = [f"trainer.train(resume_from_checkpoint='{folder}/checkpoint-{number}')" for number in (3, 7)]
+    calls = [
+        f"trainer.train(resume_from_checkpoint='{folder}/checkpoint-{number}')" for number in (3, 7)
+    ]
     assert words.endswith(" or ".join(calls))
     status, out, _ = said("check", "-r", folder)
     assert status == 1
     assert "checkpoint-7 and checkpoint-3 are of two runs" in out
-    assert "no checkpoint to resume from: checkpoint-7 and checkpoint-3 are complete, and of two runs" in out
+    assert (
+        "no checkpoint to resume from: checkpoint-7 and checkpoint-3 are complete, and of two runs"
+        in out
+    )
     (answer,) = json.loads(said("check", "-r", folder, "--json")[1])["resume"]
     assert answer["checkpoint"] is None
     assert "next: move the older run out of the folder" in answer["other_run"]
 
 
-def test_the_newest_complete_one_of_the_other_run_is_named(older: Path, newer: Path, tmp_path: Path) -> None:
+def test_the_newest_complete_one_of_the_other_run_is_named(
+    older: Path, newer: Path, tmp_path: Path
+) -> None:
     folder = put(put(tmp_path / "run", older, 7), newer, 1, 2, 3)
     (folder / "checkpoint-3/model.safetensors").unlink()
     with pytest.raises(UsageError, match="checkpoint-2 and checkpoint-7 are of two runs"):
@@ -86,7 +95,9 @@ def test_the_newest_complete_one_of_the_other_run_is_named(older: Path, newer: P
 
 
 def branched(run_folder: Path) -> list[Path]:
-    """Put 1 to 3 of a run, 4 of a branch that was given up, and 5 to which it went on from 3 with other losses."""
+    """Put 1 to 3 of a run, 4 of a branch that was given up, and 5 to which it went on from 3 with
+    other losses.
+    """
     trained(run_folder, steps=4, logging_steps=1)
     folders = [run_folder / f"checkpoint-{number}" for number in (3, 4, 5)]
     shutil.copytree(folders[1], folders[2])
@@ -112,7 +123,9 @@ def test_an_incomplete_checkpoint_of_another_branch_says_nothing_of_those_below(
     assert f"resume from {newest}" in out
 
 
-def test_a_branch_that_is_older_by_number_and_time_changes_no_choice(tmp_path: Path, said: Said) -> None:
+def test_a_branch_that_is_older_by_number_and_time_changes_no_choice(
+    tmp_path: Path, said: Said
+) -> None:
     _, abandoned, newest = branched(tmp_path / "run")
     assert latest_checkpoint(tmp_path / "run") == newest
     status, out, _ = said("check", "-r", tmp_path / "run")
@@ -167,7 +180,16 @@ def shortened(folder: Path, older: Path) -> None:
         path.write_text(json.dumps(state))
 
 
-HEALTHY = [whole, rotated, resumed, resumed_with_other_batches, extended, evaluated, without_logs, shortened]
+HEALTHY = [
+    whole,
+    rotated,
+    resumed,
+    resumed_with_other_batches,
+    extended,
+    evaluated,
+    without_logs,
+    shortened,
+]
 
 
 @pytest.mark.parametrize("order", ["in order", "as copied"])
@@ -207,14 +229,20 @@ def test_histories_that_say_nothing_prove_nothing(
     assert latest_checkpoint(folder).name == "checkpoint-2"
 
 
-def test_a_run_without_logs_is_told_by_its_floating_point_operations(tmp_path: Path, said: Said) -> None:
-    """An hour between two runs proves nothing, and without ``log_history`` nothing else was compared."""
+def test_a_run_without_logs_is_told_by_its_floating_point_operations(
+    tmp_path: Path, said: Said
+) -> None:
+    """An hour between two runs proves nothing, and without ``log_history`` nothing else was
+    compared.
+    """
     quiet: dict[str, Any] = {"logging_strategy": "no"}
     folder = put(tmp_path / "run", trained(tmp_path / "older", steps=3, **quiet), 3)
     put(folder, trained(tmp_path / "newer", steps=2, per_device_train_batch_size=4, **quiet), 1, 2)
     hour = time.time() - 3600
     os.utime(folder / "checkpoint-3/trainer_state.json", (hour, hour))
-    with pytest.raises(UsageError, match=r"checkpoint-2 and checkpoint-3 are of two runs \(total_flos "):
+    with pytest.raises(
+        UsageError, match=r"checkpoint-2 and checkpoint-3 are of two runs \(total_flos "
+    ):
         latest_checkpoint(folder)
     status, out, _ = said("check", "-r", folder)
     assert status == 1
@@ -226,17 +254,22 @@ def test_another_max_steps_counts_where_the_lower_number_is_days_newer(tmp_path:
     without_logs(folder, folder)
     moment = time.time() + 3 * DAY
     os.utime(folder / "checkpoint-2/trainer_state.json", (moment, moment))
-    with pytest.raises(UsageError, match="max_steps 2 and 4, and the lower number was saved 3 days later"):
+    with pytest.raises(
+        UsageError, match="max_steps 2 and 4, and the lower number was saved 3 days later"
+    ):
         latest_checkpoint(folder)
 
 
 @pytest.mark.parametrize(("days", "status"), [(0.5, 0), (3, 1)])
-def test_times_warn_and_change_no_choice(days: float, status: int, tmp_path: Path, said: Said) -> None:
+def test_times_warn_and_change_no_choice(
+    days: float, status: int, tmp_path: Path, said: Said
+) -> None:
     folder = tmp_path / "run"
     for number in (1, 2, 7):
         path = Path(
             shutil.copytree(
-                FIXTURES / "accelerate-1.15.0/clean-safetensors/checkpoint", folder / f"checkpoint_{number}"
+                FIXTURES / "accelerate-1.15.0/clean-safetensors/checkpoint",
+                folder / f"checkpoint_{number}",
             )
         )
         moment = 1.7e9 + (0 if number == 7 else days * DAY)
@@ -244,7 +277,7 @@ def test_times_warn_and_change_no_choice(days: float, status: int, tmp_path: Pat
     assert latest_checkpoint(folder).name == "checkpoint_7"
     code, out, _ = said("check", "-r", folder)
     assert code == status
-    assert ("checkpoint_2 was saved 3 days after checkpoint_7, which may be of an older run" in out) == bool(
-        status
-    )
+    assert (
+        "checkpoint_2 was saved 3 days after checkpoint_7, which may be of an older run" in out
+    ) == bool(status)
     assert f"resume from {folder}/checkpoint_7" in out

@@ -1,4 +1,6 @@
-"""What ``latest_checkpoint`` passes over, ``check`` explains: the two never contradict each other."""
+"""What ``latest_checkpoint`` passes over, ``check`` explains: the two never contradict each
+other.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -71,7 +73,10 @@ def nested_weights(root: Path) -> None:
 def lost_component(root: Path) -> None:
     (root / "model.safetensors").unlink()
     written("unet/config.json", '{"_class_name": "UNet2DModel"}')(root)
-    shutil.copy(FIXTURES / "clean-safetensors" / "checkpoint" / "model.safetensors", root / "ema.safetensors")
+    shutil.copy(
+        FIXTURES / "clean-safetensors" / "checkpoint" / "model.safetensors",
+        root / "ema.safetensors",
+    )
     moved("ema.safetensors", "unet_ema.gguf")(root)
 
 
@@ -84,8 +89,14 @@ OF_ACCELERATE: dict[str, tuple[Change, str]] = {
     "states of ranks alone": (only("random_states_0.pkl", "random_states_1.pkl"), "no weights"),
     "states of another rank alone": (only("random_states_1.pkl"), "no weights"),
     "states of rank 0": (gone("random_states_0.pkl"), "no random_states_0.pkl"),
-    "states of all ranks": (gone("random_states_0.pkl", "random_states_1.pkl"), "no random_states_0.pkl"),
-    "weights alone": (only("model.safetensors"), "weights alone, with neither random_states_0.pkl"),
+    "states of all ranks": (
+        gone("random_states_0.pkl", "random_states_1.pkl"),
+        "no random_states_0.pkl",
+    ),
+    "weights alone": (
+        only("model.safetensors"),
+        "weights alone, with neither random_states_0.pkl",
+    ),
     "empty file": (written("optimizer.bin", ""), "is empty"),
     "cut file": (written("optimizer.bin", "PK\x03\x04"), "optimizer.bin"),
     "folder without metadata": (written("optimizer_0/__0_0.distcp", "x"), ".metadata"),
@@ -107,7 +118,10 @@ OF_TRAINER: dict[str, tuple[Change, str]] = {
     "states of ranks alone": (only("rng_state_0.pth", "rng_state_1.pth"), "no weights"),
     "state": (gone("trainer_state.json"), "trainer_state.json"),
     "weights alone": (only("model.safetensors"), "trainer_state.json"),
-    "weights and arguments": (only("model.safetensors", "training_args.bin"), "trainer_state.json"),
+    "weights and arguments": (
+        only("model.safetensors", "training_args.bin"),
+        "trainer_state.json",
+    ),
     "step": (written("trainer_state.json", '{"global_step": 2}'), "global_step"),
     "cut state": (written("trainer_state.json", '{"global_'), "trainer_state.json"),
     "optimizer": (gone("optimizer.pt"), "scheduler.pt without optimizer.pt"),
@@ -131,7 +145,9 @@ def made(root: Path) -> Path:
 
 
 def explains(root: Path) -> None:
-    """Assert that a check of a checkpoint that is passed over says why, and calls it anything but clean."""
+    """Assert that a check of a checkpoint that is passed over says why, and calls it anything but
+    clean.
+    """
     report = check(root, resumes=True)
     told = [finding for finding in report.findings if finding.severity is not Severity.NOTE]
     assert told or report.unfinished or report.not_resumable
@@ -147,7 +163,9 @@ def test_a_complete_checkpoint(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "change", "words"), list(cases()))
-def test_each_reason_is_explained(tmp_path: Path, said: Said, name: str, change: Change, words: str) -> None:
+def test_each_reason_is_explained(
+    tmp_path: Path, said: Said, name: str, change: Change, words: str
+) -> None:
     root = made(tmp_path / "run" / name)
     change(root)
     problem = examine(root, 5).problem
@@ -162,7 +180,9 @@ def test_each_reason_is_explained(tmp_path: Path, said: Said, name: str, change:
 @pytest.mark.parametrize("name", ["checkpoint_5", "checkpoint-4"])
 @pytest.mark.parametrize("golden", sorted(path.name for path in GOLDEN.iterdir()))
 def test_the_examples_of_all_findings(tmp_path: Path, golden: str, name: str) -> None:
-    source = next(path for path in (GOLDEN / golden / "checkpoint", GOLDEN / golden) if path.is_dir())
+    source = next(
+        path for path in (GOLDEN / golden / "checkpoint", GOLDEN / golden) if path.is_dir()
+    )
     root = Path(shutil.copytree(source, tmp_path / "run" / name, symlinks=True))
     if examine(root, 5).problem is not None:
         explains(root)
@@ -177,10 +197,10 @@ def test_a_run_of_exports_has_nothing_to_resume_from(tmp_path: Path, said: Said)
         save_file({"weight": torch.ones(2) * number}, model, {"format": "pt"})
         (root / ("config.json" if number % 2 else "adapter_config.json")).write_text("{}")
     last = said("check", "-r", tmp_path / "run")[1].splitlines()[-1]
-    assert last == (
-        f"{tmp_path}/run: no checkpoint to resume from: checkpoint-3, checkpoint-2, checkpoint-1, checkpoint-0: "
-        "weights alone, with neither random_states_0.pkl of save_state nor the Trainer's trainer_state.json to resume "
-        "from"
+    assert (
+        last == f"{tmp_path}/run: no checkpoint to resume from: checkpoint-3, checkpoint-2, "
+        "checkpoint-1, checkpoint-0: weights alone, with neither random_states_0.pkl of "
+        "save_state nor the Trainer's trainer_state.json to resume from"
     )
 
 
@@ -193,9 +213,11 @@ def test_many_checkpoints_are_counted_and_each_problem_is_said_once() -> None:
         )
         for number in range(20)
     ]
-    assert problems_in(broken) == (
-        "checkpoint-0, checkpoint-2, checkpoint-4, checkpoint-6, checkpoint-8, and 5 more: it is even; "
-        "checkpoint-1, checkpoint-3, checkpoint-5, checkpoint-7, checkpoint-9, and 5 more: it is odd"
+    assert (
+        problems_in(broken)
+        == "checkpoint-0, checkpoint-2, checkpoint-4, checkpoint-6, checkpoint-8, and 5 more: it "
+        "is even; checkpoint-1, checkpoint-3, checkpoint-5, checkpoint-7, checkpoint-9, and 5 "
+        "more: it is odd"
     )
 
 
@@ -203,7 +225,9 @@ def test_the_summary_counts_them_apart(tmp_path: Path, said: Said) -> None:
     """It said "2 clean" and "no checkpoint to resume from"."""
     for number in (1, 2):
         root = (
-            make(tmp_path / "run" / f"checkpoint_{number}", "clean-single-process") if number == 1 else None
+            make(tmp_path / "run" / f"checkpoint_{number}", "clean-single-process")
+            if number == 1
+            else None
         )
         root = root or Path(
             shutil.copytree(tmp_path / "run" / "checkpoint_1", tmp_path / "run" / "checkpoint_2")
@@ -212,15 +236,21 @@ def test_the_summary_counts_them_apart(tmp_path: Path, said: Said) -> None:
     status, out, _ = said("check", "-r", tmp_path)
     assert status == 0
     assert "2 checkpoints: 2 not resumable" in out
-    assert out.count("  not resumable: latest_checkpoint passes over it: no random_states_0.pkl") == 2
+    assert (
+        out.count("  not resumable: latest_checkpoint passes over it: no random_states_0.pkl") == 2
+    )
 
 
 def test_a_state_that_is_cut_where_check_does_not_read(tmp_path: Path, said: Said) -> None:
-    """``check`` reads the first 64 KiB of ``trainer_state.json``, and ``latest_checkpoint`` all of it."""
+    """``check`` reads the first 64 KiB of ``trainer_state.json``, and ``latest_checkpoint`` all of
+    it.
+    """
     for number in (4, 6):
         root = make_of_trainer(tmp_path / f"checkpoint-{number}")
         history = '{"loss": 1.0}, ' * 8000 + ("{}]}" if number == 4 else "")
-        (root / "trainer_state.json").write_text(f'{{"global_step": {number}, "log_history": [{history}')
+        (root / "trainer_state.json").write_text(
+            f'{{"global_step": {number}, "log_history": [{history}'
+        )
     _, out, _ = said("check", "-r", tmp_path)
     assert f"resume from {tmp_path / 'checkpoint-4'}, the newest complete one" in out
     assert "; newer, and not complete: checkpoint-6: trainer_state.json: not JSON" in out

@@ -1,6 +1,8 @@
-"""Indexes that list paths, and not only names of files: transformers and accelerate follow them, diffusers does not.
+"""Indexes that list paths, and not only names of files: transformers and accelerate follow them,
+diffusers does not.
 
-Paths that lead to files in the folder are read. Those that lead elsewhere are not, and the check is not finished.
+Paths that lead to files in the folder are read. Those that lead elsewhere are not, and the check is
+not finished.
 """
 
 import json
@@ -46,8 +48,8 @@ def test_an_index_of_shards_below_is_not_damaged_and_its_check_not_finished(fold
     report = check(folder)
     assert (report.findings, report.status) == ((), 3)
     (words,) = report.unfinished
-    assert words == (
-        f"{INDEX}: it lists 2 shards in a sub-folder ('shards'), which were not read; "
+    assert (
+        words == f"{INDEX}: it lists 2 shards in a sub-folder ('shards'), which were not read; "
         "transformers and accelerate load them"
     )
     assert "next:" not in "\n".join(map(str, report.lines()))
@@ -74,8 +76,10 @@ def test_an_index_of_diffusers_with_shards_below_is_malformed(folder: Path) -> N
     (finding,) = check(folder).findings
     assert (finding.code, str(finding)) == (
         "malformed-file",
-        f"diffusion_pytorch_{INDEX} is malformed: it lists 2 shards in a sub-folder ('shards'), "
-        "which diffusers refuses",
+        (
+            f"diffusion_pytorch_{INDEX} is malformed: it lists 2 shards in a sub-folder "
+            "('shards'), which diffusers refuses"
+        ),
     )
 
 
@@ -133,7 +137,9 @@ def test_an_index_that_leads_to_files_elsewhere_is_not_damaged(
     assert words.endswith(", which were not read; transformers and accelerate load them")
 
 
-def test_a_resume_takes_a_checkpoint_of_the_trainer_with_such_an_index(tmp_path: Path, folder: Path) -> None:
+def test_a_resume_takes_a_checkpoint_of_the_trainer_with_such_an_index(
+    tmp_path: Path, folder: Path
+) -> None:
     from transformers.trainer_utils import load_sharded_checkpoint
 
     path = tmp_path / "run" / "checkpoint-2"
@@ -158,8 +164,12 @@ def at_a_place_that_is_absent(root: Path) -> None:
     repoint(root, lambda path: f"/absent/{path}")
 
 
-@pytest.mark.parametrize("damage", [lose_a_shard, through_a_folder_that_is_absent, at_a_place_that_is_absent])
-def test_an_index_that_leads_nowhere_is_malformed(folder: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "damage", [lose_a_shard, through_a_folder_that_is_absent, at_a_place_that_is_absent]
+)
+def test_an_index_that_leads_nowhere_is_malformed(
+    folder: Path, damage: Callable[[Path], None]
+) -> None:
     damage(folder)
     with pytest.raises(OSError, match="No such file or directory"):
         REAL["load_checkpoint_in_model"](folder)
@@ -168,7 +178,8 @@ def test_an_index_that_leads_nowhere_is_malformed(folder: Path, damage: Callable
     assert "not exist" in str(finding)
 
 
-# --- paths to files in the folder itself ----------------------------------------------------------------------
+# --- paths to files in the folder itself
+# ----------------------------------------------------------------------
 
 INDEXES = [
     "model.safetensors.index.json",

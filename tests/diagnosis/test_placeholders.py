@@ -1,4 +1,6 @@
-"""Weights that ZeRO-3 left as placeholders of shape [0], and healthy modules with tensors without elements."""
+"""Weights that ZeRO-3 left as placeholders of shape [0], and healthy modules with tensors without
+elements.
+"""
 
 import shutil
 import subprocess
@@ -43,7 +45,9 @@ def without_biases() -> nn.Module:
 
 
 def partitioned(model: nn.Module, threshold: int) -> State:
-    """Return the state dict of a rank under ZeRO-3: parameters of fewer elements stay as they are."""
+    """Return the state dict of a rank under ZeRO-3: parameters of fewer elements stay as they
+    are.
+    """
     state = dict(model.state_dict())
     parameters = {key for key, _ in model.named_parameters()}
     return {
@@ -103,7 +107,9 @@ def test_the_size_in_the_index_shows_a_single_placeholder(tmp_path: Path) -> Non
 def test_from_pretrained_refuses_placeholders(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model: Any = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+    model: Any = GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
+    )
     model.save_pretrained(tmp_path)
     assert check(tmp_path).status == 0
     state = load_file(tmp_path / "model.safetensors")
@@ -111,7 +117,9 @@ def test_from_pretrained_refuses_placeholders(tmp_path: Path) -> None:
     save(weights, tmp_path / "model.safetensors")
     with pytest.raises(RuntimeError, match="mismatch"):
         GPT2LMHeadModel.from_pretrained(tmp_path)
-    assert {(one.severity.value, one.code) for one in check(tmp_path).findings} == {("error", "wrong-state")}
+    assert {(one.severity.value, one.code) for one in check(tmp_path).findings} == {
+        ("error", "wrong-state")
+    }
 
 
 # Healthy modules with tensors without elements.
@@ -139,11 +147,17 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "observers": lambda: nn.Sequential(
         nn.Linear(4, 2), PerChannelMinMaxObserver(), PerChannelMinMaxObserver()
     ),
-    "observers alone": lambda: nn.Sequential(PerChannelMinMaxObserver(), PerChannelMinMaxObserver()),
+    "observers alone": lambda: nn.Sequential(
+        PerChannelMinMaxObserver(), PerChannelMinMaxObserver()
+    ),
     "a batch norm of nothing": lambda: nn.Sequential(nn.BatchNorm1d(0), nn.BatchNorm1d(0)),
-    "layer norms of nothing": lambda: nn.Sequential(nn.Linear(4, 2), nn.LayerNorm(0), nn.LayerNorm(0)),
+    "layer norms of nothing": lambda: nn.Sequential(
+        nn.Linear(4, 2), nn.LayerNorm(0), nn.LayerNorm(0)
+    ),
     "a layer norm of nothing": lambda: nn.LayerNorm(0),
-    "linear layers of nothing": lambda: nn.Sequential(nn.Linear(0, 3), nn.Linear(3, 0), nn.Embedding(0, 3)),
+    "linear layers of nothing": lambda: nn.Sequential(
+        nn.Linear(0, 3), nn.Linear(3, 0), nn.Embedding(0, 3)
+    ),
     "quantized": lambda: nn.Sequential(Quantized(), Quantized()),
     "a normalizer": Normalizer,
 }
@@ -211,7 +225,10 @@ def test_the_folder_of_deepspeed_is_named(tmp_path: Path) -> None:
         state.mkdir(parents=True)
         (state / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
     (finding,) = check(final).findings
-    assert "merge those in ../checkpoint-10/global_step10/ with DeepSpeed's zero_to_fp32.py" in finding.advice
+    assert (
+        "merge those in ../checkpoint-10/global_step10/ with DeepSpeed's zero_to_fp32.py"
+        in finding.advice
+    )
     shutil.move(tmp_path / "checkpoint-10" / "global_step10", final / "global_step10")
     (final / "latest").write_text("global_step10")
     of_file = [one for one in check(final).findings if one.path.name == "pytorch_model.bin"]
@@ -250,7 +267,10 @@ def test_what_deepspeed_leaves_in_a_state_dict(tmp_path: Path) -> None:
         "MASTER_PORT": "29647",
     }
     subprocess.run(
-        [sys.executable, "-c", _TRAIN, str(tmp_path)], check=True, env={**variables(), **rank}, timeout=300
+        [sys.executable, "-c", _TRAIN, str(tmp_path)],
+        check=True,
+        env={**variables(), **rank},
+        timeout=300,
     )
     for root in tmp_path.iterdir():
         with pytest.raises(RuntimeError, match="size mismatch"):

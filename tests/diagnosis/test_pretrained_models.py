@@ -1,4 +1,6 @@
-"""Folders for ``from_pretrained``, healthy and damaged: ``check`` against what transformers makes of them."""
+"""Folders for ``from_pretrained``, healthy and damaged: ``check`` against what transformers makes
+of them.
+"""
 
 import json
 import re
@@ -10,7 +12,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ckptfix import check
@@ -21,13 +26,14 @@ from tests.tiny_models import NAME, Tensors, load, reconfigure, small, tensors_o
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CLASSES = (
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM",
-    "GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "FalconForCausalLM",
-    "PhiForCausalLM",
-    "Gemma2ForCausalLM", "DeepseekV3ForCausalLM", "MambaForCausalLM", "AlbertForMaskedLM", "BertForMaskedLM",
-    "RobertaForSequenceClassification", "DistilBertForMaskedLM", "DebertaV2ForMaskedLM", "ElectraForPreTraining",
-    "T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration", "CLIPModel",
-    "ViTForImageClassification", "MllamaForConditionalGeneration", "LlavaForConditionalGeneration",
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM",
+    "BloomForCausalLM", "FalconForCausalLM", "PhiForCausalLM", "Gemma2ForCausalLM",
+    "DeepseekV3ForCausalLM", "MambaForCausalLM", "AlbertForMaskedLM", "BertForMaskedLM",
+    "RobertaForSequenceClassification", "DistilBertForMaskedLM", "DebertaV2ForMaskedLM",
+    "ElectraForPreTraining", "T5ForConditionalGeneration", "BartForConditionalGeneration",
+    "WhisperForConditionalGeneration", "CLIPModel", "ViTForImageClassification",
+    "MllamaForConditionalGeneration", "LlavaForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
 )  # fmt: skip
 
@@ -43,7 +49,9 @@ def saved(root: Path, name: str = "LlamaForCausalLM", **settings: Any) -> dict[s
 
 def told(root: Path) -> list[tuple[str, str]]:
     return [
-        (finding.code, finding.severity.value) for finding in check(root).findings if finding.code in CODES
+        (finding.code, finding.severity.value)
+        for finding in check(root).findings
+        if finding.code in CODES
     ]
 
 
@@ -136,7 +144,12 @@ HEALTHY: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] 
     "one group of ALBERT for all layers": ("AlbertForMaskedLM", {}, {"num_hidden_layers": 12}, ()),
     "a tied head": ("LlamaForCausalLM", {"tie_word_embeddings": True}, {}, ()),
     "biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, {}, ()),
-    "a vocabulary of two attributes": ("T5ForConditionalGeneration", {"num_decoder_layers": 1}, {}, ()),
+    "a vocabulary of two attributes": (
+        "T5ForConditionalGeneration",
+        {"num_decoder_layers": 1},
+        {},
+        (),
+    ),
     "an attribute that the config leaves out": (
         "GPT2LMHeadModel",
         {"n_positions": 1024},
@@ -193,7 +206,9 @@ def test_layers_that_predict_further_tokens(tmp_path: Path) -> None:
     """DeepSeek's checkpoints have one layer more than the config says."""
     tensors = saved(tmp_path, "DeepseekV3ForCausalLM")
     beyond = {
-        key.replace("layers.1.", "layers.2."): each for key, each in tensors.items() if "layers.1." in key
+        key.replace("layers.1.", "layers.2."): each
+        for key, each in tensors.items()
+        if "layers.1." in key
     }
     write(tmp_path, {**tensors, **beyond, "model.layers.2.eh_proj.weight": torch.ones(16, 32)})
     assert load(tmp_path).startswith("0 random")
@@ -243,7 +258,9 @@ def test_weights_of_a_quantized_model(tmp_path: Path) -> None:
     """Methods such as GPTQ pack rows, and add tensors to a module."""
     tensors = saved(tmp_path)
     packed = {
-        key.replace("q_proj.weight", "q_proj.qweight"): each[: len(each) // 2] if "q_proj" in key else each
+        key.replace("q_proj.weight", "q_proj.qweight"): (
+            each[: len(each) // 2] if "q_proj" in key else each
+        )
         for key, each in tensors.items()
     }
     write(tmp_path, {**packed, "model.layers.0.self_attn.q_proj.scales": torch.ones(2)})
@@ -254,7 +271,9 @@ def test_weights_of_a_quantized_model(tmp_path: Path) -> None:
 def test_one_of_two_families_is_compared(tmp_path: Path) -> None:
     """transformers takes the safetensors file."""
     tensors = saved(tmp_path)
-    torch.save({f"module.{key}": each for key, each in tensors.items()}, tmp_path / "pytorch_model.bin")
+    torch.save(
+        {f"module.{key}": each for key, each in tensors.items()}, tmp_path / "pytorch_model.bin"
+    )
     assert load(tmp_path) == "complete"
     assert told(tmp_path) == []
 
@@ -269,7 +288,8 @@ def test_prefixes_with_other_keys(tmp_path: Path) -> None:
     assert load(tmp_path) == "21 random, 26 unused"
     assert told(tmp_path) == [("dead-weights", "error")]
     buffers = {
-        f"module.model.layers.{number}.self_attn.rotary_emb.inv_freq": torch.ones(4) for number in (0, 1)
+        f"module.model.layers.{number}.self_attn.rotary_emb.inv_freq": torch.ones(4)
+        for number in (0, 1)
     }
     write(tmp_path, {**tensors, **buffers, "module.v_head.weight": torch.ones(1, 16)})
     assert told(tmp_path) == [("dead-weights", "error")]
@@ -279,7 +299,9 @@ def test_prefixes_with_other_keys(tmp_path: Path) -> None:
 
 
 def in_peft(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Return what a PeftModel has around a model: every linear layer is a base layer with two matrices."""
+    """Return what a PeftModel has around a model: every linear layer is a base layer with two
+    matrices.
+    """
     wrapped = {f"base_model.model.{key}": each for key, each in tensors.items()}
     for key in [key for key in wrapped if key.endswith("_proj.weight")]:
         module = key.removesuffix(".weight")
@@ -296,7 +318,9 @@ FOREIGN: dict[str, Callable[[Tensors], dict[str, torch.Tensor]]] = {
         "loss.weight": torch.ones(4),
     },
     "a PeftModel": in_peft,
-    "another class": lambda tensors: {f"blocks.{at}.w": each for at, each in enumerate(tensors.values())},
+    "another class": lambda tensors: {
+        f"blocks.{at}.w": each for at, each in enumerate(tensors.values())
+    },
 }
 
 
@@ -305,12 +329,18 @@ def test_files_without_a_key_of_their_class(name: str, tmp_path: Path) -> None:
     write(tmp_path, FOREIGN[name](saved(tmp_path)))
     assert load(tmp_path).startswith(("21 random", "20 random"))
     (finding,) = check(tmp_path).findings
-    assert (finding.code, finding.severity.value, finding.action.value) == ("dead-weights", "error", "tell")
+    assert (finding.code, finding.severity.value, finding.action.value) == (
+        "dead-weights",
+        "error",
+        "tell",
+    )
     torch.save({"step": 0, "random_state": (3, (1, 2), None)}, tmp_path / "random_states_0.pkl")
     assert told(tmp_path) == [("dead-weights", "note")]
 
 
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlavaForConditionalGeneration", "CLIPTextModel"])
+@pytest.mark.parametrize(
+    "name", ["MixtralForCausalLM", "LlavaForConditionalGeneration", "CLIPTextModel"]
+)
 def test_a_wrapper_around_a_class_whose_keys_a_load_renames(name: str, tmp_path: Path) -> None:
     write(tmp_path, {f"net.{key}": each for key, each in saved(tmp_path, name).items()})
     random, _, unused = load(tmp_path).partition(" random, ")
@@ -329,7 +359,10 @@ def test_keys_that_a_load_renames_are_not_told(tmp_path: Path) -> None:
 
 def test_a_composite_of_other_models_is_not_told(tmp_path: Path) -> None:
     """The table has EncoderDecoderModel of two BERT."""
-    encoder, decoder = tiny("GPT2LMHeadModel").transformer, tiny("GPT2LMHeadModel", add_cross_attention=True)
+    encoder, decoder = (
+        tiny("GPT2LMHeadModel").transformer,
+        tiny("GPT2LMHeadModel", add_cross_attention=True),
+    )
     transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder).save_pretrained(tmp_path)
     assert load(tmp_path) == "complete"
     assert told(tmp_path) == []
@@ -340,7 +373,9 @@ def test_all_types_whose_keys_a_load_renames_are_known() -> None:
     """A file in which transformers renames every key has none of the table."""
     types = {model_type for block in architectures._index()["blocks"] for model_type in block[2:]}
     for model_type in types:
-        start, size = next(block[:2] for block in architectures._index()["blocks"] if model_type in block[2:])
+        start, size = next(
+            block[:2] for block in architectures._index()["blocks"] if model_type in block[2:]
+        )
         for name, record in architectures._block(start, size)[model_type].items():
             is_converted = any(map(get_checkpoint_conversion_mapping, (name, model_type)))
             is_known = "inside" in record or model_type in architectures.RENAMED
@@ -348,7 +383,9 @@ def test_all_types_whose_keys_a_load_renames_are_known() -> None:
 
 
 def on_meta(name: str) -> Any:
-    """Return a model without values: a tiny one, or of the default sizes where those do not fit together."""
+    """Return a model without values: a tiny one, or of the default sizes where those do not fit
+    together.
+    """
     cls = getattr(transformers, name)
     with torch.device("meta"):
         try:
@@ -359,24 +396,33 @@ def on_meta(name: str) -> Any:
 
 @pytest.mark.slow
 def test_all_first_segments_that_a_load_removes_are_known() -> None:
-    """A wrapper of such a name is none: the load finds more keys behind it than a class has by accident."""
+    """A wrapper of such a name is none: the load finds more keys behind it than a class has by
+    accident.
+    """
     removed: dict[str, str] = {}
     for block in architectures._index()["blocks"]:
         for model_type in block[2:]:
             for name, record in architectures._block(*block[:2])[model_type].items():
                 if "inside" not in record and model_type not in architectures.RENAMED:
                     continue
-                known = architectures.architecture_of({"architectures": [name], "model_type": model_type})
+                known = architectures.architecture_of(
+                    {"architectures": [name], "model_type": model_type}
+                )
                 assert isinstance(known, architectures.Architecture)
                 model = on_meta(name)
                 mapping, state = get_model_conversion_mapping(model), model.state_dict()
                 renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
                 converters = [each for each in mapping if isinstance(each, WeightConverter)]
                 sources = " ".join(source for each in mapping for source in each.source_patterns)
-                for first in {*re.findall(r"[a-z]\w+", sources.replace("\\", " ")), *_REMOVED_BY_LOADS}:
+                for first in {
+                    *re.findall(r"[a-z]\w+", sources.replace("\\", " ")),
+                    *_REMOVED_BY_LOADS,
+                }:
                     keys = [f"{first}.{key}".replace("*", "0") for key in record["keys"]]
                     found = sum(
-                        rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0]
+                        rename_source_key(
+                            key, renamings, converters, model.base_model_prefix, state
+                        )[0]
                         in state
                         for key in keys
                         if not known.fits(key)

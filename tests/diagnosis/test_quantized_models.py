@@ -1,4 +1,6 @@
-"""Quantized weights against the config: what transformers makes of each contradiction, and healthy folders of each."""
+"""Quantized weights against the config: what transformers makes of each contradiction, and healthy
+folders of each.
+"""
 
 import json
 import shutil
@@ -95,7 +97,9 @@ def in_mxfp4(tensors: Tensors) -> Tensors:
         if "experts" in key and key.endswith("_proj"):
             experts, rows, columns = each.shape
             new[f"{key}_blocks"] = torch.ones(experts, columns, rows // 32, 16, dtype=torch.uint8)
-            new[f"{key}_scales"] = torch.full((experts, columns, rows // 32), 122, dtype=torch.uint8)
+            new[f"{key}_scales"] = torch.full(
+                (experts, columns, rows // 32), 122, dtype=torch.uint8
+            )
         else:
             new[key] = each
     return new
@@ -134,7 +138,9 @@ def verdicts(root: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_config_that_names_the_format_of_the_weights_is_healthy(name: str, tmp_path: Path) -> None:
+def test_a_config_that_names_the_format_of_the_weights_is_healthy(
+    name: str, tmp_path: Path
+) -> None:
     root = model(tmp_path, name, configured=True, quantized=True)
     assert verdicts(root) == []
     if name in ("fp8", "mxfp4"):
@@ -189,7 +195,11 @@ LOST: dict[str, tuple[str, str, str]] = {
     "a scale without its weight": ("bnb 8", "0.self_attn.q_proj.weight", "q_proj.weight'"),
     "no scales of 4 bits": ("bnb 4", ".absmax", "14 weights without a part"),
     "no map": ("bnb 4", "0.self_attn.q_proj.weight.quant_map", "1 weight without a part"),
-    "no state": ("bnb 4", "0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4", "bitsandbytes__nf4'"),
+    "no state": (
+        "bnb 4",
+        "0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4",
+        "bitsandbytes__nf4'",
+    ),
     "blocks alone": ("mxfp4", "0.mlp.experts.down_proj_scales", "1 weight without a part"),
     "scales alone": ("mxfp4", "0.mlp.experts.down_proj_blocks", "down_proj_blocks'"),
 }
@@ -213,7 +223,9 @@ def test_a_quantized_weight_without_one_of_its_parts(what: str, tmp_path: Path) 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_bitsandbytes_needs_every_part(bits: int, storage: str, is_nested: bool, tmp_path: Path) -> None:
+def test_bitsandbytes_needs_every_part(
+    bits: int, storage: str, is_nested: bool, tmp_path: Path
+) -> None:
     """Without nested_absmax alone it loads, and answers otherwise."""
     pytest.importorskip("bitsandbytes")
     options = transformers.BitsAndBytesConfig(
@@ -225,7 +237,9 @@ def test_bitsandbytes_needs_every_part(bits: int, storage: str, is_nested: bool,
     llama = transformers.LlamaForCausalLM
     plain = model(tmp_path / "plain", f"bnb {bits}", configured=False, quantized=False)
     root, ids = tmp_path / "quantized", torch.arange(8)[None]
-    llama.from_pretrained(plain, quantization_config=options, device_map="cpu").save_pretrained(root)
+    llama.from_pretrained(plain, quantization_config=options, device_map="cpu").save_pretrained(
+        root
+    )
     before, tensors = llama.from_pretrained(root)(ids).logits, tensors_of(root)
     assert verdicts(root) == []
     for key in [key for key in tensors if "0.self_attn.q_proj." in key]:
@@ -239,11 +253,16 @@ def test_bitsandbytes_needs_every_part(bits: int, storage: str, is_nested: bool,
 
 def test_fp8_without_any_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = model(tmp_path, "fp8", configured=True, quantized=True)
-    write(root, {key: each for key, each in tensors_of(root).items() if not key.endswith("_scale_inv")})
+    write(
+        root,
+        {key: each for key, each in tensors_of(root).items() if not key.endswith("_scale_inv")},
+    )
     ((severity, message),) = verdicts(root)
     assert severity == "warning"
     assert "leaves their scales random" in message
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **options: None)
+    monkeypatch.setattr(
+        FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **options: None
+    )
     assert load(root) == "14 random, 0 unused"
 
 
@@ -251,7 +270,9 @@ def test_on_a_gpu_plain_weights_under_fp8_have_no_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU the quantizer asks for a load in full precision, so that plain weights load."""
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **options: None)
+    monkeypatch.setattr(
+        FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **options: None
+    )
     assert load(model(tmp_path, "fp8", configured=True, quantized=False)) == "14 random, 0 unused"
 
 
@@ -288,11 +309,17 @@ NOT_JUDGED: dict[str, Callable[[Path], object]] = {
     ),
     "another part": lambda root: reconfigure(root, vision_config={"quantization_config": FP8}),
     "an older setting": lambda root: reconfigure(root, compression_config={}),
-    "the config of AutoGPTQ": lambda root: (root / "quantize_config.json").write_text('{"bits": 4}'),
-    "that of modelopt": lambda root: (root / "hf_quant_config.json").write_text('{"producer": {}}'),
+    "the config of AutoGPTQ": (
+        lambda root: (root / "quantize_config.json").write_text('{"bits": 4}')
+    ),
+    "that of modelopt": (
+        lambda root: (root / "hf_quant_config.json").write_text('{"producer": {}}')
+    ),
     "a list": lambda root: reconfigure(root, quantization_config=[1]),
     "a text": lambda root: reconfigure(root, quantization_config="gptq"),
-    "a number as a method": lambda root: reconfigure(root, quantization_config={"quant_method": [4]}),
+    "a number as a method": lambda root: reconfigure(
+        root, quantization_config={"quant_method": [4]}
+    ),
 }
 
 
@@ -322,7 +349,11 @@ def test_a_quantization_without_a_method(tmp_path: Path) -> None:
 
 def test_a_cast_to_fp8_alone_is_healthy(tmp_path: Path) -> None:
     root = model(tmp_path, "fp8", configured=False, quantized=False)
-    cast = {key: each.to(torch.float8_e4m3fn) for key, each in tensors_of(root).items() if "_proj" in key}
+    cast = {
+        key: each.to(torch.float8_e4m3fn)
+        for key, each in tensors_of(root).items()
+        if "_proj" in key
+    }
     write(root, tensors_of(root) | cast)
     assert load(root) == "complete"
     assert verdicts(root) == []

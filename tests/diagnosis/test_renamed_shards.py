@@ -15,7 +15,15 @@ import pytest
 import torch
 
 from ckptfix import check, repair, salvage
-from tests.diagnosis.test_odd_indexes import KINDS, Diffusers, Folder, Library, Transformers, read, write
+from tests.diagnosis.test_odd_indexes import (
+    KINDS,
+    Diffusers,
+    Folder,
+    Library,
+    Transformers,
+    read,
+    write,
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +65,12 @@ def findings(folder: Folder) -> list[Any]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("kind", "suffix"), [(Transformers, ".safetensors"), (Diffusers, ".bin")])
 def test_renamed_shards_are_named_with_the_commands_that_rename_them(
-    saved: Any, tmp_path: Path, kind: type[Library], suffix: str, name: str, numbers: tuple[int, ...]
+    saved: Any,
+    tmp_path: Path,
+    kind: type[Library],
+    suffix: str,
+    name: str,
+    numbers: tuple[int, ...],
 ) -> None:
     library, source = saved[kind, suffix]
     folder = copy_of(source, tmp_path / "model")
@@ -100,10 +113,13 @@ def test_the_sentence_about_several_renamed_shards(saved: Any, tmp_path: Path) -
     folder.shard(3).unlink()
     (finding,) = findings(folder)
     assert str(finding).endswith(
-        "; 'model-00001-of-00004.safetensors', 'model-00002-of-00004.safetensors' hold those of 2 of the shards"
+        "; 'model-00001-of-00004.safetensors', 'model-00002-of-00004.safetensors' hold those of 2 "
+        "of the shards"
     )
     advice = finding.advice_at(str(folder.path))
-    assert advice.startswith(f"rename the files: mv {folder.path}/model-00001-of-00004.safetensors ")
+    assert advice.startswith(
+        f"rename the files: mv {folder.path}/model-00001-of-00004.safetensors "
+    )
     assert advice.endswith("; copy the other shards again from where they came")
     assert finding.is_salvageable
     # A store has no such command.
@@ -125,7 +141,10 @@ def test_no_index_is_written_under_a_name_of_which_another_index_has_the_keys(
     rename(folder, NAMES["the stem of the other format"])
     kinds = {(one.code, str(one.path)) for one in findings(folder)}
     names = ("mymodel.safetensors.index.json", "pytorch_model.safetensors.index.json")
-    assert kinds == {("missing-shard", folder.shard(1).name), *(("index-mismatch", name) for name in names)}
+    assert kinds == {
+        ("missing-shard", folder.shard(1).name),
+        *(("index-mismatch", name) for name in names),
+    }
     assert repair(folder.path).status == 1
     assert not any((folder.path / name).exists() for name in names)
     for path in folder.path.glob("mymodel*"):
@@ -144,7 +163,9 @@ def test_an_index_is_written_of_shards_of_which_one_has_a_copy_of_all_tensors(
     write(folder.shard(3), {**read(folder.shard(3)), **read(folder.shard(1))})
     assert repair(folder.path).status == 0
     assert library.is_loaded(folder)
-    assert [(one.code, str(one.path)) for one in findings(folder)] == [("stale-shard", folder.shard(1).name)]
+    assert [(one.code, str(one.path)) for one in findings(folder)] == [
+        ("stale-shard", folder.shard(1).name)
+    ]
 
 
 def test_the_only_index_of_shards_of_any_name_is_written(saved: Any, tmp_path: Path) -> None:
@@ -156,7 +177,9 @@ def test_the_only_index_of_shards_of_any_name_is_written(saved: Any, tmp_path: P
     rename(folder, NAMES["another stem"])
     assert repair(folder.path).status == 0
     (model,) = Library.loads(library, folder)
-    assert all(model.state_dict()[key].equal(tensor) for key, tensor in library.model.state_dict().items())
+    assert all(
+        model.state_dict()[key].equal(tensor) for key, tensor in library.model.state_dict().items()
+    )
 
 
 def test_a_file_with_the_keys_of_the_missing_shards_of_two_indexes_is_not_named(
@@ -202,8 +225,12 @@ def test_shards_in_a_sub_folder_are_named(
     assert [one.code for one in findings(folder)] == []
 
 
-@pytest.mark.parametrize("what", ["its own index", "a config", "another key", "cut", "in two folders"])
-def test_shards_of_another_model_in_a_sub_folder_are_not_named(saved: Any, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    "what", ["its own index", "a config", "another key", "cut", "in two folders"]
+)
+def test_shards_of_another_model_in_a_sub_folder_are_not_named(
+    saved: Any, tmp_path: Path, what: str
+) -> None:
     """The Trainer's last model has checkpoints below it, with shards of the same names and keys."""
     _, source = saved[Transformers, ".safetensors"]
     folder = copy_of(source, tmp_path / "model")
@@ -220,16 +247,23 @@ def test_shards_of_another_model_in_a_sub_folder_are_not_named(saved: Any, tmp_p
     else:
         shutil.copytree(inner, folder.path / "more")
     missing = [one for one in findings(folder) if one.code == "missing-shard"]
-    assert all(one.advice_at(str(folder.path)).startswith("copy the shard again") for one in missing)
+    assert all(
+        one.advice_at(str(folder.path)).startswith("copy the shard again") for one in missing
+    )
     assert str(missing[0].path) == folder.shard(2).name
 
 
-@pytest.mark.parametrize("ending", [".bak", "~", ".1", ".incomplete", ".crdownload", ".part", ".tmp"])
-def test_a_complete_shard_with_another_ending_is_named(saved: Any, tmp_path: Path, ending: str) -> None:
+@pytest.mark.parametrize(
+    "ending", [".bak", "~", ".1", ".incomplete", ".crdownload", ".part", ".tmp"]
+)
+def test_a_complete_shard_with_another_ending_is_named(
+    saved: Any, tmp_path: Path, ending: str
+) -> None:
     library, source = saved[Transformers, ".safetensors"]
     folder = copy_of(source, tmp_path / "model")
     rename(folder, lambda name: name + ending, 2)
-    # A download with all tensors is not an interrupted one, too, with advice to copy the file again.
+    # A download with all tensors is not an interrupted one, too, with advice to copy the file
+    # again.
     (finding,) = findings(folder)
     assert finding.code == "missing-shard"
     assert finding.advice_at(str(folder.path)).startswith("rename ")
@@ -252,7 +286,8 @@ def test_a_cut_download_of_a_shard_is_still_an_interrupted_one(saved: Any, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("ending", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)]
+    ("ending", "compress"),
+    [(".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)],
 )
 def test_a_compressed_shard_is_named(
     saved: Any, tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]
@@ -274,7 +309,9 @@ def test_a_compressed_shard_is_named(
     assert findings(folder) == []
 
 
-def test_a_file_that_only_its_name_says_is_compressed_is_not_named(saved: Any, tmp_path: Path) -> None:
+def test_a_file_that_only_its_name_says_is_compressed_is_not_named(
+    saved: Any, tmp_path: Path
+) -> None:
     _, source = saved[Transformers, ".safetensors"]
     folder = copy_of(source, tmp_path / "model")
     shard = folder.shard(2)
@@ -308,7 +345,9 @@ def test_a_shard_in_two_compressed_forms_counts_once(saved: Any, tmp_path: Path)
     assert findings(folder) == []
 
 
-def test_a_shard_that_is_there_under_another_name_need_not_be_unpacked(saved: Any, tmp_path: Path) -> None:
+def test_a_shard_that_is_there_under_another_name_need_not_be_unpacked(
+    saved: Any, tmp_path: Path
+) -> None:
     library, source = saved[Transformers, ".safetensors"]
     folder = copy_of(source, tmp_path / "model")
     first, second = folder.shard(1), folder.shard(2)

@@ -1,4 +1,6 @@
-"""States under the name of another file: torch writes into each file the name that it was saved under."""
+"""States under the name of another file: torch writes into each file the name that it was saved
+under.
+"""
 
 import random
 import shutil
@@ -88,7 +90,9 @@ def told(root: Path) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("words", REGISTERED)
 @pytest.mark.parametrize("name", [RANDOM, OPTIMIZER, SCHEDULER, SCALER])
-def test_a_state_that_was_copied_over_a_custom_object_is_told(name: str, words: str, tmp_path: Path) -> None:
+def test_a_state_that_was_copied_over_a_custom_object_is_told(
+    name: str, words: str, tmp_path: Path
+) -> None:
     root = Run(custom=REGISTERED[words]()).save(tmp_path / "checkpoint_0")
     assert told(root) == []
     shutil.copy(root / name, root / CUSTOM)
@@ -132,7 +136,9 @@ def test_a_module_that_was_exported_under_the_name_of_a_model_is_healthy(tmp_pat
 
 
 @pytest.mark.parametrize("is_exchanged", [False, True])
-def test_one_custom_object_under_the_name_of_another_is_a_warning(is_exchanged: bool, tmp_path: Path) -> None:
+def test_one_custom_object_under_the_name_of_another_is_a_warning(
+    is_exchanged: bool, tmp_path: Path
+) -> None:
     first, second = Counter(), Counter()
     first.count, second.count = 1, 2
     root = run(first, second).save(tmp_path / "checkpoint_0")
@@ -151,18 +157,24 @@ def test_one_custom_object_under_the_name_of_another_is_a_warning(is_exchanged: 
 
 
 def test_objects_that_moved_up_are_healthy(tmp_path: Path) -> None:
-    """A script that no longer registers its first object needs the files of the others under the numbers before."""
+    """A script that no longer registers its first object needs the files of the others under the
+    numbers before.
+    """
     first, second, third = Counter(), Counter(), Counter()
     first.count, second.count, third.count = 1, 2, 3
     root = run(first, second, third).save(tmp_path / "checkpoint_0")
     for number in (1, 2):
-        (root / f"custom_checkpoint_{number}.pkl").replace(root / f"custom_checkpoint_{number - 1}.pkl")
+        (root / f"custom_checkpoint_{number}.pkl").replace(
+            root / f"custom_checkpoint_{number - 1}.pkl"
+        )
     assert loads_as_saved(root, second, third)
     assert told(root) == []
 
 
 def test_a_scheduler_that_was_registered_before_is_healthy(tmp_path: Path) -> None:
-    """A script that prepares the scheduler which it registered before needs it under another name."""
+    """A script that prepares the scheduler which it registered before needs it under another
+    name.
+    """
     made = Run()
     made.accelerator._schedulers.clear()
     made.accelerator._custom_objects[:] = [made.scheduler.scheduler]
@@ -185,7 +197,9 @@ def test_random_states_in_a_custom_object_are_judged_by_the_name_they_were_saved
     ((code, severity, sentence),) = told(root)
     assert (code, severity) == ("unknown-state", "warning")
     assert sentence == f"{CUSTOM}: it holds accelerate's random states (expected a custom object)"
-    torch.save({key: value for key, value in states.items() if key != "step"}, root / "made_by_hand")
+    torch.save(
+        {key: value for key, value in states.items() if key != "step"}, root / "made_by_hand"
+    )
     (root / "made_by_hand").rename(root / CUSTOM)
     assert told(root) == []
 
@@ -205,7 +219,9 @@ def test_random_states_that_other_processes_were_given_are_healthy(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "scheduler"])
-def test_two_states_of_one_kind_that_were_exchanged_load_and_are_told(kind: str, tmp_path: Path) -> None:
+def test_two_states_of_one_kind_that_were_exchanged_load_and_are_told(
+    kind: str, tmp_path: Path
+) -> None:
     """The networks are of one class, so that no shape and no key shows it."""
     made = Run()
     second = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
@@ -218,7 +234,7 @@ def test_two_states_of_one_kind_that_were_exchanged_load_and_are_told(kind: str,
     exchanged(root, f"{kind}.bin", f"{kind}_1.bin")
     made.accelerator.load_state(str(root))
     (sentence,) = (sentence for _, severity, sentence in told(root) if severity == "warning")
-    assert sentence == (
-        f"{kind}.bin: it holds {'an' if kind == 'optimizer' else 'a'} {kind}, saved as {kind}_1.bin (expected its own "
-        f"state); it was exchanged with {kind}_1.bin"
+    assert (
+        sentence == f"{kind}.bin: it holds {'an' if kind == 'optimizer' else 'a'} {kind}, saved as "
+        f"{kind}_1.bin (expected its own state); it was exchanged with {kind}_1.bin"
     )

@@ -1,4 +1,6 @@
-"""``latest_checkpoint`` takes what ``load_state`` loads and the next step goes on from, as ``check`` says."""
+"""``latest_checkpoint`` takes what ``load_state`` loads and the next step goes on from, as
+``check`` says.
+"""
 
 import os
 import shutil
@@ -137,7 +139,9 @@ REFUSED: dict[str, Change] = {
     "last optimizer": gone("optimizer_1.bin"),
     "all optimizers": gone("optimizer.bin", "optimizer_1.bin"),
     "optimizer in a folder": folder("optimizer.bin"),
-    "renamed optimizer": lambda root: (root / "optimizer_1.bin").rename(root / "optimizer_1 (1).bin"),
+    "renamed optimizer": (
+        lambda root: (root / "optimizer_1.bin").rename(root / "optimizer_1 (1).bin")
+    ),
     "group without lr": edited(lambda state: state["param_groups"][0].pop("lr")),
     "moment": edited(lambda state: state["state"][0].pop("exp_avg")),
     "flipped bytes": flipped,
@@ -145,7 +149,9 @@ REFUSED: dict[str, Change] = {
     "model of another shape": lambda root: save_file(
         {"weight": torch.ones(7, 4), "bias": torch.ones(7)}, root / "model.safetensors"
     ),
-    "model without a key": lambda root: save_file({"weight": torch.ones(3, 4)}, root / "model.safetensors"),
+    "model without a key": lambda root: save_file(
+        {"weight": torch.ones(3, 4)}, root / "model.safetensors"
+    ),
     "moments of another shape": edited(
         lambda state: state["state"][0].update(exp_avg=torch.ones(9), exp_avg_sq=torch.ones(9))
     ),
@@ -168,13 +174,15 @@ LOADED: dict[str, Change] = {
     "note of a user": lambda root: (root / "notes.txt").write_text("good"),
     "tokens of a script": lambda root: (root / "tokens.bin").write_bytes(bytes(range(1, 250)) * 9),
     "words of a script": lambda root: (root / "vocab.bin").write_text("the\nof\nand\n"),
-    "cut average of a script": lambda root: (root / "ema.pt").write_bytes(
-        (root / "optimizer.bin").read_bytes()[:900]
+    "cut average of a script": (
+        lambda root: (root / "ema.pt").write_bytes((root / "optimizer.bin").read_bytes()[:900])
     ),
     "zeros of a script": lambda root: (root / "mask.bin").write_bytes(bytes(999)),
     "bytes after random states": lambda root: after(root / "random_states_0.pkl"),
-    "a few bytes after an optimizer": lambda root: (root / "optimizer.bin").write_bytes(
-        (root / "optimizer.bin").read_bytes() + bytes(9)
+    "a few bytes after an optimizer": (
+        lambda root: (root / "optimizer.bin").write_bytes(
+            (root / "optimizer.bin").read_bytes() + bytes(9)
+        )
     ),
     "left copy": lambda root: shutil.copy(root / "optimizer.bin", root / "optimizer.bin.tmp"),
 }
@@ -190,7 +198,9 @@ def cases() -> Iterator[Any]:
 def test_the_loader_the_check_and_the_choice_agree(
     run: Path, said: Said, change: Change, is_loaded: bool
 ) -> None:
-    """A folder with 2 errors of ``check`` was "the newest complete one" of ``latest_checkpoint``."""
+    """A folder with 2 errors of ``check`` was "the newest complete one" of
+    ``latest_checkpoint``.
+    """
     newest = run / "checkpoint_3"
     change(newest)
     assert resumes(newest) is is_loaded
@@ -204,8 +214,12 @@ def test_the_loader_the_check_and_the_choice_agree(
 def test_a_module_that_no_save_of_a_script_has(run: Path) -> None:
     """Each checkpoint of it has the warning, and loads."""
     for number in (1, 2, 3):
-        edited(lambda state: state["state"].update({2: {**state["state"][0]}}))(run / f"checkpoint_{number}")
-        edited(lambda state: state["param_groups"][0]["params"].append(2))(run / f"checkpoint_{number}")
+        edited(lambda state: state["state"].update({2: {**state["state"][0]}}))(
+            run / f"checkpoint_{number}"
+        )
+        edited(lambda state: state["param_groups"][0]["params"].append(2))(
+            run / f"checkpoint_{number}"
+        )
     codes = [{finding.code for finding in check(root).findings} for root in run.iterdir()]
     assert all("unsaved-parameters" in found for found in codes)
     assert latest_checkpoint(run) == run / "checkpoint_3"
@@ -244,11 +258,15 @@ def test_a_file_of_a_script_that_is_no_file_of_torch(run: Path, said: Said) -> N
 
 
 def test_a_duplicate_that_every_checkpoint_of_its_script_has(tmp_path: Path) -> None:
-    """The unchanged script prepares its model twice, and loads both: a resume must not refuse the run."""
+    """The unchanged script prepares its model twice, and loads both: a resume must not refuse the
+    run.
+    """
     source = Path("fixtures/accelerate-1.15.0/wrapper-safetensors/checkpoint")
     for number in (1, 2):
         shutil.copytree(source, tmp_path / f"checkpoint_{number}")
-    assert "doubled-model" in {finding.code for finding in check(tmp_path / "checkpoint_2").findings}
+    assert "doubled-model" in {
+        finding.code for finding in check(tmp_path / "checkpoint_2").findings
+    }
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint_2"
 
 
@@ -261,7 +279,9 @@ def test_a_duplicate_that_every_checkpoint_of_its_script_has(tmp_path: Path) -> 
     ],
 )
 def test_a_script_that_dropped_an_object_loses_no_save(run: Path, names: tuple[str, ...]) -> None:
-    """The first checkpoint without it was passed over, so that the run resumed from the objects of the old script."""
+    """The first checkpoint without it was passed over, so that the run resumed from the objects of
+    the old script.
+    """
     for number in (4, 5, 6):
         root = run / f"checkpoint_{number}"
         AcceleratorState._reset_state(True)
@@ -293,7 +313,9 @@ def test_a_script_that_dropped_an_object_loses_no_save(run: Path, names: tuple[s
 
 
 def test_a_file_of_the_trainer_that_it_starts_anew(tmp_path: Path) -> None:
-    """The Trainer resumes without its optimizer: ``--missing-states`` of the guard decides, not the choice."""
+    """The Trainer resumes without its optimizer: ``--missing-states`` of the guard decides, not the
+    choice.
+    """
     from tests.diagnosis.test_completeness import make_of_trainer
 
     for number in (2, 4, 6):
@@ -314,7 +336,9 @@ def prepared_loader() -> tuple[Accelerator, Any]:
     settings = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = Accelerator(cpu=True, dataloader_config=settings)
     accelerator.prepare(torch.nn.Linear(1, 1))
-    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8.0).unsqueeze(1), batch_size=1))
+    loader = accelerator.prepare(
+        torch.utils.data.DataLoader(torch.arange(8.0).unsqueeze(1), batch_size=1)
+    )
     return accelerator, loader
 
 

@@ -1,4 +1,6 @@
-"""Weights that were converted to whole numbers: stock loaders take them, and no optimizer trains such a parameter."""
+"""Weights that were converted to whole numbers: stock loaders take them, and no optimizer trains
+such a parameter.
+"""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +30,10 @@ def convert(path: Path, *keys: str, dtype: torch.dtype = torch.int8) -> None:
     """Convert these weights of a file, all of them without keys."""
     weights = load_file(path)
     save_file(
-        {key: value.to(dtype) if key in keys or not keys else value for key, value in weights.items()},
+        {
+            key: value.to(dtype) if key in keys or not keys else value
+            for key, value in weights.items()
+        },
         path,
         metadata={"format": "pt"},
     )
@@ -48,12 +53,16 @@ def test_converted_weights_next_to_their_optimizer(tmp_path: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.prepare(*models, *optimizers)
     accelerator.load_state(str(root))
-    assert torch.equal(models[0].weight, expected.to(torch.int8).float()), "load_state rounds the weights"
+    assert torch.equal(models[0].weight, expected.to(torch.int8).float()), (
+        "load_state rounds the weights"
+    )
     assert rounded(root) == [
-        "model.safetensors: 'bias' has dtype I8, and optimizer.bin has moments of it (expected floating point "
-        "numbers; 1 parameter more)"
+        "model.safetensors: 'bias' has dtype I8, and optimizer.bin has moments of it (expected "
+        "floating point numbers; 1 parameter more)"
     ]
-    with pytest.warns(UserWarning, match="passed over checkpoint_1: model.safetensors: 'bias' has dtype I8"):
+    with pytest.warns(
+        UserWarning, match="passed over checkpoint_1: model.safetensors: 'bias' has dtype I8"
+    ):
         assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint_0"
 
 
@@ -66,7 +75,9 @@ def test_some_converted_weights_and_named_parameters(tmp_path: Path, dtype: torc
         root = save(tmp_path / name, [model], [optimizer])
         assert check(root).status == 0
         convert(root / "model.safetensors", "2.weight", dtype=dtype)
-        assert [words.partition(" has")[0] for words in rounded(root)] == ["model.safetensors: '2.weight'"]
+        assert [words.partition(" has")[0] for words in rounded(root)] == [
+            "model.safetensors: '2.weight'"
+        ]
 
 
 def test_a_model_of_the_trainer(tmp_path: Path) -> None:
@@ -84,7 +95,9 @@ def test_shapes_that_another_model_has_too(tmp_path: Path) -> None:
         step(model, optimizer)
     root = save(tmp_path / "checkpoint", models, optimizers)
     convert(root / "model_1.safetensors", "1.weight")
-    assert [words.partition(" has")[0] for words in rounded(root)] == ["model_1.safetensors: '1.weight'"]
+    assert [words.partition(" has")[0] for words in rounded(root)] == [
+        "model_1.safetensors: '1.weight'"
+    ]
     convert(root / "model_1.safetensors", "0.weight")
     assert len(rounded(root)) == 1
 
@@ -112,7 +125,9 @@ def test_a_dcp_folder(tmp_path: Path) -> None:
 
 
 class Int8Base(nn.Module):  # type: ignore[misc]
-    """A frozen base of whole numbers with a trained low-rank part, as bitsandbytes and PEFT make it."""
+    """A frozen base of whole numbers with a trained low-rank part, as bitsandbytes and PEFT make
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""A checkpoint as a whole: what the save wrote and is gone, what a cut copy leaves, and what salvage could not save."""
+"""A checkpoint as a whole: what the save wrote and is gone, what a cut copy leaves, and what
+salvage could not save.
+"""
 
 import json
 import os
@@ -13,7 +15,12 @@ from ckptfix import check, repair, salvage, seal, verify
 from ckptfix.checkpoint.latest import incomplete
 from ckptfix.checkpoint.manifest import Manifest, read_losses
 from ckptfix.diagnosis.findings.base import Finding, Severity
-from ckptfix.diagnosis.findings.incomplete import InterruptedSave, MissingFile, MissingModel, Salvaged
+from ckptfix.diagnosis.findings.incomplete import (
+    InterruptedSave,
+    MissingFile,
+    MissingModel,
+    Salvaged,
+)
 from ckptfix.diagnosis.unfinished_copies import is_unfinished
 from ckptfix.storage.paths import MANIFEST
 from tests.repairs.builders import write_safetensors
@@ -124,8 +131,8 @@ def test_what_salvage_lost_is_said_until_it_is_there_again(folder: Path, tmp_pat
     assert incomplete(tmp_path / "new") == "it was salvaged: 1 tensor lost"
     (tmp_path / "new" / "salvage.json").unlink()
     assert [str(one) for one in check(tmp_path / "new").findings] == [
-        "optimizer.bin: it has moments of shape [3, 8], and no weights have such a shape (4 parameters in the "
-        "optimizer, 3 tensors of weights)"
+        "optimizer.bin: it has moments of shape [3, 8], and no weights have such a shape (4 "
+        "parameters in the optimizer, 3 tensors of weights)"
     ]
     assert incomplete(tmp_path / "new") is None
 
@@ -137,7 +144,9 @@ def test_a_salvage_without_losses_is_whole(folder: Path, tmp_path: Path) -> None
 
 
 def test_a_later_save_into_a_salvaged_folder_counts(folder: Path) -> None:
-    (folder / "salvage.json").write_text(json.dumps({"version": 1, "lost": [{"name": None}], "damaged": []}))
+    (folder / "salvage.json").write_text(
+        json.dumps({"version": 1, "lost": [{"name": None}], "damaged": []})
+    )
     assert found(folder) == ["salvaged"]
     save_manifest(folder)
     assert found(folder) == []
@@ -167,7 +176,9 @@ def test_a_report_of_somebody_else_says_nothing(folder: Path, content: str) -> N
 
 def test_a_hostile_report_is_counted_and_no_more(tmp_path: Path) -> None:
     lost = [1, None, {"name": None}, {"name": 5}, {}]
-    (tmp_path / "salvage.json").write_text(json.dumps({"version": 1, "lost": lost, "damaged": ["x"]}))
+    (tmp_path / "salvage.json").write_text(
+        json.dumps({"version": 1, "lost": lost, "damaged": ["x"]})
+    )
     losses = read_losses(tmp_path)
     assert losses is not None
     assert str(losses) == "3 tensors and 2 files lost, 1 tensor or file kept though damaged"
@@ -204,14 +215,22 @@ def index_alone(folder: Path) -> None:
             r"model\.safetensors: all zeros",
         ),
         (
-            lambda folder: write_safetensors(folder / "model.safetensors", {"a": b"1"}, tail=b"xyz"),
+            lambda folder: write_safetensors(
+                folder / "model.safetensors", {"a": b"1"}, tail=b"xyz"
+            ),
             r"model\.safetensors: 3 bytes follow",
         ),
         (
             index_alone,
-            r"model-00001-of-00002\.safetensors is missing, which model\.safetensors\.index\.json names",
+            (
+                r"model-00001-of-00002\.safetensors is missing, which"
+                r" model\.safetensors\.index\.json names"
+            ),
         ),
-        (lambda folder: (folder / "pytorch_model_fsdp_0").mkdir(), r"pytorch_model_fsdp_0 has no \.metadata"),
+        (
+            lambda folder: (folder / "pytorch_model_fsdp_0").mkdir(),
+            r"pytorch_model_fsdp_0 has no \.metadata",
+        ),
         (lambda folder: (folder / "optimizer.bin").write_bytes(b""), r"optimizer\.bin is empty"),
     ],
 )
@@ -304,7 +323,9 @@ def test_a_config_below_without_its_weights(folder: Path, library: str) -> None:
     (finding,) = report.findings
     assert isinstance(finding, MissingModel)
     assert (str(finding.path), finding.model, report.status) == (f"unet/{name}", model, 1)
-    assert f"unet/ has no weights: {name} is of {model}, which cannot be loaded (expected " in str(finding)
+    assert f"unet/ has no weights: {name} is of {model}, which cannot be loaded (expected " in str(
+        finding
+    )
 
 
 @pytest.mark.parametrize(
@@ -349,7 +370,10 @@ def test_states_of_the_trainer_are_no_model(folder: Path) -> None:
 def test_a_sharded_optimizer_without_its_model(tmp_path: Path) -> None:
     folder = copy_sharded(tmp_path, "fsdp2-clean", keep=(OPTIMIZER,))
     assert str(only(folder).path) == OPTIMIZER
-    assert check(copy_sharded(tmp_path / "both", "fsdp2-clean", keep=(OPTIMIZER, MODEL))).findings == ()
+    assert (
+        check(copy_sharded(tmp_path / "both", "fsdp2-clean", keep=(OPTIMIZER, MODEL))).findings
+        == ()
+    )
     assert check(folder / OPTIMIZER).findings == ()
 
 
@@ -370,7 +394,10 @@ def test_what_a_cut_copy_left_is_named(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"half")
     finding = only(folder)
     assert isinstance(finding, InterruptedSave)
-    wanted = {"pytorch_model.bin.incomplete": "pytorch_model.bin", ".__0_0.distcp.a8XkQ1": "__0_0.distcp"}
+    wanted = {
+        "pytorch_model.bin.incomplete": "pytorch_model.bin",
+        ".__0_0.distcp.a8XkQ1": "__0_0.distcp",
+    }
     wanted["..metadata.a8XkQ1"] = ".metadata"
     missing = f", and {wanted[name]} is missing" if name in wanted else ""
     assert str(finding) == f"{name} was left by a save or a copy that was cut short{missing}"

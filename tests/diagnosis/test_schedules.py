@@ -1,4 +1,6 @@
-"""Schedulers next to optimizers of other saves: the library's step decides, and every healthy twin stays silent."""
+"""Schedulers next to optimizers of other saves: the library's step decides, and every healthy twin
+stays silent.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -44,7 +46,10 @@ SCHEDULES: dict[str, Make] = {
     "SWALR": partial(SWALR, swa_lr=0.05),
     "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
-        [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 20)],
+        [
+            lr_scheduler.LinearLR(optimizer, total_iters=2),
+            lr_scheduler.CosineAnnealingLR(optimizer, 20),
+        ],
         [2],
     ),
     "SequentialLR at a LambdaLR": lambda optimizer: lr_scheduler.SequentialLR(
@@ -54,7 +59,10 @@ SCHEDULES: dict[str, Make] = {
     ),
     "SequentialLR before a CyclicLR": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
-        [lr_scheduler.LinearLR(optimizer, total_iters=6), lr_scheduler.CyclicLR(optimizer, 0.01, 0.1)],
+        [
+            lr_scheduler.LinearLR(optimizer, total_iters=6),
+            lr_scheduler.CyclicLR(optimizer, 0.01, 0.1),
+        ],
         [6],
     ),
     "SequentialLR after a LambdaLR": lambda optimizer: lr_scheduler.SequentialLR(
@@ -83,13 +91,16 @@ SCHEDULES |= {
         scheduler_specific_kwargs=_OPTIONS.get(kind.value),
     )
     for kind in SchedulerType
-    # prepare() of accelerate does not know this class, which has no base rates: save_state leaves it out.
+    # prepare() of accelerate does not know this class, which has no base rates: save_state leaves
+    # it out.
     if kind.value != "greedy"
 }
 
 
 class Run:
-    """A run of accelerate with a scheduler for each optimizer, each of which has ``groups`` param groups."""
+    """A run of accelerate with a scheduler for each optimizer, each of which has ``groups`` param
+    groups.
+    """
 
     def __init__(self, groups: int, *makes: Make) -> None:
         self.accelerator = accelerate.Accelerator(cpu=True)
@@ -114,7 +125,9 @@ class Run:
                 parameter.grad = torch.ones_like(parameter)
             for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
                 optimizer.step()
-                scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+                scheduler.step(
+                    *([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+                )
 
     def save(self, root: Path) -> Path:
         """Save with stock accelerate."""
@@ -122,7 +135,9 @@ class Run:
         return root
 
     def goes_on(self, root: Path) -> bool:
-        """Return whether the run loads a checkpoint with stock accelerate, and makes its next steps."""
+        """Return whether the run loads a checkpoint with stock accelerate, and makes its next
+        steps.
+        """
         try:
             self.accelerator.load_state(str(root))
             self.step(5)
@@ -154,8 +169,13 @@ def test_base_rates_are_told_exactly_where_the_next_steps_fail(
     of_scheduler, of_optimizer = folders
     shutil.copy(of_scheduler / "scheduler.bin", of_optimizer)
     goes_on = Run(counts[1], make).goes_on(of_optimizer)
-    rates, have = ("1 base learning rate", "have") if counts[0] == 1 else ("2 base learning rates", "has")
-    sentence = f"scheduler.bin: {rates} (expected {counts[1]}, as the param groups of optimizer.bin {have})"
+    rates, have = (
+        ("1 base learning rate", "have") if counts[0] == 1 else ("2 base learning rates", "has")
+    )
+    sentence = (
+        f"scheduler.bin: {rates} (expected {counts[1]}, as the param groups of optimizer.bin "
+        f"{have})"
+    )
     # Its file looks like that of LambdaLR, and nothing else says that its next step goes on.
     assert told(of_optimizer) == ([] if goes_on and name != "MultiplicativeLR" else [sentence])
 
@@ -179,7 +199,9 @@ def test_a_group_that_was_added_after_another_schedule_is_not_told(tmp_path: Pat
     assert told(run.save(tmp_path / "later")) == []
 
 
-def test_a_multiplicative_schedule_goes_on_with_the_base_rates_of_another_run(tmp_path: Path) -> None:
+def test_a_multiplicative_schedule_goes_on_with_the_base_rates_of_another_run(
+    tmp_path: Path,
+) -> None:
     loaded = Run(2, SCHEDULES["MultiplicativeLR"])
     first = Run(1, SCHEDULES["MultiplicativeLR"])
     loaded.schedulers[0].load_state_dict(first.schedulers[0].state_dict())
@@ -225,14 +247,19 @@ def test_of_several_optimizers_none_may_fit(tmp_path: Path) -> None:
     assert told(root) == []
     shutil.copy(of_two / "optimizer.bin", root)
     assert told(root) == [
-        "scheduler_1.bin: 1 base learning rate (expected 2, as the param groups of optimizer_1.bin have)"
+        "scheduler_1.bin: 1 base learning rate (expected 2, as the param groups of optimizer_1.bin "
+        "have)"
     ]
     shutil.copy(root / "scheduler.bin", root / "scheduler_2.bin")
     assert told(root) == []
 
 
 def of_states(root: Path) -> list[str]:
-    return [f"{one.severity.value} {one}" for one in check(root).all_findings if one.code == "unknown-state"]
+    return [
+        f"{one.severity.value} {one}"
+        for one in check(root).all_findings
+        if one.code == "unknown-state"
+    ]
 
 
 def put(root: Path, **changes: Any) -> None:
@@ -273,7 +300,10 @@ def test_what_no_sequence_of_schedules_continues_from_is_told(
     change: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     def make(optimizer: Any) -> Any:
-        parts = [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        parts = [
+            lr_scheduler.LinearLR(optimizer, total_iters=2),
+            lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ]
         return lr_scheduler.SequentialLR(optimizer, parts, [2])
 
     run = Run(1, make)
@@ -287,7 +317,8 @@ def test_what_no_sequence_of_schedules_continues_from_is_told(
         goes_on = False
     assert not goes_on
     assert of_states(root) == [
-        f"warning scheduler.bin: it holds a scheduler's state {words} (expected a scheduler's state)"
+        f"warning scheduler.bin: it holds a scheduler's state {words} (expected a scheduler's "
+        "state)"
     ]
 
 
@@ -333,18 +364,22 @@ def test_a_state_without_a_key_is_told_where_the_load_fails_or_a_count_begins_an
     healthy = torch.load(root / "scheduler.bin", weights_only=False)
     assert check(root).status == 0
     for key in healthy:
-        torch.save({word: value for word, value in healthy.items() if word != key}, root / "scheduler.bin")
+        torch.save(
+            {word: value for word, value in healthy.items() if word != key}, root / "scheduler.bin"
+        )
         resumed = Run(1, SCHEDULES[name])
         try:
             resumed.accelerator.load_state(str(root))
             scheduler = resumed.schedulers[0]
-            is_read = key != "last_epoch" or not isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+            is_read = key != "last_epoch" or not isinstance(
+                scheduler, lr_scheduler.ReduceLROnPlateau
+            )
             is_wrong = key in COUNTS and is_read and getattr(scheduler, key) != healthy[key]
             resumed.step(5)
         except (KeyError, ValueError, IndexError):
             is_wrong = True
-        # LambdaLR has no other key of its own, and ChainedScheduler one that all have: a class of a script may save
-        # the rest.
+        # LambdaLR has no other key of its own, and ChainedScheduler one that all have: a class of a
+        # script may save the rest.
         is_unknown = key == "lr_lambdas" or healthy.keys() - {key} == {"_last_lr"}
         assert (check(root).status == 1) is (is_wrong and not is_unknown), key
 
@@ -355,8 +390,12 @@ COUNTS = ("last_epoch", "T_cur", "num_bad_epochs", "best")
 @pytest.mark.parametrize(
     "name", ["LambdaLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau", "OneCycleLR"]
 )
-def test_a_schedule_of_another_class_between_two_checkpoints_is_told(name: str, tmp_path: Path) -> None:
-    """Its rate may be that of its optimizer, and load_state fails or goes on with another schedule."""
+def test_a_schedule_of_another_class_between_two_checkpoints_is_told(
+    name: str, tmp_path: Path
+) -> None:
+    """Its rate may be that of its optimizer, and load_state fails or goes on with another
+    schedule.
+    """
     run, another = Run(1, SCHEDULES[name]), Run(1, partial(lr_scheduler.StepLR, step_size=1000))
     another.step(1)
     source = another.save(tmp_path / "another")
@@ -379,4 +418,8 @@ def test_a_schedule_of_another_class_between_two_checkpoints_is_told(name: str, 
 
 
 def wrong_states(root: Path) -> list[tuple[str, str]]:
-    return [(one.severity.value, str(one)) for one in check(root).all_findings if one.code == "wrong-state"]
+    return [
+        (one.severity.value, str(one))
+        for one in check(root).all_findings
+        if one.code == "wrong-state"
+    ]

@@ -1,4 +1,6 @@
-"""Plain pickles of a script: no library looks for them, and ``pickle.load`` reads what ``torch.load`` refuses."""
+"""Plain pickles of a script: no library looks for them, and ``pickle.load`` reads what
+``torch.load`` refuses.
+"""
 
 import datetime
 import pickle

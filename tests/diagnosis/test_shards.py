@@ -1,4 +1,6 @@
-"""Sharded models: renamed as a whole or not at all, and an index is written only where the headers settle it."""
+"""Sharded models: renamed as a whole or not at all, and an index is written only where the headers
+settle it.
+"""
 
 import json
 from collections.abc import Mapping
@@ -23,12 +25,16 @@ def shard(number: int, total: int, suffix: str = ".safetensors") -> str:
     return f"model-{number:05}-of-{total:05}{suffix}"
 
 
-def write(folder: Path, files: Mapping[str, Mapping[str, bytes]], *, index: str | None = INDEX) -> None:
+def write(
+    folder: Path, files: Mapping[str, Mapping[str, bytes]], *, index: str | None = INDEX
+) -> None:
     folder.mkdir(exist_ok=True)
     for name, tensors in files.items():
         write_safetensors(folder / name, tensors)
     if index is not None:
-        write_index(folder / index, {fqn: name for name, tensors in files.items() for fqn in tensors})
+        write_index(
+            folder / index, {fqn: name for name, tensors in files.items() for fqn in tensors}
+        )
 
 
 def write_index(path: Path, weight_map: Mapping[str, str]) -> None:
@@ -36,7 +42,10 @@ def write_index(path: Path, weight_map: Mapping[str, str]) -> None:
 
 
 def names(folder: Path) -> dict[str, list[str]]:
-    return {path.name: list(read_safetensors_bytes(path)) for path in sorted(folder.glob("*.safetensors"))}
+    return {
+        path.name: list(read_safetensors_bytes(path))
+        for path in sorted(folder.glob("*.safetensors"))
+    }
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -63,7 +72,9 @@ def test_shards_and_index_are_renamed_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["unsafe", "trailing"])
 @pytest.mark.parametrize("with_index", [True, False])
-def test_one_shard_that_must_stay_keeps_the_others(tmp_path: Path, damage: str, with_index: bool) -> None:
+def test_one_shard_that_must_stay_keeps_the_others(
+    tmp_path: Path, damage: str, with_index: bool
+) -> None:
     """Renamed in part, the model would load wrong, and nobody could see any more what it was."""
 
     class Evil:
@@ -81,7 +92,9 @@ def test_one_shard_that_must_stay_keeps_the_others(tmp_path: Path, damage: str, 
         with (tmp_path / shard(2, 3, ".bin")).open("ab") as file:
             file.write(b"\0" * 100)
     if with_index:
-        found = {f"module.module.{fqn}": shard(number, 3, ".bin") for number, fqn in enumerate("abc", 1)}
+        found = {
+            f"module.module.{fqn}": shard(number, 3, ".bin") for number, fqn in enumerate("abc", 1)
+        }
         write_index(tmp_path / "model.bin.index.json", found)
     before = snapshot(tmp_path)
     receipt = repair(tmp_path, policy=Policy(only=frozenset({"nested-prefix"})))
@@ -133,7 +146,10 @@ def test_an_own_module_may_fill_a_shard(tmp_path: Path, beside: bool) -> None:
 
 
 def test_an_index_over_files_of_any_name_makes_one_model(tmp_path: Path) -> None:
-    write(tmp_path, {"part_a.safetensors": {"head": b"1"}, "part_b.safetensors": {"module.module.w": b"2"}})
+    write(
+        tmp_path,
+        {"part_a.safetensors": {"head": b"1"}, "part_b.safetensors": {"module.module.w": b"2"}},
+    )
     assert codes(tmp_path) == []
     assert repair(tmp_path).steps == ()
 
@@ -149,10 +165,16 @@ def test_a_lone_shard_is_not_repaired_by_itself(tmp_path: Path) -> None:
 
 
 def test_the_index_gets_the_map_of_every_shard(tmp_path: Path) -> None:
-    files = {"part_a.safetensors": {"module.module.a": b"1"}, "part_b.safetensors": {"module.module.b": b"2"}}
+    files = {
+        "part_a.safetensors": {"module.module.a": b"1"},
+        "part_b.safetensors": {"module.module.b": b"2"},
+    }
     write(tmp_path, files)
     assert repair(tmp_path).status == 0
-    assert weight_map(tmp_path) == {"module.a": "part_a.safetensors", "module.b": "part_b.safetensors"}
+    assert weight_map(tmp_path) == {
+        "module.a": "part_a.safetensors",
+        "module.b": "part_b.safetensors",
+    }
 
 
 def test_shards_of_two_saves_without_an_index_are_not_joined(tmp_path: Path) -> None:
@@ -162,7 +184,11 @@ def test_shards_of_two_saves_without_an_index_are_not_joined(tmp_path: Path) -> 
 
 
 def test_two_whole_sets_without_an_index_are_not_chosen_from(tmp_path: Path) -> None:
-    files = {shard(1, 2): {"a": b"1"}, shard(2, 2): {"b": b"2"}, shard(1, 1): {"a": b"3", "b": b"4"}}
+    files = {
+        shard(1, 2): {"a": b"1"},
+        shard(2, 2): {"b": b"2"},
+        shard(1, 1): {"a": b"3", "b": b"4"},
+    }
     write(tmp_path, files, index=None)
     receipt = repair(tmp_path)
     assert (receipt.status, receipt.steps) == (1, ())

@@ -1,4 +1,6 @@
-"""A file that is checked alone gets the verdict of its folder, or the check says that it did not read the others."""
+"""A file that is checked alone gets the verdict of its folder, or the check says that it did not
+read the others.
+"""
 
 import json
 import os
@@ -20,16 +22,19 @@ from tests.test_golden import GOLDEN, REAL
 NOT_READ = "other files of the folder"
 
 OF_SEVERAL_FILES = {
-    "conflicting-models", "doubled-model", "doubled-states", "entry-gap", "identical-models", "identical-states",
-    "incomplete-tensor", "index-mismatch", "mismatched-moments", "missing-model", "mixed-saves", "related-models",
-    "second-family", "shifted-entries", "stale-family", "stale-shard", "surplus-states", "unsaved-parameters",
+    "conflicting-models", "doubled-model", "doubled-states", "entry-gap", "identical-models",
+    "identical-states", "incomplete-tensor", "index-mismatch", "mismatched-moments",
+    "missing-model", "mixed-saves", "related-models", "second-family", "shifted-entries",
+    "stale-family", "stale-shard", "surplus-states", "unsaved-parameters",
 }  # fmt: skip
 """Findings by a comparison with other files, which a check of one file does not read."""
 
 PREFIXES = {"nested-prefix", "wrapper-prefix"}
 
 
-@pytest.mark.parametrize("case", [*GOLDEN, *REAL], ids=lambda path: f"{path.parent.name}-{path.name}")
+@pytest.mark.parametrize(
+    "case", [*GOLDEN, *REAL], ids=lambda path: f"{path.parent.name}-{path.name}"
+)
 def test_a_file_has_the_verdict_of_its_folder(case: Path) -> None:
     """The golden folders have an example of every finding."""
     folder = case / "checkpoint" if (case / "checkpoint").is_dir() else case
@@ -37,13 +42,16 @@ def test_a_file_has_the_verdict_of_its_folder(case: Path) -> None:
     for component in report.folder.components:
         alone = check(folder / component.path)
         assert any(words.startswith(NOT_READ) for words in alone.not_checked)
-        of_folder = {one.code: one.severity for one in report.findings if one.path == component.path}
+        of_folder = {
+            one.code: one.severity for one in report.findings if one.path == component.path
+        }
         of_file = {one.code: one.severity for one in alone.findings if one.path == component.path}
         for finding in alone.findings:
             if finding.code == "nested-prefix" and "were not read" in str(finding):
                 of_file["nested-prefix"] = of_folder.get("nested-prefix", finding.severity)
         if component.role is Role.WEIGHTS_INDEX:
-            # A broken index is an index-mismatch where its shards are, as a repair can write it again.
+            # A broken index is an index-mismatch where its shards are, as a repair can write it
+            # again.
             assert bool(of_file) == (component.problem is not None)
         elif OF_SEVERAL_FILES.isdisjoint(of_folder):
             assert of_file == of_folder, component.path
@@ -66,7 +74,9 @@ def pretrained(folder: Path, weights: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "weights", [lambda state: {"state_dict": state}, lambda state: {}], ids=["wrapped", "without tensors"]
+    "weights",
+    [lambda state: {"state_dict": state}, lambda state: {}],
+    ids=["wrapped", "without tensors"],
 )
 def test_the_config_next_to_weights_counts(tmp_path: Path, weights: Any) -> None:
     folder = pretrained(tmp_path / "gpt2", weights)
@@ -86,7 +96,9 @@ def test_the_file_of_the_trainer_next_to_weights_counts(tmp_path: Path) -> None:
 
 
 def test_the_states_next_to_weights_count(tmp_path: Path) -> None:
-    """accelerate allows arrays of uint32 in what ``load_state`` loads; plain torch.load refuses them."""
+    """accelerate allows arrays of uint32 in what ``load_state`` loads; plain torch.load refuses
+    them.
+    """
     import numpy as np
 
     array: Any = np.arange(3, dtype=np.uint32)

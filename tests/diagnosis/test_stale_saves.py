@@ -1,7 +1,9 @@
-"""A save with the bytes of the one before it: told where a counter moved, and never in a healthy run.
+"""A save with the bytes of the one before it: told where a counter moved, and never in a healthy
+run.
 
-The runs are real ones of the Trainer and of accelerate. A test damages a run by copying files of an earlier save over
-those of a later one, as a save does that reports success and writes an old buffer.
+The runs are real ones of the Trainer and of accelerate. A test damages a run by copying files of an
+earlier save over those of a later one, as a save does that reports success and writes an old
+buffer.
 """
 
 import json
@@ -73,30 +75,34 @@ SAMPLED = "; the first bytes of each tensor are equal"
         (
             (WEIGHTS,),
             [
-                f"{WEIGHTS}: weights of checkpoint-2 (expected new values: step in {OPTIMIZER} went from 2 to 3 at a "
-                "learning rate of 0.001)"
+                f"{WEIGHTS}: weights of checkpoint-2 (expected new values: step in {OPTIMIZER} "
+                "went from 2 to 3 at a learning rate of 0.001)"
             ],
         ),
         (
             (OPTIMIZER,),
             [
-                f"{OPTIMIZER}: optimizer state of checkpoint-2 (expected new values: last_epoch in {SCHEDULER} "
-                "went from 2 to 3 at a learning rate of 0.001)"
+                f"{OPTIMIZER}: optimizer state of checkpoint-2 (expected new values: last_epoch in "
+                f"{SCHEDULER} went from 2 to 3 at a learning rate of 0.001)"
             ],
         ),
         (
             (WEIGHTS, OPTIMIZER, SCHEDULER),
             [
-                f"{WEIGHTS}: weights and optimizer state of checkpoint-2 (expected new values: global_step in "
-                "trainer_state.json went from 2 to 3 at a learning rate of 0.001)"
+                f"{WEIGHTS}: weights and optimizer state of checkpoint-2 (expected new values: "
+                "global_step in trainer_state.json went from 2 to 3 at a learning rate of 0.001)"
             ],
         ),
     ],
 )
-def test_old_bytes_are_a_warning(run_of_trainer: Path, names: tuple[str, ...], expected: list[str]) -> None:
+def test_old_bytes_are_a_warning(
+    run_of_trainer: Path, names: tuple[str, ...], expected: list[str]
+) -> None:
     folder = copied(run_of_trainer, *names)
     assert told(folder) == [("warning", words + SAMPLED) for words in expected]
-    assert told(folder, data=True) == [("warning", words + "; every byte is equal") for words in expected]
+    assert told(folder, data=True) == [
+        ("warning", words + "; every byte is equal") for words in expected
+    ]
     assert [told(run_of_trainer / f"checkpoint-{number}") for number in (1, 2, 4)] == [[], [], []]
     assert run(["check", "-r", str(run_of_trainer)]) == bool(expected)
 
@@ -108,7 +114,9 @@ def test_the_last_save_of_a_schedule_that_ends_at_0_is_compared(
     source: int, target: int, warmup_steps: int, tmp_path: Path
 ) -> None:
     """Its own rate is that of a step that nobody makes: the weights of step 3 were clean in it."""
-    output = runs(tmp_path, lr_scheduler_type="linear", learning_rate=1e-3, warmup_steps=warmup_steps)
+    output = runs(
+        tmp_path, lr_scheduler_type="linear", learning_rate=1e-3, warmup_steps=warmup_steps
+    )
     if target - source > 1:
         shutil.rmtree(output / "checkpoint-3")
     assert told(output / f"checkpoint-{target}") == []
@@ -122,7 +130,9 @@ def test_bytes_behind_the_samples_are_compared_with_data(tmp_path: Path) -> None
     for number in (1, 2):
         folder = tmp_path / f"step_{number}"
         folder.mkdir()
-        save_file({"w": torch.cat([torch.ones(4000), torch.full((9,), float(number))])}, folder / WEIGHTS)
+        save_file(
+            {"w": torch.cat([torch.ones(4000), torch.full((9,), float(number))])}, folder / WEIGHTS
+        )
     assert [severity for severity, _ in told(folder)] == ["note"]
     assert told(folder, data=True) == []
 
@@ -171,13 +181,21 @@ def of_a_head(output: Path) -> Path:
 def with_copies(output: Path) -> Path:
     """Copy checkpoints as people do: the best one, the last one, and a backup."""
     runs(output, learning_rate=1e-3)
-    for name in ("checkpoint-best", "checkpoint-last", "checkpoint-4-backup", "checkpoint-3.bak", "best"):
+    for name in (
+        "checkpoint-best",
+        "checkpoint-last",
+        "checkpoint-4-backup",
+        "checkpoint-3.bak",
+        "best",
+    ):
         shutil.copytree(output / "checkpoint-3", output / name)
     return output
 
 
 def with_skipped_steps(output: Path) -> Path:
-    """Save as the Trainer does in fp16, whose scale of the gradients is too large for two of four steps."""
+    """Save as the Trainer does in fp16, whose scale of the gradients is too large for two of four
+    steps.
+    """
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -198,7 +216,11 @@ def with_skipped_steps(output: Path) -> Path:
         torch.save(schedule.state_dict(), folder / SCHEDULER)
         torch.save(scaler.state_dict(), folder / "scaler.pt")
         torch.save(torch.get_rng_state(), folder / "rng_state.pth")
-        state = {"global_step": number, "train_batch_size": 2, "stateful_callbacks": {"TrainerControl": {}}}
+        state = {
+            "global_step": number,
+            "train_batch_size": 2,
+            "stateful_callbacks": {"TrainerControl": {}},
+        }
         (folder / "trainer_state.json").write_text(json.dumps(state))
     assert (output / "checkpoint-2" / WEIGHTS).read_bytes() == (
         output / "checkpoint-3" / WEIGHTS
@@ -246,7 +268,9 @@ def with_a_registered_head(output: Path) -> Path:
 
 
 def with_a_schedule_that_moves_after_the_save(output: Path) -> Path:
-    """Train epochs at rates down to 0 and up again, each saved at the rate that it was trained at."""
+    """Train epochs at rates down to 0 and up again, each saved at the rate that it was trained
+    at.
+    """
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -285,13 +309,17 @@ def with_warm_up_from_a_save_before_it(output: Path) -> Path:
 
 
 def sharded_runs(output: Path, frozen: str = "-", **options: Any) -> Path:
-    """Train three steps, and save each as shards. ``frozen``: in the names of the parameters that are not trained."""
+    """Train three steps, and save each as shards. ``frozen``: in the names of the parameters that
+    are not trained.
+    """
     trainer = trainer_in(output, learning_rate=1e-3, max_grad_norm=0.0, **options)
     for name, parameter in trainer.model.named_parameters():
         parameter.requires_grad_(frozen not in name)
     model = trainer.model
     save = model.save_pretrained
-    model.save_pretrained = lambda *args, **kwargs: save(*args, **{**kwargs, "max_shard_size": "1KB"})
+    model.save_pretrained = lambda *args, **kwargs: save(
+        *args, **{**kwargs, "max_shard_size": "1KB"}
+    )
     trainer.args.save_steps = 1
     trainer.train()
     assert len(list((output / "checkpoint-1").glob("model-*.safetensors"))) > 2
@@ -313,9 +341,9 @@ def in_shards_with_a_rate_of_0(output: Path) -> Path:
 HEALTHY = [
     in_shards_with_a_frozen_base, in_shards_with_frozen_embeddings, in_shards_with_a_rate_of_0,
     with_a_schedule_that_moves_after_the_save, with_warm_up_from_a_save_before_it,
-    of_learning_rate_0, with_warm_up, until_rate_0, of_sgd, of_weights_alone, of_an_adapter, of_a_head, with_copies,
-    with_skipped_steps, with_a_schedule_that_moves_anyway, of_rows_at_the_end,
-    with_a_registered_head,
+    of_learning_rate_0, with_warm_up, until_rate_0, of_sgd, of_weights_alone, of_an_adapter,
+    of_a_head, with_copies, with_skipped_steps, with_a_schedule_that_moves_anyway,
+    of_rows_at_the_end, with_a_registered_head,
 ]  # fmt: skip
 
 
@@ -323,9 +351,13 @@ HEALTHY = [
 @pytest.mark.parametrize("train", HEALTHY, ids=lambda train: train.__name__)
 def test_healthy_runs_are_clean(train: Callable[[Path], Path], tmp_path: Path) -> None:
     output = train(tmp_path / "run")
-    folders = sorted(path for path in output.iterdir() if path.is_dir() and "heckpoint" in path.name)
+    folders = sorted(
+        path for path in output.iterdir() if path.is_dir() and "heckpoint" in path.name
+    )
     assert len(folders) >= 3
-    assert {folder.name: told(folder) for folder in folders} == {folder.name: [] for folder in folders}
+    assert {folder.name: told(folder) for folder in folders} == {
+        folder.name: [] for folder in folders
+    }
 
 
 def in_sub_folder(folder: Path, weights: Tensors, optimizer: dict[str, Any]) -> str:
@@ -384,7 +416,9 @@ def test_every_layout_is_compared(save: Callable[..., str], tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_in_a_dcp_folder_prove_a_step(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Without a schedule nothing else counts in a run of FSDP, and no rate is known: the metadata has no values."""
+    """Without a schedule nothing else counts in a run of FSDP, and no rate is known: the metadata
+    has no values.
+    """
     for number, value in ((1, 0.0), (2, 1.0), (3, 1.0)):
         state = {
             "step": torch.tensor(8.0 * number, dtype=dtype),
@@ -401,7 +435,9 @@ def test_steps_in_a_dcp_folder_prove_a_step(dtype: torch.dtype, tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("scale", "expected"), [(2.0**16, "warning"), (2.0**13, "warning"), (2.0**6, "")])
+@pytest.mark.parametrize(
+    ("scale", "expected"), [(2.0**16, "warning"), (2.0**13, "warning"), (2.0**6, "")]
+)
 def test_a_scale_that_fell_less_often_than_steps_were_counted_proves_a_step(
     scale: float, expected: str, tmp_path: Path
 ) -> None:
@@ -423,7 +459,9 @@ def test_one_shard_of_an_earlier_save_is_found(tmp_path: Path) -> None:
     """The others were new, so that the weights differed, and the folder was clean."""
     run_folder = sharded_runs(tmp_path / "run")
     # The first one has an embedding alone, in which the words of the first rows were in no batch.
-    _, *names = sorted(path.name for path in (run_folder / "checkpoint-2").glob("model-*.safetensors"))
+    _, *names = sorted(
+        path.name for path in (run_folder / "checkpoint-2").glob("model-*.safetensors")
+    )
     for name in names:
         new = (run_folder / "checkpoint-3" / name).read_bytes()
         folder = copied(run_folder, name)
@@ -431,7 +469,8 @@ def test_one_shard_of_an_earlier_save_is_found(tmp_path: Path) -> None:
             ((severity, words),) = told(folder, **options)
             assert severity == "warning"
             assert words.startswith(
-                f"{name}: weights of checkpoint-2 (expected new values: step in {OPTIMIZER} went from 2 to 3"
+                f"{name}: weights of checkpoint-2 (expected new values: step in {OPTIMIZER} went "
+                "from 2 to 3"
             )
         (folder / name).write_bytes(new)
     copied(run_folder, *names[:2])
@@ -445,7 +484,9 @@ def test_shards_without_an_optimizer_are_listed_as_not_checked(tmp_path: Path) -
     run_folder = sharded_runs(tmp_path / "run", save_only_model=True)
     folder = copied(run_folder, "model-00003-of-00004.safetensors")
     assert told(folder) == []
-    assert any(words.startswith("whether all files are of one save") for words in check(folder).not_checked)
+    assert any(
+        words.startswith("whether all files are of one save") for words in check(folder).not_checked
+    )
 
 
 def test_a_save_without_a_step_between_is_a_copy(tmp_path: Path) -> None:
@@ -463,8 +504,8 @@ def test_a_save_without_a_step_between_is_a_copy(tmp_path: Path) -> None:
     assert told(tmp_path / "checkpoint_3") == [
         (
             "note",
-            f"{WEIGHTS}: copy of checkpoint_2 (equal weights and optimizer state, and no counter moved)"
-            + SAMPLED,
+            f"{WEIGHTS}: copy of checkpoint_2 (equal weights and optimizer state, and no counter "
+            "moved)" + SAMPLED,
         )
     ]
     assert run(["check", "-r", str(tmp_path)]) == 0
@@ -473,9 +514,15 @@ def test_a_save_without_a_step_between_is_a_copy(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("dtype", "is_old", "expected"),
-    [(torch.bfloat16, False, "note"), (torch.float32, False, ""), (torch.float32, True, "warning")],
+    [
+        (torch.bfloat16, False, "note"),
+        (torch.float32, False, ""),
+        (torch.float32, True, "warning"),
+    ],
 )
-def test_weights_of_16_bits_may_stay(dtype: torch.dtype, is_old: bool, expected: str, tmp_path: Path) -> None:
+def test_weights_of_16_bits_may_stay(
+    dtype: torch.dtype, is_old: bool, expected: str, tmp_path: Path
+) -> None:
     """A norm begins with ones: in bfloat16 a step of 1e-3 changes none."""
     model = torch.nn.LayerNorm(32, bias=False).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
@@ -519,13 +566,16 @@ def test_the_finding_has_json_and_advice(run_of_trainer: Path) -> None:
     assert ckptfix.latest_checkpoint(run_of_trainer) == run_of_trainer / "checkpoint-4"
 
 
-def test_a_store_is_compared_by_the_checksums_of_its_listing(run_of_trainer: Path, bucket: str) -> None:
+def test_a_store_is_compared_by_the_checksums_of_its_listing(
+    run_of_trainer: Path, bucket: str
+) -> None:
     copied(run_of_trainer, WEIGHTS)
     upload_folder(run_of_trainer, f"{bucket}/run")
     urls = [f"{bucket}/run/checkpoint-{number}" for number in (2, 3, 4)]
     reports = [check(url, siblings=urls) for url in urls]
     assert [
-        [one.severity.value for one in each.findings if one.code == "stale-save"] for each in reports
+        [one.severity.value for one in each.findings if one.code == "stale-save"]
+        for each in reports
     ] == [
         [],
         ["warning"],

@@ -1,4 +1,6 @@
-"""Safetensors files that were copied as text: a carriage return before each line feed shifts the numbers behind it."""
+"""Safetensors files that were copied as text: a carriage return before each line feed shifts the
+numbers behind it.
+"""
 
 import os
 import tempfile
@@ -26,7 +28,9 @@ def path(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     path = tmp_path / "checkpoint" / "model.safetensors"
     path.parent.mkdir()
-    save_file({f"l{layer}.weight": torch.randn(32, 32) for layer in range(4)}, path, {"format": "pt"})
+    save_file(
+        {f"l{layer}.weight": torch.randn(32, 32) for layer in range(4)}, path, {"format": "pt"}
+    )
     return path
 
 
@@ -69,7 +73,8 @@ def test_appended_bytes_are_cut(path: Path, surplus: bytes) -> None:
 
 
 @given(
-    data=st.lists(st.sampled_from([b"\n", b"\r", b"x"]), min_size=1).map(b"".join), piece=st.integers(1, 5)
+    data=st.lists(st.sampled_from([b"\n", b"\r", b"x"]), min_size=1).map(b"".join),
+    piece=st.integers(1, 5),
 )
 def test_pieces_of_any_length_find_the_same(data: bytes, piece: int) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,6 @@
-"""Ties and heads against the config: what transformers makes of a contradiction, and healthy models of many classes."""
+"""Ties and heads against the config: what transformers makes of a contradiction, and healthy models
+of many classes.
+"""
 
 from pathlib import Path
 
@@ -29,7 +31,10 @@ def verdicts(root: Path, *, data: bool = False) -> list[tuple[str, str]]:
 
 def loaded(root: Path) -> dict[str, torch.Tensor]:
     model = transformers.LlamaForCausalLM.from_pretrained(root)
-    return {HEAD: model.lm_head.weight.detach(), EMBEDDING: model.model.embed_tokens.weight.detach()}
+    return {
+        HEAD: model.lm_head.weight.detach(),
+        EMBEDDING: model.model.embed_tokens.weight.detach(),
+    }
 
 
 @pytest.mark.parametrize("is_said", [True, False])
@@ -143,8 +148,12 @@ def test_a_head_under_its_name_in_memory_is_there(name: str, tmp_path: Path) -> 
     assert check(tmp_path).findings == ()
 
 
-def test_a_text_model_of_other_names_in_a_model_of_images_does_not_lack_its_head(tmp_path: Path) -> None:
-    """The head is there, so that neither the weights nor the setting of the tie are to be changed."""
+def test_a_text_model_of_other_names_in_a_model_of_images_does_not_lack_its_head(
+    tmp_path: Path,
+) -> None:
+    """The head is there, so that neither the weights nor the setting of the tie are to be
+    changed.
+    """
     tiny("LlavaForConditionalGeneration").save_pretrained(tmp_path)
     tensors = {
         key.replace("language_model.model.", "model.").replace("language_model.", ""): each
@@ -166,12 +175,14 @@ def test_a_head_behind_a_prefix_or_quantized_is_there(tmp_path: Path) -> None:
 
 
 CLASSES = (
-    "AlbertForMaskedLM BartForConditionalGeneration BertForMaskedLM BertForPreTraining BloomForCausalLM "
-    "CohereForCausalLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM FalconForCausalLM "
-    "FunnelForMaskedLM Gemma2ForCausalLM GPT2LMHeadModel GPT2DoubleHeadsModel GPTNeoXForCausalLM GptOssForCausalLM "
-    "LlamaModel LlamaForSequenceClassification MarianMTModel MBartForConditionalGeneration MistralForCausalLM "
-    "MixtralForCausalLM MPNetForMaskedLM MT5ForConditionalGeneration OPTForCausalLM PegasusForConditionalGeneration "
-    "PhiForCausalLM Qwen2ForCausalLM Qwen3MoeForCausalLM RobertaForMaskedLM T5ForConditionalGeneration "
+    "AlbertForMaskedLM BartForConditionalGeneration BertForMaskedLM BertForPreTraining "
+    "BloomForCausalLM CohereForCausalLM DebertaV2ForMaskedLM DistilBertForMaskedLM "
+    "ElectraForMaskedLM FalconForCausalLM FunnelForMaskedLM Gemma2ForCausalLM GPT2LMHeadModel "
+    "GPT2DoubleHeadsModel GPTNeoXForCausalLM GptOssForCausalLM LlamaModel "
+    "LlamaForSequenceClassification MarianMTModel MBartForConditionalGeneration "
+    "MistralForCausalLM MixtralForCausalLM MPNetForMaskedLM MT5ForConditionalGeneration "
+    "OPTForCausalLM PegasusForConditionalGeneration PhiForCausalLM Qwen2ForCausalLM "
+    "Qwen3MoeForCausalLM RobertaForMaskedLM T5ForConditionalGeneration "
     "UMT5ForConditionalGeneration XGLMForCausalLM XLMRobertaForMaskedLM MambaForCausalLM "
     "Step3p7ForConditionalGeneration"
 )
@@ -179,7 +190,9 @@ CLASSES = (
 
 @pytest.mark.parametrize("tied", [True, False, None])
 @pytest.mark.parametrize("name", sampled(CLASSES.split()))
-def test_what_save_pretrained_writes_is_healthy(name: str, tied: bool | None, tmp_path: Path) -> None:
+def test_what_save_pretrained_writes_is_healthy(
+    name: str, tied: bool | None, tmp_path: Path
+) -> None:
     settings = {} if tied is None else {"tie_word_embeddings": tied}
     model = tiny(name, **settings)
     model.save_pretrained(tmp_path)

@@ -1,6 +1,8 @@
-"""Weights and optimizers of the Trainer that differ from those of the checkpoints next to them: it may resume anyway.
+"""Weights and optimizers of the Trainer that differ from those of the checkpoints next to them: it
+may resume anyway.
 
-The oracle is a Trainer that resumes: the weights with which it begins are those of the save, or others.
+The oracle is a Trainer that resumes: the weights with which it begins are those of the save, or
+others.
 """
 
 import shutil
@@ -54,18 +56,26 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 def told(root: Path) -> list[tuple[str, str]]:
     """Return severity and sentence of each finding about another content than next to it."""
-    return [(one.severity.value, str(one)) for one in check(root).findings if one.code == "wrong-state"]
+    return [
+        (one.severity.value, str(one)) for one in check(root).findings if one.code == "wrong-state"
+    ]
 
 
 def resumed(checkpoint: Path, weights: Tensors) -> str:
-    """Return how the Trainer resumes from a checkpoint: with the "same" weights, with "others", or it "fails"."""
+    """Return how the Trainer resumes from a checkpoint: with the "same" weights, with "others", or
+    it "fails".
+    """
     trainer, begin = trainer_in(checkpoint.parent.parent / "out"), Begin()
     trainer.add_callback(begin)
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint))
     except (RuntimeError, ValueError):
         return "fails"
-    return "same" if all(torch.equal(begin.weights[key], weights[key]) for key in weights) else "others"
+    return (
+        "same"
+        if all(torch.equal(begin.weights[key], weights[key]) for key in weights)
+        else "others"
+    )
 
 
 def rounded(weights: Tensors) -> Tensors:
@@ -88,7 +98,7 @@ def changed(change: Callable[[Tensors], Tensors]) -> Change:
 
 def without_group(root: Path) -> None:
     state = torch.load(root / OPTIMIZER)
-    (first, *others) = state["param_groups"]
+    first, *others = state["param_groups"]
     state["param_groups"] = [first]
     for group in others:
         for number in group["params"]:
@@ -105,14 +115,18 @@ DAMAGE: dict[str, tuple[Change, str, str]] = {
     "shapes": (
         changed(reshaped),
         "fails",
-        f"{WEIGHTS}: it holds 25 tensors, 25 of them with other keys or shapes (expected 25 tensors, as in 3 "
-        "checkpoints next to it)",
+        (
+            f"{WEIGHTS}: it holds 25 tensors, 25 of them with other keys or shapes (expected 25 "
+            "tensors, as in 3 checkpoints next to it)"
+        ),
     ),
     "groups": (
         without_group,
         "fails",
-        f"{OPTIMIZER}: it holds 1 param group with 11 parameters (expected 2 param groups with 25 parameters (11, "
-        "14), as in 3 checkpoints next to it)",
+        (
+            f"{OPTIMIZER}: it holds 1 param group with 11 parameters (expected 2 param groups with "
+            "25 parameters (11, 14), as in 3 checkpoints next to it)"
+        ),
     ),
 }
 
@@ -163,7 +177,9 @@ def test_weights_of_higher_precision_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_in_bf16_has_a_note_at_most(run: Path) -> None:
-    """The first checkpoint in bf16 is the newest one then, and those after it show that the script changed."""
+    """The first checkpoint in bf16 is the newest one then, and those after it show that the script
+    changed.
+    """
     for number in (3, 4):
         shutil.rmtree(run / f"checkpoint-{number}")
     *older, newest = train(run, 3, start=run / "checkpoint-2", dtype=torch.bfloat16)
@@ -175,7 +191,8 @@ def test_a_run_that_goes_on_in_bf16_has_a_note_at_most(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"save_only_model": True}, {"save_total_limit": 2}, {"bf16": True}, {"optim": "adafactor"}]
+    "options",
+    [{"save_only_model": True}, {"save_total_limit": 2}, {"bf16": True}, {"optim": "adafactor"}],
 )
 def test_options_of_the_trainer_are_no_difference(tmp_path: Path, options: dict[str, Any]) -> None:
     checkpoints = train(tmp_path / "run", **options)

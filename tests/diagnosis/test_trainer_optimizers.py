@@ -1,4 +1,6 @@
-"""Optimizers of the Trainer against the weights next to them: real runs stay clean, foreign optimizers are reported."""
+"""Optimizers of the Trainer against the weights next to them: real runs stay clean, foreign
+optimizers are reported.
+"""
 
 import re
 import shutil
@@ -31,7 +33,9 @@ def run(output: Path, model: Any, **arguments: Any) -> Path:
         disable_tqdm=True, **{"max_steps": 2, **arguments},
     )  # fmt: skip
     optimizers = (make_optimizer(model), None) if make_optimizer is not None else (None, None)
-    Trainer(model, options, train_dataset=data, optimizers=optimizers).train(resume_from_checkpoint=resumed)
+    Trainer(model, options, train_dataset=data, optimizers=optimizers).train(
+        resume_from_checkpoint=resumed
+    )
     return output / "checkpoint-2"
 
 
@@ -44,13 +48,22 @@ def llama(**options: Any) -> Any:
 def gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32))
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
+    )
 
 
 def t5() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+    sizes = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "vocab_size": 64,
+    }
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
 
 
@@ -63,7 +76,9 @@ def mixtral(**options: Any) -> Any:
 
 
 def nomic_bert() -> Any:
-    """Return a model whose queries, keys and values are three parameters in memory, and one tensor in its file."""
+    """Return a model whose queries, keys and values are three parameters in memory, and one tensor
+    in its file.
+    """
     from transformers import AutoConfig, AutoModelForMaskedLM
 
     sizes = {**SIZES, "intermediate_size": 32, "max_position_embeddings": 32}
@@ -135,7 +150,8 @@ HEALTHY: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 _CONVERTED_WEIGHTS = (
-    "transformers saves some weights of this model in other shapes; numbers of elements are compared"
+    "transformers saves some weights of this model in other shapes; numbers of elements are "
+    "compared"
 )
 _SKIPPED = {
     "experts": _CONVERTED_WEIGHTS,
@@ -153,24 +169,32 @@ def test_optimizers_of_the_trainer_are_healthy(tmp_path: Path, name: str) -> Non
     make, arguments = HEALTHY[name]
     report = check(run(tmp_path, make(), **arguments))
     assert [finding.code for finding in report.findings if finding.severity.value != "note"] == []
-    skipped = [words for words in report.not_checked if words.startswith("whether optimizer.pt fits")]
-    assert [words.partition(": ")[2] for words in skipped] == ([_SKIPPED[name]] if name in _SKIPPED else [])
+    skipped = [
+        words for words in report.not_checked if words.startswith("whether optimizer.pt fits")
+    ]
+    assert [words.partition(": ")[2] for words in skipped] == (
+        [_SKIPPED[name]] if name in _SKIPPED else []
+    )
 
 
 def told(root: Path) -> list[str]:
-    return [str(finding) for finding in check(root).findings if finding.code == "unsaved-parameters"]
+    return [
+        str(finding) for finding in check(root).findings if finding.code == "unsaved-parameters"
+    ]
 
 
 def test_an_optimizer_of_a_wider_model_is_reported(tmp_path: Path) -> None:
-    # The Trainer's default is a fused optimizer, which checks no shape and writes beyond the moments.
+    # The Trainer's default is a fused optimizer, which checks no shape and writes beyond the
+    # moments.
     root = run(tmp_path / "a", llama(), optim="adamw_torch")
     wide = run(tmp_path / "b", llama(intermediate_size=48), optim="adamw_torch")
     shutil.copyfile(wide / "optimizer.pt", root / "optimizer.pt")
     with pytest.raises(RuntimeError):
         run(tmp_path / "c", llama(), resumed=str(root), max_steps=4, optim="adamw_torch")
     assert told(root) == [
-        "optimizer.pt: does not fit the weights (expected the parameters of 21 tensors of shapes [16], [16, 16], [16, "
-        "32] and 2 more; found 21 parameters of shapes [16], [16, 16], [16, 48] and 2 more)"
+        "optimizer.pt: does not fit the weights (expected the parameters of 21 tensors of shapes "
+        "[16], [16, 16], [16, 32] and 2 more; found 21 parameters of shapes [16], [16, 16], [16, "
+        "48] and 2 more)"
     ]
 
 
@@ -185,8 +209,9 @@ def test_an_optimizer_with_as_many_elements_in_other_shapes_is_reported(tmp_path
     with pytest.raises(RuntimeError):
         run(tmp_path / "c", llama(), resumed=str(root), max_steps=4, optim="adamw_torch")
     assert told(root) == [
-        "optimizer.pt: does not fit the weights (expected the parameters of 21 tensors of shapes [16], [16, 16], [16, "
-        "32] and 2 more; found 21 parameters of shapes [8, 32], [16], [16, 32] and 2 more)"
+        "optimizer.pt: does not fit the weights (expected the parameters of 21 tensors of shapes "
+        "[16], [16, 16], [16, 32] and 2 more; found 21 parameters of shapes [8, 32], [16], [16, "
+        "32] and 2 more)"
     ]
 
 
@@ -212,7 +237,9 @@ def test_every_conversion_of_shapes_in_transformers_is_known() -> None:
                 sources[model] = sources.get(model, "") + " ".join(conversion.source_patterns)
     plain = {model: re.sub(r"[\\^$]", "", patterns) for model, patterns in sources.items()}
     assert len(plain) > 50
-    assert [model for model, keys in plain.items() if not any(part in keys for part in _CONVERTED)] == []
+    assert [
+        model for model, keys in plain.items() if not any(part in keys for part in _CONVERTED)
+    ] == []
 
 
 def test_an_adapter_of_another_rank_than_the_moments_is_reported(tmp_path: Path) -> None:
@@ -221,12 +248,14 @@ def test_an_adapter_of_another_rank_than_the_moments_is_reported(tmp_path: Path)
     with pytest.raises(RuntimeError):
         run(tmp_path / "c", lora(r=8), resumed=str(root), max_steps=4, optim="adamw_torch")
     assert told(root) == [
-        "optimizer.pt: does not fit the weights (expected the parameters of 8 tensors of shapes [8, 16], [16, 8]; "
-        "found 8 parameters of shapes [4, 16], [16, 4])"
+        "optimizer.pt: does not fit the weights (expected the parameters of 8 tensors of shapes "
+        "[8, 16], [16, 8]; found 8 parameters of shapes [4, 16], [16, 4])"
     ]
 
 
-def test_a_lost_weight_is_reported_that_the_trainer_starts_anew_without_an_error(tmp_path: Path) -> None:
+def test_a_lost_weight_is_reported_that_the_trainer_starts_anew_without_an_error(
+    tmp_path: Path,
+) -> None:
     from safetensors.torch import load_file, save_file
 
     root = run(tmp_path / "a", llama())
@@ -234,4 +263,6 @@ def test_a_lost_weight_is_reported_that_the_trainer_starts_anew_without_an_error
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, root / "model.safetensors", {"format": "pt"})
     run(tmp_path / "c", llama(), resumed=str(root), max_steps=4)
-    assert told(root) == ["optimizer.pt: it has 21 parameters, and the checkpoint has 20 tensors of weights"]
+    assert told(root) == [
+        "optimizer.pt: it has 21 parameters, and the checkpoint has 20 tensors of weights"
+    ]

@@ -1,4 +1,6 @@
-"""Values of ``trainer_state.json``: the Trainer itself resumes from each, and ``check`` and a resume agree with it."""
+"""Values of ``trainer_state.json``: the Trainer itself resumes from each, and ``check`` and a
+resume agree with it.
+"""
 
 import json
 import math
@@ -27,8 +29,15 @@ def trainer_in(output: Path, **options: Any) -> Any:
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16, "vocab_size": 20}
-    model = BertForSequenceClassification(BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes))
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "max_position_embeddings": 16,
+        "vocab_size": 20,
+    }
+    model = BertForSequenceClassification(
+        BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes)
+    )
     data = [{"input_ids": torch.arange(6) + i, "labels": torch.tensor(i % 2)} for i in range(8)]
     given = {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
     given |= {"per_device_train_batch_size": 2, **options}
@@ -56,7 +65,9 @@ def checkpoint(saved: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> Path:
 
 
 def is_resumed(checkpoint: Path, weights: list[torch.Tensor]) -> bool:
-    """Return whether a run that resumes from a checkpoint ends with the weights of the run that was not stopped."""
+    """Return whether a run that resumes from a checkpoint ends with the weights of the run that was
+    not stopped.
+    """
     try:
         resumed = weights_after(checkpoint.parent.parent / "out", checkpoint)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
@@ -72,7 +83,8 @@ def change(checkpoint: Path, edit: Change) -> None:
 
 
 NO_CONTROL = (
-    '"stateful_callbacks" lacks "TrainerControl", so transformers 5 resumes and fails at its next save'
+    '"stateful_callbacks" lacks "TrainerControl", so transformers 5 resumes and fails at its next '
+    "save"
 )
 NO_BATCH_SIZE = 'no "train_batch_size", so transformers 5 fails to resume'
 NO_NUMBERS: tuple[Any, ...] = (None, "1", [])
@@ -82,8 +94,14 @@ WRONG_NUMBERS = {
     for value in NO_NUMBERS
 }
 WRONG: dict[str, tuple[Change, str]] = {
-    "no step": (lambda s: s.pop("global_step"), 'no "global_step", so the Trainer starts again at step 0'),
-    "an empty object": (lambda s: s.clear(), 'no "global_step", so the Trainer starts again at step 0'),
+    "no step": (
+        lambda s: s.pop("global_step"),
+        'no "global_step", so the Trainer starts again at step 0',
+    ),
+    "an empty object": (
+        lambda s: s.clear(),
+        'no "global_step", so the Trainer starts again at step 0',
+    ),
     "step 0": (
         lambda s: s.update(global_step=0),
         '"global_step" is 0, and the folder is of step 2, so the Trainer resumes from step 0',
@@ -126,7 +144,9 @@ RIGHT: dict[str, Change] = {
     "other intervals": lambda s: s.update(
         logging_steps=2.0, save_steps=0, eval_steps=None, total_flos=math.nan
     ),
-    "more states of callbacks": lambda s: s["stateful_callbacks"].update(Own={"args": {}, "attributes": {}}),
+    "more states of callbacks": (
+        lambda s: s["stateful_callbacks"].update(Own={"args": {}, "attributes": {}})
+    ),
 }
 
 
@@ -163,7 +183,10 @@ def test_a_state_from_which_the_trainer_does_not_resume_is_a_warning(
     report = check(checkpoint)
     assert report.status == 1
     (warning,) = (one for one in report.findings if one.severity.value != "note")
-    assert (warning.code, str(warning)) == ("incomplete-checkpoint", f"trainer_state.json: {problem}")
+    assert (warning.code, str(warning)) == (
+        "incomplete-checkpoint",
+        f"trainer_state.json: {problem}",
+    )
     assert report.understood.problems == ()
     with pytest.raises(UsageError, match=r"checkpoint-2: trainer_state\.json: "):
         ckptfix.latest_checkpoint(checkpoint.parent)
@@ -188,21 +211,31 @@ def test_a_state_from_which_the_trainer_resumes_is_passed(
     [
         (
             lambda s: s.pop("stateful_callbacks"),
-            'the Trainer\'s next save: trainer_state.json has no "stateful_callbacks", as before transformers 4.41; '
-            "transformers 5 resumes and fails at that save",
+            (
+                'the Trainer\'s next save: trainer_state.json has no "stateful_callbacks", as '
+                "before transformers 4.41; transformers 5 resumes and fails at that save"
+            ),
         ),
         (
             lambda s: [s.pop(key) for key in ("stateful_callbacks", "train_batch_size")],
-            'the Trainer\'s resume: trainer_state.json has no "train_batch_size", as before transformers 4.36; '
-            "transformers 5 refuses it",
+            (
+                'the Trainer\'s resume: trainer_state.json has no "train_batch_size", as before '
+                "transformers 4.36; transformers 5 refuses it"
+            ),
         ),
         (
             lambda s: s.update(logging_steps=0),
-            'the Trainer\'s next log: trainer_state.json has "logging_steps" 0, which a run that logs by steps refuses',
+            (
+                'the Trainer\'s next log: trainer_state.json has "logging_steps" 0, which a run '
+                "that logs by steps refuses"
+            ),
         ),
         (
             lambda s: s.update(own=1),
-            "trainer_state.json: 'own' is unknown to transformers 5.23, whose Trainer refuses the file",
+            (
+                "trainer_state.json: 'own' is unknown to transformers 5.23, whose Trainer refuses "
+                "the file"
+            ),
         ),
     ],
 )
@@ -275,11 +308,15 @@ def test_weights_under_a_name_that_the_trainer_does_not_read(
     (warning,) = (one for one in report.findings if one.severity.value != "note")
     assert (warning.code, str(warning)) == (
         "incomplete-checkpoint",
-        f"model.safetensors is missing: {name!r} is there, and the Trainer does not look for that name",
+        (
+            f"model.safetensors is missing: {name!r} is there, and the Trainer does not look for "
+            "that name"
+        ),
     )
-    assert warning.advice == (
-        f"if {name!r} is that file, rename it to model.safetensors; else copy model.safetensors again, or move "
-        f"{name!r} out of the folder if nothing loads model.safetensors"
+    assert (
+        warning.advice
+        == f"if {name!r} is that file, rename it to model.safetensors; else copy model.safetensors "
+        f"again, or move {name!r} out of the folder if nothing loads model.safetensors"
     )
     with pytest.raises(
         UsageError, match=r"checkpoint-2: no model\.safetensors: the Trainer does not look for"
@@ -287,12 +324,16 @@ def test_weights_under_a_name_that_the_trainer_does_not_read(
         ckptfix.latest_checkpoint(checkpoint.parent)
 
 
-@pytest.mark.parametrize("names", [("weights.safetensors",), ("model_ema.safetensors", "policy.bin")])
+@pytest.mark.parametrize(
+    "names", [("weights.safetensors",), ("model_ema.safetensors", "policy.bin")]
+)
 @pytest.mark.parametrize("has_config", [True, False])
 def test_names_that_a_subclass_of_the_trainer_may_read_are_not_checked(
     checkpoint: Path, names: tuple[str, ...], has_config: bool
 ) -> None:
-    """A subclass that keeps an average next to its policy had a warning in each of its checkpoints."""
+    """A subclass that keeps an average next to its policy had a warning in each of its
+    checkpoints.
+    """
     rename(names[0])(checkpoint)
     for name in names[1:]:
         torch.save({"weight": torch.ones(2)}, checkpoint / name)
@@ -301,13 +342,16 @@ def test_names_that_a_subclass_of_the_trainer_may_read_are_not_checked(
     report = check(checkpoint)
     assert report.status == 0
     assert (
-        f"weights: {names[0]!r} is there, and the Trainer does not look for that name" in report.not_checked
+        f"weights: {names[0]!r} is there, and the Trainer does not look for that name"
+        in report.not_checked
     )
     assert ckptfix.latest_checkpoint(checkpoint.parent) == checkpoint
 
 
 def test_a_run_in_fp16_is_judged_by_the_names_of_the_trainer(tmp_path: Path) -> None:
-    """It saves ``scaler.pt``, as ``save_state`` does: files of a script were taken for states of ``load_state``."""
+    """It saves ``scaler.pt``, as ``save_state`` does: files of a script were taken for states of
+    ``load_state``.
+    """
 
     def scaled(output: Path) -> Any:
         trainer = trainer_in(output)
@@ -326,7 +370,8 @@ def test_a_run_in_fp16_is_judged_by_the_names_of_the_trainer(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
         scaled(tmp_path / "out")._load_from_checkpoint(str(folder))
     assert [str(one) for one in check(folder).findings if one.severity.value != "note"] == [
-        "model.safetensors is missing: 'model_old.safetensors' is there, and the Trainer does not look for that name"
+        "model.safetensors is missing: 'model_old.safetensors' is there, and the Trainer does not "
+        "look for that name"
     ]
 
 
@@ -386,13 +431,19 @@ def test_weights_alone_next_to_complete_checkpoints_are_a_warning(
     trainer = trainer_in(tmp_path / "out")
     trainer.train(resume_from_checkpoint=str(run_ / "checkpoint-2"))
     assert (trainer.state.global_step, trainer.lr_scheduler.last_epoch) == (4, 2)
-    (finding,) = (one for one in check(run_ / "checkpoint-2").findings if one.severity.value == "warning")
-    assert str(finding) == (
-        "optimizer.pt, scheduler.pt, rng_state.pth are missing: 1 of 1 checkpoints next to it have them"
+    (finding,) = (
+        one for one in check(run_ / "checkpoint-2").findings if one.severity.value == "warning"
     )
-    assert finding.advice == (
-        "the Trainer goes on with a new optimizer and learning rate and new random states, and says nothing; copy them "
-        "again, or resume from a complete checkpoint; ignore this if you keep it for its weights alone"
+    assert (
+        str(finding)
+        == "optimizer.pt, scheduler.pt, rng_state.pth are missing: 1 of 1 checkpoints next to it "
+        "have them"
+    )
+    assert (
+        finding.advice
+        == "the Trainer goes on with a new optimizer and learning rate and new random states, and "
+        "says nothing; copy them again, or resume from a complete checkpoint; ignore this if "
+        "you keep it for its weights alone"
     )
 
 
@@ -410,13 +461,20 @@ def lora_trainer_in(output: Path) -> Any:
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16, "vocab_size": 20}
-    base = BertForSequenceClassification(BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes))
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "max_position_embeddings": 16,
+        "vocab_size": 20,
+    }
+    base = BertForSequenceClassification(
+        BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes)
+    )
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
     data = [{"input_ids": torch.arange(6) + i, "labels": torch.tensor(i % 2)} for i in range(8)]
     arguments = TrainingArguments(
-        str(output), max_steps=2, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-        disable_tqdm=True, label_names=["labels"],
+        str(output), max_steps=2, save_steps=2, per_device_train_batch_size=2, report_to=[],
+        use_cpu=True, disable_tqdm=True, label_names=["labels"],
     )  # fmt: skip
     return Trainer(model, arguments, train_dataset=data)
 
@@ -424,7 +482,8 @@ def lora_trainer_in(output: Path) -> Any:
 @pytest.fixture(scope="module")
 def saved_lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.23 by an old name
+        # Peft 0.21 asks transformers 5.23 by an old name.
+        warnings.simplefilter("ignore", FutureWarning)
         trainer = lora_trainer_in(tmp_path_factory.mktemp("lora"))
         trainer.train()
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -518,9 +577,10 @@ def test_the_empty_adapter_of_zero_3_without_gathered_weights(
     assert check(lora_checkpoint).status == 1
     if not parameters:
         (note,) = (one for one in report.findings if one.code == "incomplete-adapter")
-        assert str(note) == (
-            "adapter_model.safetensors: it holds no tensors; PEFT loads nothing, and warns; a resume with DeepSpeed "
-            "reads global_step2/"
+        assert (
+            str(note)
+            == "adapter_model.safetensors: it holds no tensors; PEFT loads nothing, and warns; a "
+            "resume with DeepSpeed reads global_step2/"
         )
         with pytest.raises(UsageError, match=r"adapter_model\.safetensors holds no tensors"):
             ckptfix.latest_checkpoint(lora_checkpoint.parent)
@@ -548,7 +608,9 @@ def test_an_adapter_without_its_config_resumes_and_is_loaded_by_nothing_else(
             parameter.data.zero_()
         trainer._load_from_checkpoint(str(lora_checkpoint))
         loaded = trainer.model.state_dict()
-        assert all(torch.equal(loaded[name], saved_lora[1][name]) for name in loaded if "lora" in name)
+        assert all(
+            torch.equal(loaded[name], saved_lora[1][name]) for name in loaded if "lora" in name
+        )
         with pytest.raises(ValueError, match="adapter_config"):
             PeftModel.from_pretrained(trainer.model.base_model.model, str(lora_checkpoint))
     warning = warning_of(lora_checkpoint)
@@ -566,7 +628,9 @@ def test_an_optimizer_under_the_name_of_accelerate(
     with pytest.raises(FileNotFoundError, match=r"optimizer\.pt"):
         weights_after(checkpoint.parent.parent / "out", checkpoint)
     assert "rename it to optimizer.pt" in warning_of(checkpoint).advice
-    with pytest.raises(UsageError, match=r"no optimizer\.pt: the Trainer does not look for 'optimizer\.bin'"):
+    with pytest.raises(
+        UsageError, match=r"no optimizer\.pt: the Trainer does not look for 'optimizer\.bin'"
+    ):
         ckptfix.latest_checkpoint(checkpoint.parent)
 
 
@@ -587,16 +651,19 @@ def exchange(root: Path, first: str, second: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_state_that_was_exchanged_with_the_training_arguments_is_told(name: str, checkpoint: Path) -> None:
+def test_a_state_that_was_exchanged_with_the_training_arguments_is_told(
+    name: str, checkpoint: Path
+) -> None:
     exchange(checkpoint, name, "training_args.bin")
     with pytest.raises(UnpicklingError, match="TrainingArguments"):
         weights_after(checkpoint.parent.parent / "out", checkpoint)
     report = check(checkpoint)
     (finding,) = (one for one in report.findings if one.severity.value != "note")
     assert finding.severity.value == "error"
-    assert str(finding) == (
-        f"{name}: it holds the Trainer's training arguments, saved as training_args.bin (expected {NOUNS[name]}); it "
-        "was exchanged with training_args.bin"
+    assert (
+        str(finding)
+        == f"{name}: it holds the Trainer's training arguments, saved as training_args.bin "
+        f"(expected {NOUNS[name]}); it was exchanged with training_args.bin"
     )
     assert finding.advice.startswith("the Trainer's resume fails: give")
 
@@ -620,8 +687,10 @@ def test_random_states_that_got_a_rank_are_told(
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
     assert not is_resumed(checkpoint, saved[1])
     finding = warning_of(checkpoint)
-    assert str(finding) == (
-        "rng_state.pth is missing: rng_state_0.pth was saved under this name, by a run of one process"
+    assert (
+        str(finding)
+        == "rng_state.pth is missing: rng_state_0.pth was saved under this name, by a run of one "
+        "process"
     )
     assert "rename it to rng_state.pth" in finding.advice
     (checkpoint / "rng_state_0.pth").rename(checkpoint / "rng_state.pth")

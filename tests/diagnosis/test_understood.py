@@ -1,4 +1,6 @@
-"""What a check understands of a checkpoint, and hostile files in the place of its three small JSON files."""
+"""What a check understands of a checkpoint, and hostile files in the place of its three small JSON
+files.
+"""
 
 import json
 import os
@@ -58,23 +60,33 @@ def save_optimizer(path: Path, kind: Any, *, steps: int = 1, **options: Any) -> 
 
 
 def test_a_healthy_save_of_one_model(folder: Path) -> None:
-    assert str(check(folder)) == (
-        f"{folder}: no error found (4 files, 4 tensors, 33.8 KiB)\n"
-        "  model      model.safetensors: 4 tensors, F32, 332 B\n"
-        "  optimizer  optimizer.bin (Adam or AdamW): 4 parameters\n"
-        "  saved by   2 processes\n"
-        "not checked: values of tensors, checksums of tensor records in torch zip files, whether all files are of one "
-        f"save; for details: ckptfix check -v {folder}"
+    assert (
+        str(check(folder))
+        == f"{folder}: no error found (4 files, 4 tensors, 33.8 KiB)\n  model      "
+        "model.safetensors: 4 tensors, F32, 332 B\n  optimizer  optimizer.bin (Adam or "
+        "AdamW): 4 parameters\n  saved by   2 processes\nnot checked: values of tensors, "
+        "checksums of tensor records in torch zip files, whether all files are of one save; "
+        f"for details: ckptfix check -v {folder}"
     )
 
 
-def test_verbose_lists_what_was_not_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_lists_what_was_not_checked(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["check", "-v", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "not checked: values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them",
-        "not checked: checksums of tensor records in torch zip files; ckptfix check --data checks them",
-        "not checked: whether all files are of one save: most do not record it; a manifest of checksums shows a later "
-        "exchange",
+        (
+            "not checked: values of tensors (NaN, zeros, flipped bits); ckptfix verify --data "
+            "reads them"
+        ),
+        (
+            "not checked: checksums of tensor records in torch zip files; ckptfix check --data "
+            "checks them"
+        ),
+        (
+            "not checked: whether all files are of one save: most do not record it; a manifest of "
+            "checksums shows a later exchange"
+        ),
     ]
     assert run(["repair", str(folder)]) == 0
     assert capsys.readouterr().out.count("not checked") == 1
@@ -86,7 +98,9 @@ def test_verbose_lists_what_was_not_checked(folder: Path, capsys: pytest.Capture
 
 def test_two_models_and_optimizers_each(tmp_path: Path) -> None:
     root = tmp_path / "gan"
-    save_model(root / "model.safetensors", {"a": torch.ones(4), "b": torch.ones(2, dtype=torch.bfloat16)})
+    save_model(
+        root / "model.safetensors", {"a": torch.ones(4), "b": torch.ones(2, dtype=torch.bfloat16)}
+    )
     save_model(root / "model_1.safetensors", {"a": torch.rand(8)})
     save_optimizer(root / "optimizer.bin", torch.optim.SGD, lr=0.1, momentum=0.9)
     save_optimizer(root / "optimizer_1.bin", torch.optim.NAdam, steps=0)
@@ -95,7 +109,10 @@ def test_two_models_and_optimizers_each(tmp_path: Path) -> None:
         "  model      model_1.safetensors: 1 tensor, F32, 32 B",
         "  optimizer  optimizer.bin (SGD): 2 parameters",
         "  optimizer  optimizer_1.bin (NAdam): 2 parameters",
-        "  random states: none saved; load_state loads the rest, without the random generators and the step",
+        (
+            "  random states: none saved; load_state loads the rest, without the random generators "
+            "and the step"
+        ),
     ]
 
 
@@ -134,7 +151,9 @@ def test_the_step_of_an_old_optimizer_is_in_its_pickle(tmp_path: Path) -> None:
 
 def test_a_folder_of_the_trainer(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint-500"
-    save_model(root / "model.safetensors", {"lm_head.weight": torch.ones(3), "norm.weight": torch.ones(3)})
+    save_model(
+        root / "model.safetensors", {"lm_head.weight": torch.ones(3), "norm.weight": torch.ones(3)}
+    )
     save_optimizer(root / "optimizer.pt", torch.optim.AdamW)
     torch.save({"last_epoch": 500}, root / "scheduler.pt")
     (root / "rng_state.pth").write_bytes(TRAINER_RANDOM_STATES)
@@ -149,33 +168,53 @@ def test_a_folder_of_the_trainer(tmp_path: Path) -> None:
     assert (root / "trainer_state.json").stat().st_size > 1 << 20
     # The first two lines are the note about the Trainer's random states.
     assert understood(root)[2:] == [
-        "  model      model.safetensors (LlamaForCausalLM, 22 layers, vocabulary 32000): 2 tensors, F32, 24 B",
+        (
+            "  model      model.safetensors (LlamaForCausalLM, 22 layers, vocabulary 32000): 2 "
+            "tensors, F32, 24 B"
+        ),
         "  optimizer  optimizer.pt (Adam or AdamW): 2 parameters",
         "  run        step 500, epoch 1.25",
         "  saved by   1 process, transformers 4.44.2",
     ]
     facts = check(root).as_json()
-    assert (facts["verdict"], facts["counts"]["files"], facts["counts"]["errors"]) == ("clean", 4, 0)
+    assert (facts["verdict"], facts["counts"]["files"], facts["counts"]["errors"]) == (
+        "clean",
+        4,
+        0,
+    )
     assert facts["understood"]["step"] == 500
     assert facts["understood"]["libraries"] == {"transformers": "4.44.2"}
     assert facts["understood"]["models"][0]["vocabulary"] == 32000
 
 
 def test_numbers_of_a_language_model_inside_another(folder: Path) -> None:
-    config = {"model_type": "llava", "vocab_size": None, "text_config": {"num_layers": 3, "vocab_size": 9}}
+    config = {
+        "model_type": "llava",
+        "vocab_size": None,
+        "text_config": {"num_layers": 3, "vocab_size": 9},
+    }
     (folder / "config.json").write_text(json.dumps(config))
-    assert understood(folder)[0] == (
-        "  model      model.safetensors (llava, 3 layers, vocabulary 9): 4 tensors, F32, 332 B"
+    assert (
+        understood(folder)[0]
+        == "  model      model.safetensors (llava, 3 layers, vocabulary 9): 4 tensors, F32, 332 B"
     )
 
 
 def test_an_adapter(tmp_path: Path) -> None:
     pair = {f"base_model.model.a.lora_{matrix}.weight": torch.ones(8, 8) for matrix in "AB"}
     save_model(tmp_path / "adapter_model.safetensors", pair)
-    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "gpt2", "peft_version": "0.18.0"}
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "base_model_name_or_path": "gpt2",
+        "peft_version": "0.18.0",
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     assert understood(tmp_path) == [
-        "  model      adapter_model.safetensors (LORA adapter, rank 8, of gpt2): 2 tensors, F32, 512 B",
+        (
+            "  model      adapter_model.safetensors (LORA adapter, rank 8, of gpt2): 2 tensors, "
+            "F32, 512 B"
+        ),
         "  saved by   peft 0.18.0",
     ]
 
@@ -196,7 +235,9 @@ def test_many_models_are_folded(folder: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.count("\n  model ") == 9
 
 
-def test_the_manifest_of_a_save_names_the_classes_of_files_that_did_not_change(folder: Path) -> None:
+def test_the_manifest_of_a_save_names_the_classes_of_files_that_did_not_change(
+    folder: Path,
+) -> None:
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     manifest = Manifest(
         versions={"accelerate": "1.15.0"}, world_size=2, step=3, files=files,
@@ -211,14 +252,19 @@ def test_the_manifest_of_a_save_names_the_classes_of_files_that_did_not_change(f
         "  saved by   2 processes, accelerate 1.15.0",
     ]
     save_model(folder / "model.safetensors", {"other": torch.ones(1)})
-    assert check(folder).understood.models[0].kind == "", "the file is not the one that was recorded"
+    assert check(folder).understood.models[0].kind == "", (
+        "the file is not the one that was recorded"
+    )
 
 
 def test_folders_of_fsdp_and_deepspeed() -> None:
     assert understood(FIXTURES / "dcp-2.13.0" / "fsdp2-clean" / "checkpoint") == [
         "  model      pytorch_model_fsdp_0/ (DCP): 8 tensors, 7 F32 and 1 I64, 216 B, 2 files",
         "  optimizer  optimizer_0/ (DCP, SGD): 5 parameters",
-        "  random states: none saved; load_state loads the rest, without the random generators and the step",
+        (
+            "  random states: none saved; load_state loads the rest, without the random generators "
+            "and the step"
+        ),
     ]
     assert understood(FIXTURES / "deepspeed-0.18.2" / "accelerate-zero3" / "checkpoint") == [
         "  model      pytorch_model/ (DeepSpeed): 14 tensors, 4 files",
@@ -250,8 +296,14 @@ def test_a_dcp_folder_with_a_step_next_to_model_and_optimizer(tmp_path: Path, st
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_single_numbers_of_a_model_without_a_dict_of_that_name_are_its_weights(tmp_path: Path) -> None:
-    state = {"scale": torch.ones(()), "encoder": {"weight": torch.ones(2, 2)}, "model": torch.ones(1)}
+def test_single_numbers_of_a_model_without_a_dict_of_that_name_are_its_weights(
+    tmp_path: Path,
+) -> None:
+    state = {
+        "scale": torch.ones(()),
+        "encoder": {"weight": torch.ones(2, 2)},
+        "model": torch.ones(1),
+    }
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
     (metadata,) = [one.metadata for one in scan_dcp_folders(scan_folder(tmp_path))]
     assert metadata is not None
@@ -379,7 +431,10 @@ def test_a_broken_state_of_the_trainer(content: bytes, problem: str, folder: Pat
         ('{"global_step": 2}'.encode("utf-16"), "not UTF-8 at byte 0"),
         (b'{"global_step": ' + b"1" * 5000 + b"}", "a number is too long"),
         (b'{"global_step": 2, "a": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", "nested too deeply"),
-        (b'{"global_step": 2, "log_history": [\0' + b" " * 100_000, "not JSON at line 1, column 36"),
+        (
+            b'{"global_step": 2, "log_history": [\0' + b" " * 100_000,
+            "not JSON at line 1, column 36",
+        ),
     ],
 )
 def test_a_state_that_the_trainer_cannot_read_is_a_warning(
@@ -396,13 +451,18 @@ def test_a_state_that_the_trainer_cannot_read_is_a_warning(
     report = check(of_trainer)
     assert report.status == 1
     (warning,) = report.findings
-    assert (warning.code, str(warning)) == ("incomplete-checkpoint", f"trainer_state.json: {problem}")
+    assert (warning.code, str(warning)) == (
+        "incomplete-checkpoint",
+        f"trainer_state.json: {problem}",
+    )
     assert warning.advice.startswith("the Trainer cannot resume without it; copy it again")
     assert report.understood.problems == ()
 
 
 def test_a_state_of_the_trainer_that_is_longer_than_its_head(tmp_path: Path) -> None:
-    """The end of the head is inside a word, a character or a list: it is not an error of the file."""
+    """The end of the head is inside a word, a character or a list: it is not an error of the
+    file.
+    """
     of_trainer = tmp_path / "checkpoint-2"
     of_trainer.mkdir()
     shutil.copy(CLEAN / "model.safetensors", of_trainer)
@@ -429,7 +489,9 @@ def test_something_else_under_the_name_of_a_config(folder: Path) -> None:
 
 
 def test_a_store_gets_one_request_for_each_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The beginnings of the files behind the first one are read together anyway, that of trainer_state.json, too."""
+    """The beginnings of the files behind the first one are read together anyway, that of
+    trainer_state.json, too.
+    """
     small = b'{"model_type": "x", "global_step": 1}'
 
     def requests() -> tuple[dict[str, int], CheckReport]:
@@ -459,7 +521,10 @@ def test_a_model_in_a_sub_folder_and_its_broken_config(
         '{"_class_name": "UNet2DModel", "_diffusers_version": "0.35"}'
     )
     lines = understood(folder)
-    assert "  model      unet/diffusion_pytorch_model.safetensors (UNet2DModel): 1 tensor, F32, 12 B" in lines
+    assert (
+        "  model      unet/diffusion_pytorch_model.safetensors (UNet2DModel): 1 tensor, F32, 12 B"
+        in lines
+    )
     assert "  saved by   2 processes, diffusers 0.35" in lines
     (folder / "unet" / "config.json").write_text("{")
     (finding,) = check(folder / "unet").findings
@@ -469,7 +534,9 @@ def test_a_model_in_a_sub_folder_and_its_broken_config(
 
 
 def test_a_config_is_said_not_to_be_compared_with_the_weights(folder: Path) -> None:
-    """A check of another model's config in the folder ends with 0: its sizes are printed, and compared by nothing."""
+    """A check of another model's config in the folder ends with 0: its sizes are printed, and
+    compared by nothing.
+    """
     words = "config.json against the weights: its sizes are read and not compared"
     assert words not in check(folder).not_checked
     (folder / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 99}')

@@ -1,4 +1,6 @@
-"""Downloads that were cut short: each program's temporary name, and the library itself where it gives the name."""
+"""Downloads that were cut short: each program's temporary name, and the library itself where it
+gives the name.
+"""
 
 import os
 import shutil
@@ -84,13 +86,18 @@ def problems(folder: Path | str) -> list[str]:
 def told(program: str, part: Path, folder: Path, name: str) -> str:
     where = part.relative_to(folder)
     if program == "huggingface_hub":
-        return f"{name} was not downloaded completely: {where} has {human_size(part.stat().st_size)} of it"
+        return (
+            f"{name} was not downloaded completely: {where} has {human_size(part.stat().st_size)} "
+            "of it"
+        )
     return f"{where} was left by a save or a copy that was cut short, and {name} is missing"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
 @pytest.mark.parametrize("program", DOWNLOADS)
-def test_the_download_of_a_state_was_cut_short(saved: Path, tmp_path: Path, program: str, name: str) -> None:
+def test_the_download_of_a_state_was_cut_short(
+    saved: Path, tmp_path: Path, program: str, name: str
+) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "run/checkpoint_0"))
     assert problems(folder) == []
     part = DOWNLOADS[program](folder / name)
@@ -107,7 +114,8 @@ def test_the_download_of_a_state_was_cut_short(saved: Path, tmp_path: Path, prog
 def test_a_download_of_a_store_is_named(saved: Path, tmp_path: Path, program: str) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
     _cut(
-        folder / "optimizer.bin", (DOWNLOADS | {"aria2": _after(".aria2")})[program](folder / "optimizer.bin")
+        folder / "optimizer.bin",
+        (DOWNLOADS | {"aria2": _after(".aria2")})[program](folder / "optimizer.bin"),
     )
     url = f"memory://{os.urandom(6).hex()}/checkpoint"
     upload_folder(folder, url)
@@ -118,7 +126,9 @@ LEFT_ALONE = [name for name in DOWNLOADS if name not in ("Firefox", "rsync", "an
 
 
 @pytest.mark.parametrize("program", [name for name in LEFT_ALONE if "cache" not in name])
-def test_a_download_next_to_its_file_is_left_over(saved: Path, tmp_path: Path, program: str) -> None:
+def test_a_download_next_to_its_file_is_left_over(
+    saved: Path, tmp_path: Path, program: str
+) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
     DOWNLOADS[program](folder / "optimizer.bin").write_bytes(b"half")
     Small().accelerator.load_state(str(folder))
@@ -128,13 +138,21 @@ def test_a_download_next_to_its_file_is_left_over(saved: Path, tmp_path: Path, p
 def test_aria2_gives_a_file_its_name_before_it_is_complete(saved: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
     (folder / "optimizer.bin.aria2").write_bytes(b"\0\1")
-    assert problems(folder) == ["optimizer.bin.aria2 was left by a save or a copy that was cut short"]
+    assert problems(folder) == [
+        "optimizer.bin.aria2 was left by a save or a copy that was cut short"
+    ]
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("model.safetensors.20240101", "notes.crdownload", "photo.download", "deadbeef", "model.cafebabe"),
+        *(
+            "model.safetensors.20240101",
+            "notes.crdownload",
+            "photo.download",
+            "deadbeef",
+            "model.cafebabe",
+        ),
         *(
             "optimizer.bin.backup",
             "Unconfirmed 123456.crdownload",
@@ -151,7 +169,9 @@ def test_other_files_are_no_downloads(saved: Path, tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("library", ["transformers", "diffusers", "peft"])
-@pytest.mark.parametrize("program", [name for name in DOWNLOADS if name not in ("rsync", "an atomic writer")])
+@pytest.mark.parametrize(
+    "program", [name for name in DOWNLOADS if name not in ("rsync", "an atomic writer")]
+)
 def test_the_download_of_a_config_was_cut_short(
     exports: Mapping[str, Path],  # noqa: F811
     tmp_path: Path,

@@ -47,12 +47,16 @@ def test_a_dtype_that_torch_cannot_load_is_an_error(
         load(path)
     report = check(tmp_path)
     assert report.status == 1
-    assert [str(finding) for finding in report.findings] == [f"model.safetensors is malformed: {words}"]
+    assert [str(finding) for finding in report.findings] == [
+        f"model.safetensors is malformed: {words}"
+    ]
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BITS.keys() - {"C128", "F6_E2M3", "F6_E3M2"}))
 @pytest.mark.parametrize("shape", [[2, 4], [0]])
-def test_a_dtype_that_torch_loads_is_no_finding(tmp_path: Path, dtype: str, shape: list[int]) -> None:
+def test_a_dtype_that_torch_loads_is_no_finding(
+    tmp_path: Path, dtype: str, shape: list[int]
+) -> None:
     path = tmp_path / "model.safetensors"
     write(path, dtype, shape, DTYPE_BITS[dtype] if len(shape) == 2 else 0)
     assert list(load(path)) == ["a"]
@@ -65,7 +69,12 @@ class Folder:
     def __init__(self, path: Path, *, safetensors: bool) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16, "num_attention_heads": 2}
+        sizes = {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "vocab_size": 16,
+            "num_attention_heads": 2,
+        }
         self.path, self.kind = path, LlamaForCausalLM
         self.config = LlamaConfig(num_hidden_layers=1, **sizes)
         self.model = LlamaForCausalLM(self.config)
@@ -74,7 +83,9 @@ class Folder:
             for shard in path.glob("*.safetensors"):
                 torch.save(
                     load(shard),
-                    shard.with_name(shard.name.replace("model", "pytorch_model", 1)).with_suffix(".bin"),
+                    shard.with_name(shard.name.replace("model", "pytorch_model", 1)).with_suffix(
+                        ".bin"
+                    ),
                 )
                 shard.unlink()
             text = (path / "model.safetensors.index.json").read_text()
@@ -126,7 +137,8 @@ def test_an_index_without_metadata_is_an_error_that_a_repair_mends(
     report = check(folder.path)
     assert report.status == 1
     assert [str(finding) for finding in report.findings if finding.code == "index-mismatch"] == [
-        f'{folder.index.name} has no object "metadata", so transformers and diffusers refuse to load the model'
+        f'{folder.index.name} has no object "metadata", so transformers and diffusers refuse to '
+        "load the model"
     ]
     assert repair(folder.path).status == 0
     document = json.loads(folder.index.read_text())

@@ -1,4 +1,6 @@
-"""Marks that other libraries write last: a checkpoint without one was interrupted, where others of its run have it."""
+"""Marks that other libraries write last: a checkpoint without one was interrupted, where others of
+its run have it.
+"""
 
 import json
 import shutil

@@ -16,7 +16,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def script(*, hooks: bool, config: bool = False) -> Accelerator:
-    """Return the Accelerator of a script. ``hooks``: they save the model in shards, with ``config`` as transformers."""
+    """Return the Accelerator of a script. ``hooks``: they save the model in shards, with ``config``
+    as transformers.
+    """
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True)
@@ -80,9 +82,10 @@ def test_shards_next_to_checkpoints_with_one_file(lost: Path) -> None:
     report = check(lost)
     (finding,) = report.findings
     assert (report.status, finding.code) == (1, "incomplete-checkpoint")
-    assert str(finding) == (
-        f"model.safetensors is missing: {INDEX} is there, which load_state does not read, and 2 of 2 checkpoints next "
-        "to it have one file"
+    assert (
+        str(finding)
+        == f"model.safetensors is missing: {INDEX} is there, which load_state does not read, and 2 "
+        "of 2 checkpoints next to it have one file"
     )
     assert latest_checkpoint(lost.parent) == lost.parent / "checkpoint_2"
 
@@ -91,14 +94,19 @@ def test_shards_without_a_config_in_a_folder_alone(lost: Path, tmp_path: Path) -
     alone = Path(shutil.copytree(lost, tmp_path / "alone"))
     assert not loads(alone)
     (finding,) = check(alone).findings
-    assert str(finding) == f"model.safetensors is missing: {INDEX} is there, which load_state does not read"
+    assert (
+        str(finding)
+        == f"model.safetensors is missing: {INDEX} is there, which load_state does not read"
+    )
 
 
 def test_a_second_copy_in_shards_shows_nothing(run: Path) -> None:
     root = run / "checkpoint_3"
     sharded(script(hooks=False), root)
     assert loads(root)
-    assert not [finding for finding in check(root).findings if finding.code == "incomplete-checkpoint"]
+    assert not [
+        finding for finding in check(root).findings if finding.code == "incomplete-checkpoint"
+    ]
 
 
 @pytest.mark.parametrize("config", [False, True])
@@ -109,7 +117,9 @@ def test_a_run_whose_hooks_save_shards(tmp_path: Path, config: bool) -> None:
     newest = tmp_path / "run/checkpoint_3"
     assert loads(newest, hooks=True)
     assert [check(root).findings for root in (tmp_path / "run").iterdir()] == [(), (), ()]
-    words = f"whether the script loads the shards: load_state reads one file a model, and not {INDEX}"
+    words = (
+        f"whether the script loads the shards: load_state reads one file a model, and not {INDEX}"
+    )
     assert any(said.startswith(words) for said in check(newest).not_checked)
     assert latest_checkpoint(tmp_path / "run") == newest
     alone = Path(shutil.copytree(newest, tmp_path / "alone"))

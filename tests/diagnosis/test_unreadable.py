@@ -1,4 +1,6 @@
-"""A file that may not be read is not damage: who may change that is named, and the other files are still checked."""
+"""A file that may not be read is not damage: who may change that is named, and the other files are
+still checked.
+"""
 
 import errno
 import json
@@ -57,7 +59,9 @@ def test_other_files_are_still_checked(folder: Path) -> None:
     (folder / "optimizer.bin").write_bytes(b"")
     with nobody_may_read(folder / "random_states_0.pkl"):
         report = check(folder)
-    assert {"identical-models", "not-a-tensor-file"} <= {finding.code for finding in report.findings}
+    assert {"identical-models", "not-a-tensor-file"} <= {
+        finding.code for finding in report.findings
+    }
     assert len(report.unfinished) == 1
     assert report.status == 3
 
@@ -76,18 +80,28 @@ def test_a_shard_and_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dcp-2.13.0", "deepspeed-0.18.2"])
 def test_files_of_dcp_and_deepspeed_folders(tmp_path: Path, kind: str) -> None:
-    source = next(path for path in sorted((FIXTURES / kind).iterdir()) if "doubled" not in path.name)
+    source = next(
+        path for path in sorted((FIXTURES / kind).iterdir()) if "doubled" not in path.name
+    )
     folder = tmp_path / "checkpoint"
     shutil.copytree(source, folder)
     suffixes = (".distcp", ".metadata", "_states.pt")
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name.endswith(suffixes)]
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name.endswith(suffixes)
+    ]
     for path in files[:4]:
         parent = path.parent
-        root = next(above for above in (parent.parent, parent) if above == folder or folder in above.parents)
+        root = next(
+            above for above in (parent.parent, parent) if above == folder or folder in above.parents
+        )
         before = check(root)
         with nobody_may_read(path):
             report = check(root)
-        assert {finding.code for finding in report.findings} <= {one.code for one in before.findings}
+        assert {finding.code for finding in report.findings} <= {
+            one.code for one in before.findings
+        }
         assert any(f"{path.name}: cannot be read" in words for words in report.unfinished), path
         assert report.status in (1, 3)
 
@@ -122,7 +136,16 @@ def test_recursive_names_folders_that_may_not_be_listed(
 
 @pytest.mark.parametrize(
     "verb",
-    ["repair", "repair --dry-run", "verify", "verify --data", "seal", "seal --force", "salvage", "migrate"],
+    [
+        "repair",
+        "repair --dry-run",
+        "verify",
+        "verify --data",
+        "seal",
+        "seal --force",
+        "salvage",
+        "migrate",
+    ],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
 def test_no_verb_calls_it_damage(
@@ -135,7 +158,10 @@ def test_no_verb_calls_it_damage(
     if verb in ("salvage", "migrate"):
         (tmp_path / "to").mkdir()
         os.chmod(tmp_path / "to", 0o777)
-        arguments += [str(tmp_path / "to" / "new"), *(["--to", "bin"] if verb == "migrate" else [])]
+        arguments += [
+            str(tmp_path / "to" / "new"),
+            *(["--to", "bin"] if verb == "migrate" else []),
+        ]
     said(capsys)
     with nobody_may_read(folder / name):
         assert run(arguments) == 3
@@ -148,8 +174,9 @@ def test_no_verb_calls_it_damage(
 @pytest.mark.parametrize(
     "command",
     [
-        "check {}", "check -r {}", "check --json {}", "repair {}", "undo {}", "seal {}", "verify {}",
-        "verify --device-map auto {}", "salvage {} new", "diff {} {}", "migrate {} new --to bin", "merge {}",
+        "check {}", "check -r {}", "check --json {}", "repair {}", "undo {}", "seal {}",
+        "verify {}", "verify --device-map auto {}", "salvage {} new", "diff {} {}",
+        "migrate {} new --to bin", "merge {}",
     ],
 )  # fmt: skip
 def test_a_folder_that_may_not_be_read_is_no_wrong_usage(
@@ -193,7 +220,8 @@ def test_a_folder_with_a_journal_that_is_not_ours_to_write(folder: Path) -> None
     with (
         nobody_may_read(folder / "optimizer.bin"),
         pytest.raises(
-            OperationError, match=r"cannot lock this folder.*; next: ckptfix repair .* --output COPY$"
+            OperationError,
+            match=r"cannot lock this folder.*; next: ckptfix repair .* --output COPY$",
         ),
         folder_lock(folder),
     ):
@@ -218,8 +246,12 @@ def test_the_newest_complete_checkpoint_is_not_one_that_may_not_be_read(folder: 
         assert "permission denied" in str(incomplete(folder))
 
 
-def test_a_closed_cache_of_the_hub_hides_no_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only "Permission denied" was said, for a folder that no loader reads, and the truncated model was lost."""
+def test_a_closed_cache_of_the_hub_hides_no_damage(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only "Permission denied" was said, for a folder that no loader reads, and the truncated model
+    was lost.
+    """
     cache = folder / ".cache"
     cache.mkdir()
     with nobody_may_read(cache):
@@ -232,4 +264,6 @@ def test_a_closed_cache_of_the_hub_hides_no_damage(folder: Path, capsys: pytest.
     codes = {finding["code"] for finding in cut["findings"]}
     assert "truncated-file" not in {finding["code"] for finding in whole["findings"]}
     assert "truncated-file" in codes
-    assert any(words.startswith(".cache/") and "permission denied" in words for words in cut["unfinished"])
+    assert any(
+        words.startswith(".cache/") and "permission denied" in words for words in cut["unfinished"]
+    )

@@ -1,4 +1,6 @@
-"""Files with the number of ranks in their names, as verl saves them: a rank without one is named."""
+"""Files with the number of ranks in their names, as verl saves them: a rank without one is
+named.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,17 +20,25 @@ def save(root: Path, world_size: int, ranks: Iterable[int], kinds: Iterable[str]
     for rank in ranks:
         parts = {
             "model": {"fc.weight": torch.rand(2, 3)},
-            "optim": {"state": {"fc.weight": {"step": torch.tensor(4.0), "exp_avg": torch.rand(2, 3)}}},
-            "extra_state": {"lr_scheduler": {"last_epoch": 4}, "rng": {"cpu": torch.get_rng_state()}},
+            "optim": {
+                "state": {"fc.weight": {"step": torch.tensor(4.0), "exp_avg": torch.rand(2, 3)}}
+            },
+            "extra_state": {
+                "lr_scheduler": {"last_epoch": 4},
+                "rng": {"cpu": torch.get_rng_state()},
+            },
         }
         for kind in kinds:
             torch.save(parts[kind], root / f"{kind}_world_size_{world_size}_rank_{rank}.pt")
 
 
 def merges(root: Path, world_size: int) -> bool:
-    """Return whether all that verl's ``model_merger`` opens is there: a file of the model for each rank."""
+    """Return whether all that verl's ``model_merger`` opens is there: a file of the model for each
+    rank.
+    """
     return all(
-        (root / f"model_world_size_{world_size}_rank_{rank}.pt").exists() for rank in range(world_size)
+        (root / f"model_world_size_{world_size}_rank_{rank}.pt").exists()
+        for rank in range(world_size)
     )
 
 
@@ -43,7 +53,9 @@ def merges(root: Path, world_size: int) -> bool:
         (1000, [7], "999 ranks are"),
     ],
 )
-def test_every_rank_has_its_files(world_size: int, ranks: list[int], named: str, tmp_path: Path) -> None:
+def test_every_rank_has_its_files(
+    world_size: int, ranks: list[int], named: str, tmp_path: Path
+) -> None:
     save(tmp_path, world_size, ranks)
     report = check(tmp_path)
     assert (report.status == 0) == merges(tmp_path, world_size) == (not named)
@@ -57,8 +69,10 @@ def test_the_missing_file_is_named(kind: str, tmp_path: Path) -> None:
     save(tmp_path, 4, range(4))
     (tmp_path / f"{kind}_world_size_4_rank_2.pt").unlink()
     (finding,) = check(tmp_path).findings
-    assert str(finding) == (
-        f"{kind}_world_size_4_rank_2.pt is missing: each of 4 ranks saved its own part, and files of rank 2 are missing"
+    assert (
+        str(finding)
+        == f"{kind}_world_size_4_rank_2.pt is missing: each of 4 ranks saved its own part, and "
+        "files of rank 2 are missing"
     )
 
 

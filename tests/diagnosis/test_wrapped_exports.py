@@ -15,7 +15,11 @@ from tests.tiny_models import reconfigure
 def wrapped(root: Path, prefix: str) -> dict[str, torch.Tensor]:
     """Save a model of transformers with a prefix before each key, and return its weights."""
     config = BertConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        vocab_size=8,
     )
     BertModel(config).save_pretrained(root)
     weights: dict[str, torch.Tensor] = load_file(root / "model.safetensors")
@@ -28,7 +32,9 @@ def wrapped(root: Path, prefix: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
-def test_the_advice_does_not_call_keys_right_that_no_load_finds(prefix: str, tmp_path: Path) -> None:
+def test_the_advice_does_not_call_keys_right_that_no_load_finds(
+    prefix: str, tmp_path: Path
+) -> None:
     """It was "right for the script that wrote it", and from_pretrained left all weights random."""
     weights = wrapped(tmp_path, prefix)
     loaded = AutoModel.from_pretrained(tmp_path).state_dict()
@@ -39,9 +45,11 @@ def test_the_advice_does_not_call_keys_right_that_no_load_finds(prefix: str, tmp
     reconfigure(tmp_path, architectures=["MyModel"])
     (finding,) = check(tmp_path).findings
     assert isinstance(finding, WrapperPrefix)
-    assert finding.advice == (
-        "from_pretrained does not find these keys, and leaves their weights random or fails: ckptfix repair DIR --keys "
-        "bare. If the model has modules of these names itself, ignore this"
+    assert (
+        finding.advice
+        == "from_pretrained does not find these keys, and leaves their weights random or fails: "
+        "ckptfix repair DIR --keys bare. If the model has modules of these names itself, "
+        "ignore this"
     )
 
 

@@ -1,4 +1,6 @@
-"""State files that hold something else: what a loader refuses or misreads is found, and no healthy state is blamed."""
+"""State files that hold something else: what a loader refuses or misreads is found, and no healthy
+state is blamed.
+"""
 
 import math
 import os
@@ -40,24 +42,35 @@ class Counter:
 
 
 class Run:
-    """A training run of stock accelerate after some steps. Parts that a test does not name are the simplest ones."""
+    """A training run of stock accelerate after some steps. Parts that a test does not name are the
+    simplest ones.
+    """
 
     def __init__(
-        self, *, steps: int = 3, optimizer: Any = torch.optim.AdamW, scheduler: Any = None, custom: Any = None
+        self,
+        *,
+        steps: int = 3,
+        optimizer: Any = torch.optim.AdamW,
+        scheduler: Any = None,
+        custom: Any = None,
     ) -> None:
         self.accelerator = accelerate.Accelerator(cpu=True)
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
         made = optimizer(self.model.parameters(), lr=0.1)
         schedule = (scheduler or (lambda inner: lr_scheduler.StepLR(inner, 2)))(made)
         self.counter = custom or Counter()
-        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(self.model, made, schedule)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+            self.model, made, schedule
+        )
         self.accelerator.register_for_checkpointing(self.counter)
         for _ in range(steps):
             self.accelerator.backward(self.model(torch.randn(4, 3)).sum())
             self.optimizer.step()
-            self.scheduler.step(1.0) if isinstance(
-                schedule, lr_scheduler.ReduceLROnPlateau
-            ) else self.scheduler.step()
+            (
+                self.scheduler.step(1.0)
+                if isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
+                else self.scheduler.step()
+            )
             self.optimizer.zero_grad()
         self.accelerator.step = steps
 
@@ -87,7 +100,9 @@ def told(root: Path, *codes: str) -> list[str]:
 
 
 def loads(root: Path) -> str:
-    """Load with stock accelerate into a new run: "right", "wrong" where it says nothing, or the name of the error."""
+    """Load with stock accelerate into a new run: "right", "wrong" where it says nothing, or the
+    name of the error.
+    """
     run = Run(steps=0)
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -149,14 +164,17 @@ CONTENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }  # fmt: skip
 
 JUDGED = (
-    "an optimizer", "a scheduler", "a plateau scheduler", "random states", "a model", "a state of None",
-    "a state in a list", "groups of None", "groups without parameters", "groups of a number", "groups of a text",
-    "groups of a dict", "no group",
+    "an optimizer", "a scheduler", "a plateau scheduler", "random states", "a model",
+    "a state of None", "a state in a list", "groups of None", "groups without parameters",
+    "groups of a number", "groups of a text", "groups of a dict", "no group",
 )  # fmt: skip
-"""Contents that are no gradient scaler's. A disabled one saves an empty dict, and a script may use its name."""
+"""Contents that are no gradient scaler's. A disabled one saves an empty dict, and a script may use
+its name.
+"""
 
 UNJUDGED = {
-    # A dict of unknown keys may be a custom scheduler's, and the script may have another scheduler than it had.
+    # A dict of unknown keys may be a custom scheduler's, and the script may have another scheduler
+    # than it had.
     SCHEDULER: (
         "a nested scheduler",
         "a custom object",
@@ -196,7 +214,9 @@ def test_every_content_that_a_load_refuses_or_misreads_is_found(
         assert f" {name}: it holds " in told(root)[0]
 
 
-def test_the_cases_include_each_way_a_load_goes_wrong(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_the_cases_include_each_way_a_load_goes_wrong(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
     torch.save(saved[OPTIMIZER], root / SCHEDULER)
     assert loads(root) == "wrong", "the scheduler starts anew, and no error is raised"
@@ -208,30 +228,48 @@ def test_the_cases_include_each_way_a_load_goes_wrong(saved: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize("names", [
-    (OPTIMIZER, SCHEDULER), (OPTIMIZER, RANDOM), (SCHEDULER, RANDOM), (OPTIMIZER, SCALER), (SCHEDULER, SCALER),
-    (RANDOM, SCALER),
+    (OPTIMIZER, SCHEDULER), (OPTIMIZER, RANDOM), (SCHEDULER, RANDOM), (OPTIMIZER, SCALER),
+    (SCHEDULER, SCALER), (RANDOM, SCALER),
 ], ids=" and ".join)  # fmt: skip
-def test_two_files_that_were_exchanged_name_each_other(names: tuple[str, str], tmp_path: Path) -> None:
+def test_two_files_that_were_exchanged_name_each_other(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
     root = exchanged(Run().save(tmp_path / "checkpoint_0"), *names)
     assert loads(root) != "right"
     sentences = told(root, "wrong-state")
     assert len(sentences) == 2
     for name, partner in (names, names[::-1]):
         assert any(
-            f" {name}: it holds " in one and one.endswith(f"exchanged with {partner}") for one in sentences
+            f" {name}: it holds " in one and one.endswith(f"exchanged with {partner}")
+            for one in sentences
         )
 
 
-FACTORS = [None, "x", [2.0], {}, torch.ones(1), 1 << 1024], [True, -1, math.inf, 1 << 70, torch.tensor(2.0)]
+FACTORS = (
+    [None, "x", [2.0], {}, torch.ones(1), 1 << 1024],
+    [
+        True,
+        -1,
+        math.inf,
+        1 << 70,
+        torch.tensor(2.0),
+    ],
+)
 SCALER_VALUES = {
-    "scale": ([None, "x", [1], (1.0,), {}, torch.ones(1), 1 << 70], [True, 0, -1, math.nan, torch.tensor(1)]),
+    "scale": (
+        [None, "x", [1], (1.0,), {}, torch.ones(1), 1 << 70],
+        [True, 0, -1, math.nan, torch.tensor(1)],
+    ),
     "growth_factor": FACTORS,
     "backoff_factor": FACTORS,
     "growth_interval": (
         [None, "x", True, 1.5, math.nan, [2], 1 << 63],
         [-1, 0, (1 << 63) - 1, torch.tensor(3)],
     ),
-    "_growth_tracker": ([None, "x", math.nan, [0], torch.ones(1), 1 << 31], [True, -1, 1.5, torch.tensor(3)]),
+    "_growth_tracker": (
+        [None, "x", math.nan, [0], torch.ones(1), 1 << 31],
+        [True, -1, 1.5, torch.tensor(3)],
+    ),
 }
 """Values of a gradient scaler that its next step refuses, and that it takes."""
 
@@ -265,7 +303,9 @@ def test_values_of_a_scaler(key: str, saved: dict[str, Any], tmp_path: Path) -> 
             assert all(sentence.startswith(start) for sentence in sentences)
 
 
-@pytest.mark.parametrize("state", [[1], None, 3, "x", {"growth_factor": 2.0}, {"scale": 1.0}], ids=repr)
+@pytest.mark.parametrize(
+    "state", [[1], None, 3, "x", {"growth_factor": 2.0}, {"scale": 1.0}], ids=repr
+)
 def test_contents_that_no_scaler_loads(state: Any, tmp_path: Path) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
     torch.save(state, root / SCALER)
@@ -274,7 +314,9 @@ def test_contents_that_no_scaler_loads(state: Any, tmp_path: Path) -> None:
     assert sentence.startswith(f"unknown-state: {SCALER}: it holds ")
 
 
-@pytest.mark.parametrize("state", [{"mean": torch.ones(3)}, (torch.ones(3), torch.ones(3)), torch.ones(3)])
+@pytest.mark.parametrize(
+    "state", [{"mean": torch.ones(3)}, (torch.ones(3), torch.ones(3)), torch.ones(3)]
+)
 def test_a_script_may_scale_its_data(state: Any, tmp_path: Path) -> None:
     """Only a run with fp16 loads ``scaler.pt``, and nothing in the folder shows one."""
     root = Run().save(tmp_path / "checkpoint_0")
@@ -308,7 +350,9 @@ def test_the_second_optimizer_is_judged_and_the_nearest_partner_is_named(tmp_pat
     exchanged(root, "optimizer_1.bin", "scheduler_1.bin")
     sentences = told(root, "wrong-state")
     assert len(sentences) == 4
-    assert any(" optimizer_1.bin: " in one and one.endswith("with scheduler_1.bin") for one in sentences)
+    assert any(
+        " optimizer_1.bin: " in one and one.endswith("with scheduler_1.bin") for one in sentences
+    )
 
 
 def test_samplers_and_data_loaders_are_judged_by_other_states_alone(
@@ -341,7 +385,8 @@ def test_the_state_of_a_data_loader_in_place_of_another_is_told(
     assert f"{name}: it holds a data loader's state" in words
 
 
-# --- healthy twins -------------------------------------------------------------------------------------------------
+# --- healthy twins
+# -------------------------------------------------------------------------------------------------
 
 
 class Lookahead(torch.optim.Optimizer):  # type: ignore[misc]
@@ -381,10 +426,16 @@ class FlatLookahead(Lookahead):
 
     def state_dict(self) -> dict[str, Any]:
         inner = self.inner.state_dict()
-        return {"fast_state": inner["state"], "slow_state": {}, "param_groups": inner["param_groups"]}
+        return {
+            "fast_state": inner["state"],
+            "slow_state": {},
+            "param_groups": inner["param_groups"],
+        }
 
     def load_state_dict(self, state: Any) -> None:
-        self.inner.load_state_dict({"state": state["fast_state"], "param_groups": state["param_groups"]})
+        self.inner.load_state_dict(
+            {"state": state["fast_state"], "param_groups": state["param_groups"]}
+        )
 
 
 class Warmup(lr_scheduler.LRScheduler):  # type: ignore[misc]
@@ -436,9 +487,9 @@ def cosine(optimizer: Any) -> Any:
 
 
 OPTIMIZERS: list[Any] = [
-    torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta,
-    torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD, adafactor, Lookahead, Several,
-    FlatLookahead,
+    torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop,
+    torch.optim.Adadelta, torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD, adafactor,
+    Lookahead, Several, FlatLookahead,
 ]  # fmt: skip
 SCHEDULERS: dict[str, Any] = {
     "lambda": lambda inner: lr_scheduler.LambdaLR(inner, lambda epoch: 1.0),
@@ -477,7 +528,9 @@ def test_no_scheduler_is_blamed(scheduler: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [[1], (1,), 3, None, torch.ones(1)], ids=repr)
-def test_a_state_that_a_class_of_the_script_may_read_is_a_warning(state: Any, tmp_path: Path) -> None:
+def test_a_state_that_a_class_of_the_script_may_read_is_a_warning(
+    state: Any, tmp_path: Path
+) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
     for name, problem in (
         (SCHEDULER, "torch's schedulers cannot continue from it"),
@@ -521,7 +574,9 @@ def test_counts_of_a_scheduler_with_which_no_step_is_made(
 
 def test_a_custom_object_may_be_anything(tmp_path: Path) -> None:
     registered = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    for number, custom in enumerate((registered, lr_scheduler.StepLR(registered, 2), torch.nn.Linear(2, 2))):
+    for number, custom in enumerate(
+        (registered, lr_scheduler.StepLR(registered, 2), torch.nn.Linear(2, 2))
+    ):
         root = Run(custom=custom).save(tmp_path / f"checkpoint_{number}")
         assert told(root) == []
 
@@ -534,11 +589,15 @@ def test_a_disabled_scaler_saves_an_empty_dict(tmp_path: Path) -> None:
     disabled.load_state_dict(torch.load(root / SCALER))
 
 
-def test_files_of_a_script_are_judged_by_other_states_alone(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_files_of_a_script_are_judged_by_other_states_alone(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
     torch.save(model_state(), tmp_path / "pytorch_model.bin")
     torch.save({"mean": torch.zeros(3), "std": torch.ones(3)}, tmp_path / SCALER)
     torch.save({"step": 5}, tmp_path / "optimizer.pt")
-    torch.save({"epoch": 1, "optimizer": saved[OPTIMIZER], "model": model_state()}, tmp_path / OPTIMIZER)
+    torch.save(
+        {"epoch": 1, "optimizer": saved[OPTIMIZER], "model": model_state()}, tmp_path / OPTIMIZER
+    )
     assert told(tmp_path) == []
     torch.save(saved[SCHEDULER], tmp_path / "optimizer.pt")
     assert told(tmp_path) == [
@@ -546,7 +605,8 @@ def test_files_of_a_script_are_judged_by_other_states_alone(saved: dict[str, Any
     ]
 
 
-# --- the Trainer ---------------------------------------------------------------------------------------------------
+# --- the Trainer
+# ---------------------------------------------------------------------------------------------------
 
 
 def trainer_folder(root: Path, saved: dict[str, Any]) -> Path:
@@ -554,7 +614,11 @@ def trainer_folder(root: Path, saved: dict[str, Any]) -> Path:
     torch.save(model_state(), root / "pytorch_model.bin")
     torch.save(saved[OPTIMIZER], root / "optimizer.pt")
     torch.save(saved[SCHEDULER], root / "scheduler.pt")
-    states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.get_rng_state()}
+    states = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
     torch.save(states, root / "rng_state.pth")
     number = root.name.partition("-")[2]
     (root / "trainer_state.json").write_text(f'{{"epoch": 1.0, "global_step": {number}}}')
@@ -563,7 +627,11 @@ def trainer_folder(root: Path, saved: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize(
     "names",
-    [("optimizer.pt", "scheduler.pt"), ("optimizer.pt", "rng_state.pth"), ("scheduler.pt", "rng_state.pth")],
+    [
+        ("optimizer.pt", "scheduler.pt"),
+        ("optimizer.pt", "rng_state.pth"),
+        ("scheduler.pt", "rng_state.pth"),
+    ],
     ids=" and ".join,
 )
 def test_exchanged_files_of_the_trainer_name_each_other(
@@ -595,7 +663,9 @@ OF_CUDA = "torch_cuda_manual_seed"
 
 def with_numpy(saved: dict[str, Any], changes: dict[int, Any]) -> dict[str, Any]:
     """Return numpy's state with these values at these places."""
-    return {OF_NUMPY: tuple(changes.get(place, value) for place, value in enumerate(saved[OF_NUMPY]))}
+    return {
+        OF_NUMPY: tuple(changes.get(place, value) for place, value in enumerate(saved[OF_NUMPY]))
+    }
 
 
 SPOILED_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -626,7 +696,9 @@ SPOILED_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "python: position 625": lambda saved: {OF_PYTHON: (3, (*saved[OF_PYTHON][1][:-1], 625), None)},
     "python: position -1": lambda saved: {OF_PYTHON: (2, (*saved[OF_PYTHON][1][:-1], -1), None)},
     "python: word -1": lambda saved: {OF_PYTHON: (3, (-1, *saved[OF_PYTHON][1][1:]), None)},
-    "python: word of 65 bits": lambda saved: {OF_PYTHON: (3, (1 << 64, *saved[OF_PYTHON][1][1:]), None)},
+    "python: word of 65 bits": lambda saved: {
+        OF_PYTHON: (3, (1 << 64, *saved[OF_PYTHON][1][1:]), None)
+    },
     "numpy: matrix": lambda saved: with_numpy(saved, {1: saved[OF_NUMPY][1].reshape(2, -1)}),
     "numpy: column": lambda saved: with_numpy(saved, {1: saved[OF_NUMPY][1].reshape(-1, 1)}),
     "numpy: no words": lambda saved: with_numpy(saved, {1: "words"}),
@@ -644,12 +716,16 @@ HEALTHY_RANDOM: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "python of version 2": lambda saved: {OF_PYTHON: (2, (-1, *saved[OF_PYTHON][1][1:]), None)},
     "python at its end": lambda saved: {OF_PYTHON: (3, (*saved[OF_PYTHON][1][:-1], 624), None)},
     "numpy in a list": lambda saved: with_numpy(saved, {1: saved[OF_NUMPY][1].tolist()}),
-    "numpy with more words": lambda saved: with_numpy(saved, {1: numpy.resize(saved[OF_NUMPY][1], 700)}),
+    "numpy with more words": lambda saved: with_numpy(
+        saved, {1: numpy.resize(saved[OF_NUMPY][1], 700)}
+    ),
     "numpy of other numbers": lambda saved: with_numpy(saved, {2: 5.0, 3: True, 4: 1}),
     "torch in rows": lambda saved: {OF_TORCH: saved[OF_TORCH].reshape(8, -1)},
     "numpy without gauss": lambda saved: {OF_NUMPY: saved[OF_NUMPY][:3]},
     "numpy of floats": lambda saved: {OF_NUMPY: (*saved[OF_NUMPY][:2], 9.0, True, 1)},
-    "numpy as a dict": lambda saved: {OF_NUMPY: numpy.random.RandomState(5).get_state(legacy=False)},
+    "numpy as a dict": lambda saved: {
+        OF_NUMPY: numpy.random.RandomState(5).get_state(legacy=False)
+    },
 }
 
 
@@ -665,7 +741,9 @@ def takes_every_state(states: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("words", [*SPOILED_RANDOM, *HEALTHY_RANDOM])
-def test_random_states_that_a_generator_refuses(words: str, saved: dict[str, Any], tmp_path: Path) -> None:
+def test_random_states_that_a_generator_refuses(
+    words: str, saved: dict[str, Any], tmp_path: Path
+) -> None:
     """``load_state`` says nothing and leaves out what follows; the Trainer raises."""
     is_healthy = words in HEALTHY_RANDOM
     root = Run().save(tmp_path / "checkpoint_0")
@@ -683,17 +761,23 @@ def test_random_states_that_a_generator_refuses(words: str, saved: dict[str, Any
 
 
 @pytest.mark.parametrize("step", [None, "x", [1], 1.5, float("nan"), torch.zeros(2)], ids=repr)
-def test_a_step_that_no_accumulation_can_continue(step: Any, saved: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_that_no_accumulation_can_continue(
+    step: Any, saved: dict[str, Any], tmp_path: Path
+) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
     for states in (saved[RANDOM] | {"step": step}, {"step": step}):
         torch.save(states, root / RANDOM)
         assert not accumulates(step)
         (sentence,) = told(root)
-        assert sentence.startswith(f"unknown-state: {RANDOM}: it holds random states whose 'step' is ")
+        assert sentence.startswith(
+            f"unknown-state: {RANDOM}: it holds random states whose 'step' is "
+        )
 
 
 @pytest.mark.parametrize("step", [0, -1, 1 << 70, True, 3.0, torch.tensor(3)], ids=repr)
-def test_a_step_that_an_accumulation_continues(step: Any, saved: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_that_an_accumulation_continues(
+    step: Any, saved: dict[str, Any], tmp_path: Path
+) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
     torch.save(saved[RANDOM] | {"step": step}, root / RANDOM)
     assert accumulates(step)
@@ -701,21 +785,26 @@ def test_a_step_that_an_accumulation_continues(step: Any, saved: dict[str, Any],
 
 
 def test_random_states_without_a_step_are_a_note(saved: dict[str, Any], tmp_path: Path) -> None:
-    """Measured: accelerate 0.34 to 1.15 load the random states and keep their own step, 0.33 raises a KeyError."""
+    """Measured: accelerate 0.34 to 1.15 load the random states and keep their own step, 0.33 raises
+    a KeyError.
+    """
     root = Run().save(tmp_path / "checkpoint_0")
     torch.save({key: value for key, value in saved[RANDOM].items() if key != "step"}, root / RANDOM)
     assert loads(root) == "wrong"
     report = check(root)
     (finding,) = report.findings
     assert (finding.code, finding.severity.value, report.status) == ("unknown-state", "note", 0)
-    assert str(finding) == (
-        f"{RANDOM}: it holds random states without 'step' (expected accelerate's random states)"
+    assert (
+        str(finding)
+        == f"{RANDOM}: it holds random states without 'step' (expected accelerate's random states)"
     )
     assert latest_checkpoint(tmp_path) == root
 
 
 def accumulates(step: Any) -> bool:
-    """Return whether accelerate's next ``accumulate`` steps the optimizer, without any steps to accumulate."""
+    """Return whether accelerate's next ``accumulate`` steps the optimizer, without any steps to
+    accumulate.
+    """
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.step = step
     try:
@@ -728,7 +817,9 @@ def accumulates(step: Any) -> bool:
 
 
 @pytest.mark.parametrize("size", [15, 17, 5056])
-def test_a_state_of_a_cuda_generator_has_one_size(size: int, saved: dict[str, Any], tmp_path: Path) -> None:
+def test_a_state_of_a_cuda_generator_has_one_size(
+    size: int, saved: dict[str, Any], tmp_path: Path
+) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
     torch.save({**saved[RANDOM], OF_CUDA: [torch.zeros(size, dtype=torch.uint8)]}, root / RANDOM)
     assert len(told(root)) == 1
@@ -751,7 +842,8 @@ def test_random_states_of_devices(is_healthy: bool, saved: dict[str, Any], tmp_p
         assert len(told(folder)) == expected
 
 
-# --- the newest complete checkpoint --------------------------------------------------------------------------------
+# --- the newest complete checkpoint
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, SCHEDULER, RANDOM, CUSTOM, SCALER])
@@ -760,7 +852,9 @@ def test_a_cut_state_is_passed_over(name: str, tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == newest
     os.truncate(newest / name, (newest / name).stat().st_size // 2)
     assert loads(newest) != "right"
-    with pytest.warns(UserWarning, match=rf"took checkpoint_0 and passed over checkpoint_1: {name}: "):
+    with pytest.warns(
+        UserWarning, match=rf"took checkpoint_0 and passed over checkpoint_1: {name}: "
+    ):
         assert latest_checkpoint(tmp_path) == older
 
 
@@ -768,11 +862,14 @@ def test_exchanged_states_are_passed_over(tmp_path: Path) -> None:
     older, newest = (Run().save(tmp_path / f"checkpoint_{number}") for number in range(2))
     exchanged(newest, OPTIMIZER, SCHEDULER)
     with pytest.warns(
-        UserWarning, match=r"checkpoint_1: optimizer.bin holds a scheduler's state, not an optimizer's state"
+        UserWarning,
+        match=r"checkpoint_1: optimizer.bin holds a scheduler's state, not an optimizer's state",
     ):
         assert latest_checkpoint(tmp_path) == older
     exchanged(older, OPTIMIZER, RANDOM)
-    with pytest.raises(UsageError, match=r"checkpoint_0: optimizer.bin holds accelerate's random states"):
+    with pytest.raises(
+        UsageError, match=r"checkpoint_0: optimizer.bin holds accelerate's random states"
+    ):
         latest_checkpoint(tmp_path)
 
 

@@ -1,4 +1,6 @@
-"""Weights files that hold something else: what loaders refuse or leave random is found, and no model is blamed."""
+"""Weights files that hold something else: what loaders refuse or leave random is found, and no
+model is blamed.
+"""
 
 import json
 import os
@@ -36,7 +38,9 @@ def saved_by_accelerate(root: Path, model: Any = None) -> Path:
     model = net() if model is None else model
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters or [nn.Parameter(torch.ones(1))], lr=0.1)
-    model, optimizer, _ = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    model, optimizer, _ = accelerator.prepare(
+        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    )
     for parameter in parameters:
         if parameter.is_floating_point():
             parameter.grad = torch.ones_like(parameter)
@@ -53,7 +57,9 @@ def told(root: Path) -> list[str]:
 
 
 def refusal(root: Path, model: Any = None) -> str:
-    """Return the name of the error of stock accelerate on loading into a new model, "" without one."""
+    """Return the name of the error of stock accelerate on loading into a new model, "" without
+    one.
+    """
     accelerator = accelerate.Accelerator(cpu=True)
     model = accelerator.prepare(net() if model is None else model)
     optimizer = torch.optim.AdamW(list(model.parameters()) or [nn.Parameter(torch.ones(1))], lr=0.1)
@@ -66,13 +72,17 @@ def refusal(root: Path, model: Any = None) -> str:
 
 
 def replaced(**values: Any) -> Callable[[Any, Path], Any]:
-    return lambda state, root: {**state, **{name.replace("_", "."): value for name, value in values.items()}}
+    return lambda state, root: {
+        **state,
+        **{name.replace("_", "."): value for name, value in values.items()},
+    }
 
 
 CONTENTS: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "a wrapped state dict": (lambda state, root: {"state_dict": state}, "a dict with a state dict under 'state_dict'"),
     "a training dict": (
-        lambda state, root: {"model": state, "epoch": 1, "optimizer": torch.load(root / "optimizer.bin")},
+        lambda state,
+        root: {"model": state, "epoch": 1, "optimizer": torch.load(root / "optimizer.bin")},
         "a dict with a state dict under 'model'",
     ),
     "two state dicts": (
@@ -124,7 +134,9 @@ KNOWN = ("an optimizer", "a scheduler", "random states", "one meta tensor", "met
 
 
 @pytest.mark.parametrize("content", sampled(list(CONTENTS)))
-def test_a_save_state_whose_weights_no_module_loads_has_a_finding(content: str, tmp_path: Path) -> None:
+def test_a_save_state_whose_weights_no_module_loads_has_a_finding(
+    content: str, tmp_path: Path
+) -> None:
     root = saved_by_accelerate(tmp_path / "checkpoint_0")
     assert told(root) == []
     assert refusal(root) == ""
@@ -159,7 +171,9 @@ def test_exchanged_weights_and_optimizer_name_each_other(tmp_path: Path) -> None
     ]
 
 
-def test_latest_passes_over_weights_that_are_an_optimizer_or_without_numbers(tmp_path: Path) -> None:
+def test_latest_passes_over_weights_that_are_an_optimizer_or_without_numbers(
+    tmp_path: Path,
+) -> None:
     root = saved_by_accelerate(tmp_path / "checkpoint_0")
     assert latest_checkpoint(tmp_path) == root
     state = torch.load(root / WEIGHTS)
@@ -192,7 +206,9 @@ def test_latest_passes_over_a_file_without_tensors_that_hides_the_weights(tmp_pa
     root = saved_by_accelerate(tmp_path / "checkpoint_1")
     save_file({}, root / "model.safetensors")
     assert refusal(root)
-    with pytest.warns(UserWarning, match=r"model.safetensors holds no tensors, and its model has some"):
+    with pytest.warns(
+        UserWarning, match=r"model.safetensors holds no tensors, and its model has some"
+    ):
         assert latest_checkpoint(tmp_path) == older
     save_file(torch.load(root / WEIGHTS), root / "model.safetensors")
     torch.save({}, root / WEIGHTS)
@@ -200,7 +216,8 @@ def test_latest_passes_over_a_file_without_tensors_that_hides_the_weights(tmp_pa
     assert latest_checkpoint(tmp_path) == root
 
 
-# --- tensors without numbers ---------------------------------------------------------------------------------------
+# --- tensors without numbers
+# ---------------------------------------------------------------------------------------
 
 
 def test_the_state_dict_of_an_offloaded_model_has_no_numbers(tmp_path: Path) -> None:
@@ -239,7 +256,9 @@ BUNDLES: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", ["weights.pt", "epoch_3.ckpt", "custom_checkpoint_0.pkl"])
 @pytest.mark.parametrize("case", BUNDLES)
-def test_states_without_numbers_are_found_under_any_name(case: str, name: str, tmp_path: Path) -> None:
+def test_states_without_numbers_are_found_under_any_name(
+    case: str, name: str, tmp_path: Path
+) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.rand(2, 3)).sum().backward()
@@ -262,12 +281,13 @@ def test_moments_on_the_meta_device_are_found(tmp_path: Path) -> None:
     torch.save(state, root / "optimizer.bin")
     assert refusal(root) == "NotImplementedError"
     assert told(root) == [
-        "wrong-state: optimizer.bin: it holds 1 tensor on the meta device, without numbers (expected an optimizer's "
-        "state)"
+        "wrong-state: optimizer.bin: it holds 1 tensor on the meta device, without numbers "
+        "(expected an optimizer's state)"
     ]
 
 
-# --- healthy models ------------------------------------------------------------------------------------------------
+# --- healthy models
+# ------------------------------------------------------------------------------------------------
 
 
 class WithExtra(nn.Module):  # type: ignore[misc]
@@ -427,7 +447,8 @@ def test_free_names_in_a_save_state_may_hold_anything(tmp_path: Path) -> None:
     assert told(root) == []
 
 
-# --- transformers --------------------------------------------------------------------------------------------------
+# --- transformers
+# --------------------------------------------------------------------------------------------------
 
 
 def bert(**values: Any) -> Any:
@@ -469,7 +490,9 @@ PRETRAINED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("content", PRETRAINED)
-def test_a_pretrained_folder_that_loads_random_weights_has_a_finding(content: str, tmp_path: Path) -> None:
+def test_a_pretrained_folder_that_loads_random_weights_has_a_finding(
+    content: str, tmp_path: Path
+) -> None:
     state = pretrained(tmp_path)
     assert told(tmp_path) == []
     (tmp_path / "model.safetensors").unlink()
@@ -495,7 +518,9 @@ def test_a_file_without_a_tensor_hides_intact_shards(tmp_path: Path) -> None:
     whole = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     names = sorted(whole)
-    files = {name: f"model-{1 + number % 2:05}-of-00002.safetensors" for number, name in enumerate(names)}
+    files = {
+        name: f"model-{1 + number % 2:05}-of-00002.safetensors" for number, name in enumerate(names)
+    }
     for file in set(files.values()):
         part = {name: whole[name] for name in names if files[name] == file}
         save_file(part, tmp_path / file, metadata={"format": "pt"})
@@ -522,7 +547,9 @@ def test_weights_without_a_tensor_are_found_in_a_checkpoint_of_the_trainer(tmp_p
 def test_an_adapter_without_a_tensor_is_found(tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    adapted = get_peft_model(bert(), LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
+    adapted = get_peft_model(
+        bert(), LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+    )
     adapted.save_pretrained(str(tmp_path))
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert told(tmp_path) == []
@@ -534,10 +561,13 @@ def test_an_adapter_without_a_tensor_is_found(tmp_path: Path) -> None:
     assert len(told(tmp_path)) == 1
 
 
-# --- the other commands, and stores ---------------------------------------------------------------------------------
+# --- the other commands, and stores
+# ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", ["an optimizer", "meta tensors", "a wrapped state dict", "a list"])
+@pytest.mark.parametrize(
+    "content", ["an optimizer", "meta tensors", "a wrapped state dict", "a list"]
+)
 def test_no_command_calls_a_wrong_weights_file_intact(content: str, tmp_path: Path) -> None:
     root = saved_by_accelerate(tmp_path / "checkpoint_0")
     make, words = CONTENTS[content]
@@ -564,7 +594,10 @@ def test_a_store_says_the_same(said: Said, monkeypatch: pytest.MonkeyPatch, tmp_
     torch.save({"model": net().state_dict()}, tmp_path / "folder" / WEIGHTS)
     url = f"memory://{os.urandom(6).hex()}"
     upload_folder(tmp_path / "folder", url)
-    (status, local, _), (status_of_store, remote, _) = said("check", tmp_path / "folder"), said("check", url)
+    (status, local, _), (status_of_store, remote, _) = (
+        said("check", tmp_path / "folder"),
+        said("check", url),
+    )
     assert status == status_of_store == 1
     sentences = [line for line in local.splitlines() if "unknown-state" in line]
     assert len(sentences) == 2

@@ -63,7 +63,9 @@ def software(**changes: Any) -> Software:
         "python": (3, 11, 7),
         "executable": "/env/bin/python",
         "packages": PACKAGES,
-        "command": Command(path="/env/bin/accelerate", interpreter="/env/bin/python", python=(3, 11, 7)),
+        "command": Command(
+            path="/env/bin/accelerate", interpreter="/env/bin/python", python=(3, 11, 7)
+        ),
         "next_to_python": "/env/bin/accelerate",
         "accelerate": ACCELERATE,
         "compilers": {"g++": "/usr/bin/g++"},
@@ -85,7 +87,8 @@ def bus(count: int = 2, way: str = "PIX", **changes: Any) -> Bus:
     """So many GPUs on one bus, with this between any two of them."""
     gpus = tuple(gpu(number, **changes) for number in range(count))
     distances = {
-        frozenset((one.address, other.address)): Distance[way] for one, other in combinations(gpus, 2)
+        frozenset((one.address, other.address)): Distance[way]
+        for one, other in combinations(gpus, 2)
     }
     return Bus(gpus=gpus, distances=distances)
 
@@ -116,7 +119,9 @@ def facts(count: int = 0, **changes: Any) -> Facts:
     pairs = ((one, other) for one in range(count) for other in range(count) if one != other)
     given: dict[str, Any] = {
         "software": software(),
-        "torch": torch(count, verdicts=tuple(PairVerdict(pair=pair, verdict="healthy") for pair in pairs)),
+        "torch": torch(
+            count, verdicts=tuple(PairVerdict(pair=pair, verdict="healthy") for pair in pairs)
+        ),
         "machine": Machine(
             bus=Bus(gpus=tuple(gpu(number) for number in range(count))),
             device_nodes=count,
@@ -141,7 +146,10 @@ def script(text: str) -> Script:
     scan = Scan()
     tree = ast.parse("\n".join(lines))
     scan.read(
-        tree, lambda line: SourceLine(order=(0, line), where=f"line {line}", text=lines[line - 1].strip())
+        tree,
+        lambda line: SourceLine(
+            order=(0, line), where=f"line {line}", text=lines[line - 1].strip()
+        ),
     )
     return Script(path="train.py", uses=scan.uses(), resuming=scan.resuming())
 

@@ -1,4 +1,6 @@
-"""One catalogue: each code has tests that trigger it and tests that do not, and a row in the manual."""
+"""One catalogue: each code has tests that trigger it and tests that do not, and a row in the
+manual.
+"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Every check on environments made by hand: it speaks where it must, and is silent where it must be."""
+"""Every check on environments made by hand: it speaks where it must, and is silent where it must
+be.
+"""
 
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -30,10 +32,16 @@ from tests.environment.cases.folders import UNLOADABLE
 from tests.environment.cases.placement import TIED
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.code}-{case.name}".replace(" ", "-"))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.code}-{case.name}".replace(" ", "-")
+)
 def test_it_speaks_exactly_where_it_must(case: Case) -> None:
-    found = [advice for advice in diagnose_environment(case.facts).advice if advice.code == case.code]
-    assert [advice.severity for advice in found] == ([] if case.severity is None else [case.severity])
+    found = [
+        advice for advice in diagnose_environment(case.facts).advice if advice.code == case.code
+    ]
+    assert [advice.severity for advice in found] == (
+        [] if case.severity is None else [case.severity]
+    )
     for advice in found:
         assert advice.evidence
         assert all(advice.evidence), "an empty line is no evidence"
@@ -67,7 +75,11 @@ def nccl(name: str, value: str) -> Facts:
 
 
 def test_nccl_off_is_told_from_nccl_for_near_gpus() -> None:
-    for given in (nccl("NCCL_P2P_DISABLE", "1"), nccl("NCCL_P2P_LEVEL", "loc"), nccl("NCCL_P2P_LEVEL", "0")):
+    for given in (
+        nccl("NCCL_P2P_DISABLE", "1"),
+        nccl("NCCL_P2P_LEVEL", "loc"),
+        nccl("NCCL_P2P_LEVEL", "0"),
+    ):
         assert "uses no P2P copies" in said("nccl-hides-peer-copies", given)
     assert "only between near GPUs" in said("nccl-hides-peer-copies", nccl("NCCL_P2P_LEVEL", "PIX"))
     assert "in /etc/nccl.conf" in said("nccl-hides-peer-copies", nccl("NCCL_P2P_LEVEL", "PIX"))
@@ -76,12 +88,15 @@ def test_nccl_off_is_told_from_nccl_for_near_gpus() -> None:
 def test_the_kernels_options_are_evidence() -> None:
     given = with_machine(facts(2), bus=bus(iommu="DMA"), command_line="quiet intel_iommu=on")
     assert "booted with: intel_iommu=on" in said("iommu-translates", given)
-    assert "no option about the IOMMU" in said("iommu-translates", with_machine(given, command_line="quiet"))
+    assert "no option about the IOMMU" in said(
+        "iommu-translates", with_machine(given, command_line="quiet")
+    )
 
 
 def test_a_split_tie_names_both_ends() -> None:
     given = facts(
-        folder=TIED, device_map=DeviceMap(source="map.json", entries={"embed": 0, "head": "cuda:1"})
+        folder=TIED,
+        device_map=DeviceMap(source="map.json", entries={"embed": 0, "head": "cuda:1"}),
     )
     words = said("device-map-splits-tie", given)
     assert "embed.weight on 0, head.weight on 1" in words
@@ -123,33 +138,50 @@ def test_paths_in_commands_are_quoted() -> None:
 def test_a_notebook_is_not_given_to_the_compiler(path: str, fix: str) -> None:
     """Its JSON compiles as Python, so that the command found no fault."""
     broken = Script(path=path, uses=Uses(), problem="cell 10, line 3: invalid syntax")
-    (advice,) = (one for one in diagnose_environment(facts(script=broken)).advice if "python" in one.code)
+    (advice,) = (
+        one for one in diagnose_environment(facts(script=broken)).advice if "python" in one.code
+    )
     assert advice.fix == fix
 
 
 def test_the_name_that_was_meant_is_said() -> None:
-    words = said("unknown-accelerate-name", facts(script=script("from accelerate import PartialSate")))
+    words = said(
+        "unknown-accelerate-name", facts(script=script("from accelerate import PartialSate"))
+    )
     assert "did you mean PartialState?" in words
     assert "line 1: from accelerate import PartialSate" in words
-    words = said("unknown-accelerate-name", facts(script=script("from accelerate.state import PartialSate")))
+    words = said(
+        "unknown-accelerate-name", facts(script=script("from accelerate.state import PartialSate"))
+    )
     assert "accelerate.state has no PartialSate; did you mean PartialState?" in words
 
 
 def test_an_old_driver_by_how_the_script_is_started() -> None:
-    """As ``multi_gpu_launcher`` and ``PartialState`` of accelerate do; a test below reads their source."""
+    """As ``multi_gpu_launcher`` and ``PartialState`` of accelerate do; a test below reads their
+    source.
+    """
     devices = tuple(Device(index=index, name="NVIDIA GeForce RTX 4090") for index in range(2))
     given = with_machine(with_torch(facts(2), devices=devices), driver="535.161.08")
     one = replace(given, config=config(distributed_type="NO", num_processes=1))
-    raises, sets = "raises NotImplementedError", "sets NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 itself"
+    raises, sets = (
+        "raises NotImplementedError",
+        "sets NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 itself",
+    )
     for facts_now, said_of_it in (
         (given, (sets, f"started in other ways, Accelerator() {raises}")),
         (replace(given, launch=launch("accelerate launch train.py")), (sets,)),
         (replace(given, launch=launch("accelerate launch --num_processes 1 train.py")), (raises,)),
         (replace(one, launch=launch("accelerate launch train.py")), (raises,)),
-        (replace(one, launch=launch("accelerate launch --multi_gpu --num_processes 2 train.py")), (sets,)),
+        (
+            replace(one, launch=launch("accelerate launch --multi_gpu --num_processes 2 train.py")),
+            (sets,),
+        ),
         (replace(given, launch=launch("torchrun train.py")), (raises,)),
         (replace(given, launch=launch("python train.py")), (raises,)),
-        (replace(given, variables={"NCCL_P2P_DISABLE": "1"}, launch=launch("torchrun a.py")), (raises,)),
+        (
+            replace(given, variables={"NCCL_P2P_DISABLE": "1"}, launch=launch("torchrun a.py")),
+            (raises,),
+        ),
     ):
         words = said("old-driver-peer-copies", facts_now)
         for part in (*said_of_it, "tensor.to() and device_map copy directly in any case"):
@@ -165,9 +197,13 @@ def test_the_installed_accelerate_sets_the_variables_in_its_launchers_and_asks_f
     package = find_source("accelerate")
     assert package is not None
     launcher = (package / "commands" / "launch.py").read_text()
-    body = launcher[launcher.index("def multi_gpu_launcher") : launcher.index("def deepspeed_launcher")]
+    body = launcher[
+        launcher.index("def multi_gpu_launcher") : launcher.index("def deepspeed_launcher")
+    ]
     assert 'current_env["NCCL_P2P_DISABLE"] = "1"' in body
-    simple = launcher[launcher.index("def simple_launcher") : launcher.index("def multi_gpu_launcher")]
+    simple = launcher[
+        launcher.index("def simple_launcher") : launcher.index("def multi_gpu_launcher")
+    ]
     assert "NCCL" not in simple
     assert "raise NotImplementedError" in (package / "state.py").read_text()
 
@@ -189,7 +225,9 @@ def test_the_build_of_torch_is_said() -> None:
 
 
 def test_what_was_found_of_compilers_is_said() -> None:
-    assert "found on the PATH: no compiler" in said("no-compiler", with_software(facts(), compilers={}))
+    assert "found on the PATH: no compiler" in said(
+        "no-compiler", with_software(facts(), compilers={})
+    )
     words = said("no-compiler", with_software(facts(), compilers={"gcc": "/usr/bin/gcc"}))
     assert "found on the PATH: gcc" in words
     assert "a C++ compiler" in words
@@ -215,7 +253,8 @@ def test_the_advice_starts_as_many_processes_as_it_says() -> None:
     assert "4 of 8 visible devices used" in said("idle-devices", nodes)
     assert "--num_processes 16 SCRIPT" in said("idle-devices", nodes)
     alone = facts(
-        launch=launch("accelerate launch --num_processes 2 a.py"), config=AccelerateConfig(path="/no")
+        launch=launch("accelerate launch --num_processes 2 a.py"),
+        config=AccelerateConfig(path="/no"),
     )
     assert "accelerate launch starts 1: there is no config, and torch sees no device" in said(
         "processes-not-started", alone
@@ -224,7 +263,10 @@ def test_the_advice_starts_as_many_processes_as_it_says() -> None:
 
 
 def test_a_model_prepared_twice_is_named_with_both_lines() -> None:
-    text = "from accelerate import Accelerator\na = Accelerator()\nnet = a.prepare(net)\nnet = a.prepare(net)"
+    text = (
+        "from accelerate import Accelerator\na = Accelerator()\nnet = a.prepare(net)\nnet = "
+        "a.prepare(net)"
+    )
     words = said("prepared-twice", facts(script=script(text)))
     assert "net is given to prepare() twice" in words
     assert "line 3: net = a.prepare(net)\nline 4: net = a.prepare(net)" in words
@@ -239,7 +281,9 @@ def test_no_device_is_said_in_words() -> None:
 
 def test_what_accelerate_reads_is_evidence() -> None:
     given = facts(variables={"ACCELERATE_CONFIG_FILE": "/nowhere", "CUDA_VISIBLE_DEVICES": "0"})
-    assert "accelerate 1.15.0 does not read ACCELERATE_CONFIG_FILE" in said("config-file-missing", given)
+    assert "accelerate 1.15.0 does not read ACCELERATE_CONFIG_FILE" in said(
+        "config-file-missing", given
+    )
     blind = with_software(given, accelerate=AccelerateSource())
     assert "accelerate's own source was not found" in said("config-file-missing", blind)
 

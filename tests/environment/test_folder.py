@@ -47,7 +47,9 @@ def test_files_that_need_the_same_line_are_said_once(tmp_path: Path) -> None:
     source = FIXTURES / "golden/unloadable-pickle-class/checkpoint/train.pt"
     for name in ("a.pt", "b.pt", "c.pt"):
         shutil.copy(source, tmp_path / name)
-    (advice,) = (advice for advice in diagnosis_of(tmp_path).advice if advice.code == "unloadable-pickle")
+    (advice,) = (
+        advice for advice in diagnosis_of(tmp_path).advice if advice.code == "unloadable-pickle"
+    )
     assert "2 more files" in advice.sentence
     assert len(advice.evidence) == 4
 
@@ -59,11 +61,16 @@ def test_unsafe_pickles_are_never_allowed() -> None:
 
 
 def test_custom_objects_are_named_with_their_line(tmp_path: Path) -> None:
-    """Only those of roles whose files hold classes; with globals that torch knows there is nothing to say."""
+    """Only those of roles whose files hold classes; with globals that torch knows there is nothing
+    to say.
+    """
     torch.save({"settings": RunSettings(0.1)}, tmp_path / "custom_checkpoint_0.pkl")
     torch.save({"step": torch.ones(1)}, tmp_path / "custom_checkpoint_1.pkl")
     (item,) = read_folder(str(tmp_path)).with_classes
-    assert (item.path, item.globals) == ("custom_checkpoint_0.pkl", ("fixtures.models.RunSettings",))
+    assert (item.path, item.globals) == (
+        "custom_checkpoint_0.pkl",
+        ("fixtures.models.RunSettings",),
+    )
     assert "add_safe_globals([fixtures.models.RunSettings])" in item.line
     diagnosis = diagnosis_of(tmp_path)
     assert diagnosis.status == 0
@@ -104,7 +111,9 @@ def test_a_missing_head_is_a_guess(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", dict.fromkeys(names, b"1"))
     (tie,) = read_folder(str(tmp_path)).ties
     assert (tie.names, tie.is_proven) == (("model.embed_tokens.weight", "lm_head.weight"), False)
-    write_safetensors(tmp_path / "model.safetensors", dict.fromkeys((*names, "lm_head.weight"), b"1"))
+    write_safetensors(
+        tmp_path / "model.safetensors", dict.fromkeys((*names, "lm_head.weight"), b"1")
+    )
     assert read_folder(str(tmp_path)).ties == ()
 
 
@@ -119,16 +128,20 @@ def test_a_missing_embedding_is_a_guess_for_the_map_that_names_it() -> None:
         return {advice.code: advice.severity.value for advice in diagnose_environment(given).advice}
 
     assert (
-        codes(**{"transformer": 0, "transformer.wte": 0, "lm_head": 1})["device-map-splits-tie"] == "warning"
+        codes(**{"transformer": 0, "transformer.wte": 0, "lm_head": 1})["device-map-splits-tie"]
+        == "warning"
     )
-    assert "device-map-splits-tie" not in codes(**{"transformer": 1, "transformer.wte": 0, "lm_head": 0})
+    assert "device-map-splits-tie" not in codes(
+        **{"transformer": 1, "transformer.wte": 0, "lm_head": 0}
+    )
     assert "device-map-splits-tie" not in codes(**{"transformer": 0, "lm_head": 1})
 
 
 def test_distinct_tensors_of_one_storage_are_no_tie(tmp_path: Path) -> None:
     whole = torch.arange(8.0)
     torch.save(
-        {"a.weight": whole[:4], "b.weight": whole[4:], "c.weight": whole.view(2, 4)}, tmp_path / "model.bin"
+        {"a.weight": whole[:4], "b.weight": whole[4:], "c.weight": whole.view(2, 4)},
+        tmp_path / "model.bin",
     )
     assert read_folder(str(tmp_path)).ties == ()
 
@@ -183,9 +196,18 @@ def test_spellings_of_a_device(device: "int | str", same: "int | str") -> None:
 def test_the_nearest_module_decides_as_in_accelerate() -> None:
     from accelerate.utils.modeling import _get_param_device
 
-    entries: dict[str, int | str] = {"model": 0, "model.layers.1": 1, "model.layers.1.mlp.weight": "cpu"}
+    entries: dict[str, int | str] = {
+        "model": 0,
+        "model.layers.1": 1,
+        "model.layers.1.mlp.weight": "cpu",
+    }
     found = DeviceMap(source="map", entries=entries)
-    for name in ("model.layers.1.mlp.weight", "model.layers.1.mlp.bias", "model.layers.10.weight", "model.x"):
+    for name in (
+        "model.layers.1.mlp.weight",
+        "model.layers.1.mlp.bias",
+        "model.layers.10.weight",
+        "model.x",
+    ):
         assert found.device_of(name) == _get_param_device(name, entries)
     assert found.device_of("lm_head.weight") is None
     assert DeviceMap(source="map", entries={"": 0}).device_of("lm_head.weight") == 0

@@ -12,7 +12,8 @@ from tests.environment.building import OPTIONS, facts, launch, script
 
 def test_options_before_and_behind_the_script() -> None:
     found = launch(
-        "CUDA_VISIBLE_DEVICES=0 accelerate launch --num-processes 2 --multi_gpu train.py --lr 1e-3 -v --x=1 -5"
+        "CUDA_VISIBLE_DEVICES=0 accelerate launch --num-processes 2 --multi_gpu train.py --lr 1e-3 "
+        "-v --x=1 -5"
     )
     assert [(option.name, option.value) for option in found.before] == [
         ("num_processes", "2"),
@@ -31,7 +32,11 @@ def test_options_before_and_behind_the_script() -> None:
         ("accelerate launch -m pkg.train --lr 1", "accelerate launch", "pkg.train"),
         ("accelerate-launch train.py", "accelerate launch", "train.py"),
         ("python3 -m accelerate.commands.launch train.py", "accelerate launch", "train.py"),
-        ("python -m accelerate.commands.accelerate_cli launch train.py", "accelerate launch", "train.py"),
+        (
+            "python -m accelerate.commands.accelerate_cli launch train.py",
+            "accelerate launch",
+            "train.py",
+        ),
         ("torchrun --nproc_per_node 2 train.py", "torchrun", "train.py"),
         ("python train.py --num_processes 2", "python", "train.py"),
         ("/env/bin/accelerate launch train.py", "accelerate launch", "train.py"),
@@ -46,7 +51,11 @@ def test_options_before_and_behind_the_script() -> None:
         ("nohup torchrun train.py", "torchrun", "train.py"),
         ("nohup ./start.sh", "nohup", ""),
         ("python3 -u -m accelerate.commands.launch train.py", "accelerate launch", "train.py"),
-        ("python3.11 -X dev -W error -m accelerate.commands.launch a.py", "accelerate launch", "a.py"),
+        (
+            "python3.11 -X dev -W error -m accelerate.commands.launch a.py",
+            "accelerate launch",
+            "a.py",
+        ),
         ("python -c 1 -m accelerate.commands.launch train.py", "python", "train.py"),
         ("python -u train.py -m accelerate.commands.launch", "python", "train.py"),
     ],
@@ -66,7 +75,10 @@ def test_the_value_of_an_unknown_option_is_not_the_script() -> None:
 @pytest.mark.parametrize(
     ("command", "variables"),
     [
-        ("CUDA_VISIBLE_DEVICES=0,1 A= accelerate launch a.py", {"CUDA_VISIBLE_DEVICES": "0,1", "A": ""}),
+        (
+            "CUDA_VISIBLE_DEVICES=0,1 A= accelerate launch a.py",
+            {"CUDA_VISIBLE_DEVICES": "0,1", "A": ""},
+        ),
         ("env -i A=1 B='x y' accelerate launch a.py", {"A": "1", "B": "x y"}),
         ("A=1 nohup env B=2 accelerate launch a.py", {"A": "1", "B": "2"}),
         ("srun X=1 accelerate launch a.py", {}),
@@ -135,5 +147,7 @@ def test_own_options_are_no_lost_ones() -> None:
         launch=launch("accelerate launch train.py --debug"),
         script=script("p.add_argument('--debug', type=bool)"),
     )
-    assert "launch-flags-behind-script" not in {advice.code for advice in diagnose_environment(given).advice}
+    assert "launch-flags-behind-script" not in {
+        advice.code for advice in diagnose_environment(given).advice
+    }
     assert "debug" in OPTIONS

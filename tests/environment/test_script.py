@@ -21,8 +21,7 @@ def test_nothing_of_a_script_is_executed(tmp_path: Path) -> None:
 
 
 def test_names_are_followed_through_imports() -> None:
-    uses = script(
-        """
+    uses = script("""
         import accelerate as acc
         import accelerate.utils
         from accelerate import Accelerator as A, PartialState
@@ -32,17 +31,16 @@ def test_names_are_followed_through_imports() -> None:
         np.load
         acc.load_checkpoint_in_model
         A()
-        """
-    ).uses
+        """).uses
     assert [name for name, _ in uses.taken] == [
-        "utils", "Accelerator", "PartialState", "utils", "utils.set_seed", "load_checkpoint_in_model",
+        "utils", "Accelerator", "PartialState", "utils", "utils.set_seed",
+        "load_checkpoint_in_model",
     ]  # fmt: skip
     assert wheres(uses.accelerators) == ["line 9"]
 
 
 def test_module_level_is_told_from_functions() -> None:
-    uses = script(
-        """
+    uses = script("""
         from accelerate import Accelerator, PartialState
         import torch
         def f():
@@ -56,8 +54,7 @@ def test_module_level_is_told_from_functions() -> None:
             torch.ones(1, device="cuda:0") + torch.ones(1, device="cpu")
             torch.cuda.empty_cache()
             model.to("cpu").to(device)
-        """
-    ).uses
+        """).uses
     assert wheres(uses.made_early) == ["line 7"]
     assert wheres(uses.touched_early) == ["line 9", "line 11"]
 
@@ -142,15 +139,13 @@ def test_names_that_a_try_does_not_cover_are_taken() -> None:
 
 
 def test_names_of_modules_below_accelerate_are_followed() -> None:
-    uses = script(
-        """
+    uses = script("""
         import accelerate.utils as U
         from accelerate.state import PartialState
         from accelerate import state
         U.modeling.find
         state.local
-        """
-    ).uses
+        """).uses
     assert [name for name, _ in uses.taken] == [
         "utils", "state", "state.PartialState", "state", "utils.modeling.find",
     ]  # fmt: skip
@@ -191,7 +186,8 @@ def test_models_and_optimizers_by_what_made_them(
     made: str, models: tuple[str, ...], optimizers: tuple[str, ...]
 ) -> None:
     text = (
-        f"import torch\nfrom torch import nn\nclass Own(nn.Module): pass\n{made}\na = accelerator.prepare(a)"
+        f"import torch\nfrom torch import nn\nclass Own(nn.Module): pass\n{made}\na = "
+        "accelerator.prepare(a)"
     )
     (call,) = script(text).uses.prepared
     assert (call.accelerator, call.models, call.optimizers) == ("accelerator", models, optimizers)
@@ -229,25 +225,32 @@ def test_options_of_argparse_and_click() -> None:
 
 
 def test_what_needs_a_compiler_and_what_trusts_files() -> None:
-    uses = script(
-        """
+    uses = script("""
         import torch
         torch.compile(m)
         torch.load(p)
         torch.load(p, weights_only=False)
         np.load(p, weights_only=False)
-        """
-    ).uses
+        """).uses
     assert wheres(uses.builds) == ["line 2"]
     assert wheres(uses.trusting_loads) == ["line 4"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "found"),
-    [("f, num_processes=2", 1), ("f, (), 2", 1), ("f", 1), ("f, num_processes=1", 0), ("f, (), 1", 0)],
+    [
+        ("f, num_processes=2", 1),
+        ("f, (), 2", 1),
+        ("f", 1),
+        ("f, num_processes=1", 0),
+        ("f, (), 1", 0),
+    ],
 )
 def test_launches_of_several_processes(arguments: str, found: int) -> None:
-    assert len(script(f"import accelerate\naccelerate.notebook_launcher({arguments})").uses.launches) == found
+    assert (
+        len(script(f"import accelerate\naccelerate.notebook_launcher({arguments})").uses.launches)
+        == found
+    )
 
 
 def read(tmp_path: Path, data: bytes, name: str = "train.py") -> Script:
@@ -304,18 +307,24 @@ def test_a_notebook_cell_by_cell(tmp_path: Path) -> None:
         "train.ipynb",
     )
     assert found.problem == ""
-    assert [str(place) for place in found.uses.made_early] == ["cell 3, line 3: accelerator = Accelerator()"]
+    assert [str(place) for place in found.uses.made_early] == [
+        "cell 3, line 3: accelerator = Accelerator()"
+    ]
     assert found.uses.made_early[0].order < found.uses.launches[0].order
 
 
 def test_a_bad_cell_hides_no_other(tmp_path: Path) -> None:
     found = read(
-        tmp_path, notebook("def f(:", "from accelerate import Accelerator\nAccelerator()"), "train.ipynb"
+        tmp_path,
+        notebook("def f(:", "from accelerate import Accelerator\nAccelerator()"),
+        "train.ipynb",
     )
     assert found.problem.startswith("cell 1, line 1: ")
     assert len(found.uses.made_early) == 1
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"cells": 3}', b'{"cells": [{}]}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{}", b'{"cells": 3}', b'{"cells": [{}]}', b"[" * 100_000]
+)
 def test_no_notebook_is_a_problem_and_no_error(tmp_path: Path, data: bytes) -> None:
     assert read(tmp_path, data, "train.ipynb").problem.startswith("no notebook: ")

@@ -1,4 +1,6 @@
-"""Models that are prepared twice or wrapped before, and the many healthy scripts that only look so."""
+"""Models that are prepared twice or wrapped before, and the many healthy scripts that only
+look so.
+"""
 
 import json
 import textwrap
@@ -18,242 +20,334 @@ PREAMBLE = """
     """
 
 TWICE = {
-    "again": """
+    "again": (
+        """
         model = accelerator.prepare(model)
         model, opt = accelerator.prepare(model, opt)
-        """,
-    "raw": """
+        """
+    ),
+    "raw": (
+        """
         accelerator.prepare(model)
         accelerator.prepare(model, opt)
-        """,
-    "raw2": """
+        """
+    ),
+    "raw2": (
+        """
         m2 = accelerator.prepare(model)
         m3 = accelerator.prepare(model)
-        """,
-    "other name": """
+        """
+    ),
+    "other name": (
+        """
         m2 = accelerator.prepare(model)
         m3 = accelerator.prepare(m2)
-        """,
-    "attr": """
+        """
+    ),
+    "attr": (
+        """
         class T:
           def __init__(self):
             self.accelerator = Accelerator()
             self.model = self.accelerator.prepare(self.model)
           def train(self):
             self.model, self.opt = self.accelerator.prepare(self.model, self.opt)
-        """,
-    "loop": """
+        """
+    ),
+    "loop": (
+        """
         for epoch in range(3):
           model = accelerator.prepare(model)
-        """,
-    "while": """
+        """
+    ),
+    "while": (
+        """
         while x:
           accelerator.prepare(model)
           x-=1
-        """,
-    "same call": """
+        """
+    ),
+    "same call": (
+        """
         a, b = accelerator.prepare(model, model)
-        """,
-    "nested": """
+        """
+    ),
+    "nested": (
+        """
         m = accelerator.prepare(accelerator.prepare(model))
-        """,
-    "wrapped result": """
+        """
+    ),
+    "wrapped result": (
+        """
         model = accelerator.prepare(model)
         model = DDP(model)
         model = accelerator.prepare(model)
-        """,
-    "compiled": """
+        """
+    ),
+    "compiled": (
+        """
         model = accelerator.prepare(model)
         model = torch.compile(model)
         x = accelerator.prepare(model)
-        """,
-    "unwrapped": """
+        """
+    ),
+    "unwrapped": (
+        """
         model = accelerator.prepare(model)
         raw = accelerator.unwrap_model(model)
         raw = accelerator.prepare(raw)
-        """,
-    "module": """
+        """
+    ),
+    "module": (
+        """
         model = accelerator.prepare(model)
         raw = accelerator.prepare(model.module)
-        """,
-    "if then always": """
+        """
+    ),
+    "if then always": (
+        """
         if resume:
           model = accelerator.prepare(model)
         model, o = accelerator.prepare(model, o)
-        """,
-    "always then if": """
+        """
+    ),
+    "always then if": (
+        """
         model = accelerator.prepare(model)
         if ev:
           model = accelerator.prepare(model)
-        """,
-    "both arms": """
+        """
+    ),
+    "both arms": (
+        """
         if a:
           model = accelerator.prepare(model)
         else:
           model, o = accelerator.prepare(model, o)
         if b:
           model = accelerator.prepare(model)
-        """,
-    "function": """
+        """
+    ),
+    "function": (
+        """
         def main():
           acc = Accelerator()
           net = acc.prepare(net)
           net, dl = acc.prepare(net, dl)
-        """,
-    "prepare_model": """
+        """
+    ),
+    "prepare_model": (
+        """
         model = accelerator.prepare_model(model)
         model = accelerator.prepare(model)
-        """,
-    "to": """
+        """
+    ),
+    "to": (
+        """
         model = accelerator.prepare(model).to('cpu')
         model = accelerator.prepare(model)
-        """,
-    "list": """
+        """
+    ),
+    "list": (
+        """
         model, opt = accelerator.prepare(model, opt)
         model, opt, dl = accelerator.prepare(model, opt, dl)
-        """,
-    "try": """
+        """
+    ),
+    "try": (
+        """
         try:
           model = accelerator.prepare(model)
         finally:
           pass
         model = accelerator.prepare(model)
-        """,
-    "with": """
+        """
+    ),
+    "with": (
+        """
         with x:
           model = accelerator.prepare(model)
         model = accelerator.prepare(model)
-        """,
+        """
+    ),
 }
 
 ONCE = {
-    "once": """
+    "once": (
+        """
         model, opt = accelerator.prepare(model, opt)
-        """,
-    "two models": """
+        """
+    ),
+    "two models": (
+        """
         a = accelerator.prepare(student)
         b = accelerator.prepare(teacher)
-        """,
-    "arms": """
+        """
+    ),
+    "arms": (
+        """
         if a:
           model = accelerator.prepare(model)
         else:
           model, o = accelerator.prepare(model, o)
-        """,
-    "correlated": """
+        """
+    ),
+    "correlated": (
+        """
         if a:
           model = accelerator.prepare(model)
         if not a:
           model = accelerator.prepare(model)
-        """,
-    "returns": """
+        """
+    ),
+    "returns": (
+        """
         def f():
           if a:
             m = accelerator.prepare(m)
             return m
           m = accelerator.prepare(m)
-        """,
-    "rebuilt": """
+        """
+    ),
+    "rebuilt": (
+        """
         model = accelerator.prepare(model)
         model = build()
         model = accelerator.prepare(model)
-        """,
-    "loop over": """
+        """
+    ),
+    "loop over": (
+        """
         for model in models:
           prepared.append(accelerator.prepare(model))
-        """,
-    "loop rebuilt": """
+        """
+    ),
+    "loop rebuilt": (
+        """
         for i in range(3):
           model = build()
           model = accelerator.prepare(model)
-        """,
-    "freed": """
+        """
+    ),
+    "freed": (
+        """
         model = accelerator.prepare(model)
         accelerator.free_memory()
         model = accelerator.prepare(model)
-        """,
-    "new acc": """
+        """
+    ),
+    "new acc": (
+        """
         model = accelerator.prepare(model)
         accelerator = Accelerator()
         model = accelerator.prepare(model)
-        """,
-    "other acc": """
+        """
+    ),
+    "other acc": (
+        """
         model = accelerator.prepare(model)
         model = other_accelerator.prepare(model)
-        """,
-    "loaders": """
+        """
+    ),
+    "loaders": (
+        """
         dl = accelerator.prepare(dl)
         dl = accelerator.prepare(dl)
         for e in x:
           loader = accelerator.prepare(loader)
-        """,
-    "optimizer": """
+        """
+    ),
+    "optimizer": (
+        """
         opt = accelerator.prepare(opt)
         model, opt = accelerator.prepare(model, opt)
-        """,
-    "functions": """
+        """
+    ),
+    "functions": (
+        """
         def a():
           model = accelerator.prepare(model)
         def b():
           model = accelerator.prepare(model)
-        """,
-    "first epoch": """
+        """
+    ),
+    "first epoch": (
+        """
         for e in range(3):
           if e == 0:
             model = accelerator.prepare(model)
-        """,
-    "retry": """
+        """
+    ),
+    "retry": (
+        """
         while True:
           try:
             model = accelerator.prepare(model)
             break
           except RuntimeError:
             pass
-        """,
-    "handler": """
+        """
+    ),
+    "handler": (
+        """
         try:
           model = accelerator.prepare(model)
         except ValueError:
           model = accelerator.prepare(model)
-        """,
-    "break": """
+        """
+    ),
+    "break": (
+        """
         for e in x:
           model = accelerator.prepare(model)
           break
-        """,
-    "quant": """
+        """
+    ),
+    "quant": (
+        """
         import torch.ao.quantization as q
         m = q.prepare(m)
         m = q.prepare(m)
-        """,
-    "processor": """
+        """
+    ),
+    "processor": (
+        """
         x = processor.prepare(x)
         x = processor.prepare(x)
-        """,
-    "del": """
+        """
+    ),
+    "del": (
+        """
         model = accelerator.prepare(model)
         del model
         model = accelerator.prepare(model)
-        """,
-    "match": """
+        """
+    ),
+    "match": (
+        """
         match k:
           case 1:
             model = accelerator.prepare(model)
           case 2:
             model = accelerator.prepare(model)
-        """,
-    "copy": """
+        """
+    ),
+    "copy": (
+        """
         model = accelerator.prepare(model)
         ema = copy.deepcopy(model)
         ema = accelerator.prepare(ema)
-        """,
-    "methods": """
+        """
+    ),
+    "methods": (
+        """
         class T:
           def fit(self):
             self.model = self.accelerator.prepare(self.model)
           def test(self):
             self.model = self.accelerator.prepare(self.model)
-        """,
+        """
+    ),
 }
 
 

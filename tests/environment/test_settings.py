@@ -6,19 +6,29 @@ from pathlib import Path
 import pytest
 
 from ckptfix.environment.facts.installed import find_source
-from ckptfix.environment.facts.launch import default_config_path, read_config, read_nccl, read_variables
+from ckptfix.environment.facts.launch import (
+    default_config_path,
+    read_config,
+    read_nccl,
+    read_variables,
+)
 
 
 def test_the_default_path_is_that_of_accelerate() -> None:
-    """Compared with the source of the installed accelerate, which reads the environment when it is imported."""
+    """Compared with the source of the installed accelerate, which reads the environment when it is
+    imported.
+    """
     package = find_source("accelerate")
     assert package is not None
     source = package / "commands/config/config_args.py"
     lines = [
-        line for line in source.read_text().splitlines() if "HF_HOME" in line or "default_config" in line
+        line
+        for line in source.read_text().splitlines()
+        if "HF_HOME" in line or "default_config" in line
     ]
     assert any(
-        '"HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")' in line
+        '"HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")'
+        in line
         for line in lines
     )
     for environment, folder in (
@@ -43,7 +53,15 @@ def test_a_config_in_yaml_and_in_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [", "- only\n- a list", "", "a: !!python/object/apply:os.system ['false']", "\0", "[" * 5000]
+    "text",
+    [
+        "a: [",
+        "- only\n- a list",
+        "",
+        "a: !!python/object/apply:os.system ['false']",
+        "\0",
+        "[" * 5000,
+    ],
 )
 def test_a_broken_config_is_a_problem_and_no_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)

@@ -22,7 +22,9 @@ Write = Callable[[str, str], str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a command named accelerate with this first line into a folder of this name; return the folder."""
+    """Write a command named accelerate with this first line into a folder of this name; return the
+    folder.
+    """
 
     def make(folder: str, first: str) -> str:
         place = tmp_path / folder
@@ -70,7 +72,8 @@ def test_no_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("1.0rc1", (1, 0)), ("unknown", ()), ("", ())]
+    ("text", "numbers"),
+    [("2.13.0+cpu", (2, 13, 0)), ("1.0rc1", (1, 0)), ("unknown", ()), ("", ())],
 )
 def test_versions(text: str, numbers: tuple[int, ...]) -> None:
     assert release(text) == numbers
@@ -78,14 +81,27 @@ def test_versions(text: str, numbers: tuple[int, ...]) -> None:
 
 def test_the_installed_accelerate_by_its_source() -> None:
     source = read_accelerate(find_source("accelerate"))
-    assert {"Accelerator", "PartialState", "notebook_launcher", "utils", "DeepSpeedPlugin"} <= source.names
+    assert {
+        "Accelerator",
+        "PartialState",
+        "notebook_launcher",
+        "utils",
+        "DeepSpeedPlugin",
+    } <= source.names
     assert "PartialSate" not in source.names
     assert source.options["num_processes"]
     assert source.options["config_file"]
     assert not source.options["multi_gpu"]
     assert not source.options["m"]
-    assert {"distributed_type", "num_processes", "gpu_ids", "compute_environment"} <= source.config_fields
-    assert not source.reads_variable, "accelerate began to read ACCELERATE_CONFIG_FILE: say so in the manual"
+    assert {
+        "distributed_type",
+        "num_processes",
+        "gpu_ids",
+        "compute_environment",
+    } <= source.config_fields
+    assert not source.reads_variable, (
+        "accelerate began to read ACCELERATE_CONFIG_FILE: say so in the manual"
+    )
 
 
 def test_modules_of_the_installed_accelerate_by_their_source() -> None:
@@ -99,7 +115,12 @@ def test_modules_of_the_installed_accelerate_by_their_source() -> None:
     package = find_source("accelerate")
     source = replace(read_accelerate(package), modules=read_modules(package, names))
     assert source.modules.keys() == {"state", "utils", "utils.modeling"}
-    for good in (*names - {"nothing.x"}, "utils.modeling.find_tied_parameters", "utils.modeling", "state.os"):
+    for good in (
+        *names - {"nothing.x"},
+        "utils.modeling.find_tied_parameters",
+        "utils.modeling",
+        "state.os",
+    ):
         assert (good == "utils.modeling.x") == bool(source.missing(good)), good
     assert source.missing("nothing.x") == "nothing"
     assert source.missing("state.PartialSate") == "state.PartialSate"
@@ -126,7 +147,11 @@ def test_no_accelerate_is_an_empty_answer(tmp_path: Path) -> None:
     assert find_source("no-such-package-anywhere") is None
     for folder in (None, tmp_path):
         source = read_accelerate(folder)
-        assert (source.options, source.config_fields, source.reads_variable) == ({}, frozenset(), False)
+        assert (source.options, source.config_fields, source.reads_variable) == (
+            {},
+            frozenset(),
+            False,
+        )
 
 
 def test_a_source_of_another_python_is_an_empty_answer(tmp_path: Path) -> None:
@@ -154,7 +179,9 @@ def test_requirements_that_are_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "version", version)
     unmet = read_software({}).packages["accelerate"].unmet
-    assert any(text.startswith("safetensors>=") and text.endswith("(installed: 0.0.1)") for text in unmet)
+    assert any(
+        text.startswith("safetensors>=") and text.endswith("(installed: 0.0.1)") for text in unmet
+    )
     assert any(text.startswith("numpy") and text.endswith("(installed: nothing)") for text in unmet)
     assert not any("pytest" in text for text in unmet), "extras are not asked for"
 

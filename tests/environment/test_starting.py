@@ -1,4 +1,6 @@
-"""How many processes start: compared with what the installed ``accelerate launch`` decides itself."""
+"""How many processes start: compared with what the installed ``accelerate launch`` decides
+itself.
+"""
 
 import json
 from itertools import product
@@ -9,7 +11,12 @@ import pytest
 
 from ckptfix.environment.checks.configuration import start_of
 from ckptfix.environment.facts.installed import read_software
-from ckptfix.environment.facts.launch import AccelerateConfig, missing_script, read_config, read_launch
+from ckptfix.environment.facts.launch import (
+    AccelerateConfig,
+    missing_script,
+    read_config,
+    read_launch,
+)
 from tests.environment.building import facts
 
 CONFIGS: dict[str, dict[str, Any] | None] = {
@@ -30,8 +37,9 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "no number": {"distributed_type": "MULTI_GPU", "num_machines": 1},
 }  # fmt: skip
 OPTIONS = (
-    "", "--num_processes 2", "--multi_gpu", "--multi_gpu --num_processes 2", "--cpu", "--cpu --num_processes 2",
-    "--num_processes 8 --num_machines 2", "--use_fsdp --num_processes 2", "--gpu_ids all",
+    "", "--num_processes 2", "--multi_gpu", "--multi_gpu --num_processes 2", "--cpu",
+    "--cpu --num_processes 2", "--num_processes 8 --num_machines 2", "--use_fsdp --num_processes 2",
+    "--gpu_ids all",
 )  # fmt: skip
 
 
@@ -41,7 +49,9 @@ def software() -> Any:
 
 
 def really_started(command: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """Return how many processes the installed launcher would start on a machine with so many GPUs, None for none."""
+    """Return how many processes the installed launcher would start on a machine with so many GPUs,
+    None for none.
+    """
     import torch
     from accelerate.commands import launch as launcher
 
@@ -61,7 +71,9 @@ def really_started(command: str, devices: int, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(launcher, "simple_launcher", single)
         patch.setattr(launcher, "default_config_file", "/nowhere/default_config.yaml")
         try:
-            launcher.launch_command(launcher.launch_command_parser().parse_args(command.split()[2:]))
+            launcher.launch_command(
+                launcher.launch_command_parser().parse_args(command.split()[2:])
+            )
         except ValueError:
             return None
     return started[0]
@@ -78,11 +90,17 @@ def test_the_launcher_starts_as_many_as_is_said(
     for options, devices in product(OPTIONS, (0, 1, 2, 4)):
         own = f"--config_file {path} " if values is not None else ""
         command = f"accelerate launch {own}{options} train.py"
-        config = read_config({}, str(path)) if own else AccelerateConfig(path="/nowhere/default_config.yaml")
+        config = (
+            read_config({}, str(path))
+            if own
+            else AccelerateConfig(path="/nowhere/default_config.yaml")
+        )
         launch = read_launch(command, software.accelerate.options)
         start = start_of(facts(devices, launch=launch, config=config))
         really = really_started(command, devices, monkeypatch)
-        assert (start.count if start is not None else None) == really, f"{command} with {devices} devices"
+        assert (start.count if start is not None else None) == really, (
+            f"{command} with {devices} devices"
+        )
 
 
 @pytest.mark.parametrize(

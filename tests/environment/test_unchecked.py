@@ -50,7 +50,10 @@ FULL = facts(
         (with_machine(facts(2), is_virtual=True), "IOMMU and ACS of the host"),
         (facts(2), "direct links between GPUs (NVLink)"),
         (with_software(facts(), requirements_read=False), "requirements of packages"),
-        (with_software(facts(), command=Command(path="/a/accelerate")), "which Python /a/accelerate starts"),
+        (
+            with_software(facts(), command=Command(path="/a/accelerate")),
+            "which Python /a/accelerate starts",
+        ),
         (
             with_software(facts(), accelerate=replace(software().accelerate, names=frozenset())),
             "names and options of accelerate",

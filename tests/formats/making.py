@@ -23,7 +23,11 @@ class Strip:
         return fqn.removeprefix(self.prefix)
 
     def module(self, name: str) -> str:
-        return (name + ".").removeprefix(self.prefix)[:-1] if not self.prefix.startswith(name + ".") else ""
+        return (
+            (name + ".").removeprefix(self.prefix)[:-1]
+            if not self.prefix.startswith(name + ".")
+            else ""
+        )
 
 
 def model() -> torch.nn.Module:

@@ -9,7 +9,9 @@ import torch
 
 
 class Call(NamedTuple):
-    """A call to pickle: the opcode that makes it, the function, its arguments, and the states that follow."""
+    """A call to pickle: the opcode that makes it, the function, its arguments, and the states that
+    follow.
+    """
 
     function: Any
     args: Any

@@ -1,4 +1,6 @@
-"""What torch.load makes of packed records, which torch.save never writes: the reason for ``compressed-record``."""
+"""What torch.load makes of packed records, which torch.save never writes: the reason for
+``compressed-record``.
+"""
 
 import zipfile
 from pathlib import Path
@@ -16,7 +18,9 @@ def packed(path: Path, *ends: str) -> Path:
         records = [(one.filename, archive.read(one)) for one in archive.infolist()]
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in records:
-            archive.writestr(name, data, zipfile.ZIP_DEFLATED if name.endswith(ends) else zipfile.ZIP_STORED)
+            archive.writestr(
+                name, data, zipfile.ZIP_DEFLATED if name.endswith(ends) else zipfile.ZIP_STORED
+            )
     return path
 
 
@@ -41,7 +45,9 @@ def test_a_packed_pickle_loads_and_is_a_warning(tmp_path: Path) -> None:
 def test_a_pickle_larger_than_is_read_is_a_warning(
     tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = packed(tmp_path / "model.bin", *(["data.pkl"] if limit == "MAX_UNPACKED" else ["nothing"]))
+    path = packed(
+        tmp_path / "model.bin", *(["data.pkl"] if limit == "MAX_UNPACKED" else ["nothing"])
+    )
     monkeypatch.setattr(f"ckptfix.formats.torch_zip.{limit}", 16)
     report = check(path)
     assert report.status == 1

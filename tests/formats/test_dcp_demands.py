@@ -1,4 +1,6 @@
-"""What DCP's loader demands of a folder beyond names and sizes: it and ``check`` refuse each fault."""
+"""What DCP's loader demands of a folder beyond names and sizes: it and ``check`` refuse each
+fault.
+"""
 
 import pickle
 import pickletools
@@ -31,7 +33,9 @@ STATE: dict[str, Any] = {
 def load(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = {}
     reader = dcp.FileSystemReader(folder)
-    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    _load_state_dict(
+        state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
     return state
 
 
@@ -73,12 +77,18 @@ def an_item_in_an_item(metadata: Any) -> None:
     metadata.planner_data["step.more"] = ("step", "more")
     metadata.state_dict_metadata["step.more"] = metadata.state_dict_metadata["step"]
     index = next(index for index in metadata.storage_data if index.fqn == "step")
-    metadata.storage_data[type(index)("step.more", index.offset, index.index)] = metadata.storage_data[index]
+    metadata.storage_data[type(index)("step.more", index.offset, index.index)] = (
+        metadata.storage_data[index]
+    )
 
 
 def with_a_buffer(data: bytes) -> bytes:
-    """Let a string be read as a buffer, by the opcode in the place of the MEMOIZE that follows it."""
-    (at,) = [at for _, arg, at in pickletools.genops(data) if arg == "storage_data" and at is not None]
+    """Let a string be read as a buffer, by the opcode in the place of the MEMOIZE that follows
+    it.
+    """
+    (at,) = [
+        at for _, arg, at in pickletools.genops(data) if arg == "storage_data" and at is not None
+    ]
     end = at + 2 + len("storage_data")
     return data[:end] + b"\x98" + data[end:]
 
@@ -90,7 +100,9 @@ def with_a_number_in_the_path(data: bytes) -> bytes:
 
 
 def with_an_item_of_an_object(data: bytes) -> bytes:
-    """Let the state of the StorageMeta be appended to it: pickle.load finds no method ``append``."""
+    """Let the state of the StorageMeta be appended to it: pickle.load finds no method
+    ``append``.
+    """
     opcodes = list(pickletools.genops(data))
     first = next(number for number, (_, arg, _) in enumerate(opcodes) if arg == "save_id")
     at = next(at for opcode, _, at in opcodes[first:] if opcode.name == "BUILD" and at is not None)
@@ -101,14 +113,19 @@ def with_arguments_that_are_true(data: bytes) -> bytes:
     """Let the arguments of the StorageMeta be True, where an empty tuple was."""
     opcodes = list(pickletools.genops(data))
     first = next(number for number, (_, arg, _) in enumerate(opcodes) if arg == "StorageMeta")
-    at = next(at for opcode, _, at in opcodes[first:] if opcode.name == "EMPTY_TUPLE" and at is not None)
+    at = next(
+        at for opcode, _, at in opcodes[first:] if opcode.name == "EMPTY_TUPLE" and at is not None
+    )
     return data[:at] + b"\x88" + data[at + 1 :]
 
 
 METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an unknown dtype": (replaced(b"\x8c\x05int64", b"\x8c\x05int66"), "unchecked-file"),
     "an unknown class": (replaced(b"_StorageInfo", b"_StorageInfp"), "unchecked-file"),
-    "an unknown package": (replaced(b"torch.distributed.c", b"torcx.distributed.c"), "unchecked-file"),
+    "an unknown package": (
+        replaced(b"torch.distributed.c", b"torcx.distributed.c"),
+        "unchecked-file",
+    ),
     "an unknown path": (replaced(b"pathlib", b"pabhlib"), "unchecked-file"),
     "an unknown layout": (replaced(b"torch.strided", b"torch.stridec"), "malformed-file"),
     "a list without an index": (edited(skip_a_group), "malformed-file"),
@@ -132,13 +149,21 @@ def test_metadata_that_the_loader_refuses_is_found(folder: Path, name: str) -> N
 
 
 def test_a_frame_that_ends_inside_a_value_is_found(tmp_path: Path) -> None:
-    """``pickle.load`` drops the bytes before the end of the frame, where a value longer than its read buffer is cut."""
-    dcp.save({f"layer{number}": torch.ones(2) for number in range(160)}, checkpoint_id=tmp_path, no_dist=True)
+    """``pickle.load`` drops the bytes before the end of the frame, where a value longer than its
+    read buffer is cut.
+    """
+    dcp.save(
+        {f"layer{number}": torch.ones(2) for number in range(160)},
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
     path = tmp_path / ".metadata"
     data = path.read_bytes()
     assert data[2:3] == b"\x95"
     assert 16_384 < len(data) < 65_536
-    path.write_bytes(data[:3] + (len(data) - 11 - len("0.0\x94ub.")).to_bytes(8, "little") + data[11:])
+    path.write_bytes(
+        data[:3] + (len(data) - 11 - len("0.0\x94ub.")).to_bytes(8, "little") + data[11:]
+    )
     with pytest.raises(CheckpointException, match="metadata is None"):
         load(tmp_path)
     assert [one.code for one in check(tmp_path).findings] == ["malformed-file"]
@@ -158,9 +183,15 @@ def of_item(fqn: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None
 
 
 ITEMS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a tensor without an end": (of_item("model.a", replaced(b"PK\5\6", b"none")), "truncated-file"),
+    "a tensor without an end": (
+        of_item("model.a", replaced(b"PK\5\6", b"none")),
+        "truncated-file",
+    ),
     "a number without an end": (of_item("step", replaced(b"PK\5\6", b"none")), "truncated-file"),
-    "no version": (of_item("model.a", replaced(b"archive/version", b"archive/versiom")), "malformed-file"),
+    "no version": (
+        of_item("model.a", replaced(b"archive/version", b"archive/versiom")),
+        "malformed-file",
+    ),
     "another shape": (of_item("model.a", replaced(b"K\x08\x85q", b"K\x07\x85q")), "crc-mismatch"),
 }
 
@@ -176,12 +207,15 @@ def test_an_item_that_the_loader_refuses_is_found_without_data(folder: Path, nam
 
 
 def test_an_id_of_a_save_that_is_no_text_is_found_in_an_item_like_another(tmp_path: Path) -> None:
-    """``torch.load`` reads it as UTF-8: it differs between items of one shape, and is looked at all the same."""
+    """``torch.load`` reads it as UTF-8: it differs between items of one shape, and is looked at all
+    the same.
+    """
     state = {name: torch.full((16,), 1.0 + place) for place, name in enumerate("ab")}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     path = tmp_path / "__0_0.distcp"
     data = path.read_bytes()
-    # The name is in the local header and in the directory of each item; of the last one the former is the second last.
+    # The name is in the local header and in the directory of each item; of the last one the former
+    # is the second last.
     named = [match.start() for match in re.finditer(b"archive/.data/serialization_id", data)][-2]
     at = next(place for place in range(named, len(data)) if data[place : place + 40].isdigit())
     path.write_bytes(data[:at] + b"\xcf" + data[at + 1 :])
@@ -252,14 +286,22 @@ PLACES: dict[str, tuple[Callable[[Any], None], str, str]] = {
         "malformed-file",
         "its metadata says",
     ),
-    "a tensor for an object": (exchanged("step", "model.b"), "malformed-file", "its metadata says"),
+    "a tensor for an object": (
+        exchanged("step", "model.b"),
+        "malformed-file",
+        "its metadata says",
+    ),
     "an extension": (moved("model.a", transform_descriptors=["zzz"]), "unchecked-file", "'zzz'"),
     "an extension of an object": (
         moved("step", transform_descriptors=["stream.rot13/1"]),
         "unchecked-file",
         "rot13",
     ),
-    "a number as an extension": (moved("model.a", transform_descriptors=[1]), "malformed-file", "not names"),
+    "a number as an extension": (
+        moved("model.a", transform_descriptors=[1]),
+        "malformed-file",
+        "not names",
+    ),
     "a text as extensions": (
         moved("model.a", transform_descriptors="zzz"),
         "malformed-file",
@@ -294,7 +336,9 @@ def test_an_item_that_is_not_what_the_metadata_says_is_found(folder: Path, name:
 
 def test_items_that_zstd_packed_are_named_as_not_checked(folder: Path) -> None:
     path = folder / ".metadata"
-    path.write_bytes(edited(moved("model.a", transform_descriptors=["stream.zstd/1"]))(path.read_bytes()))
+    path.write_bytes(
+        edited(moved("model.a", transform_descriptors=["stream.zstd/1"]))(path.read_bytes())
+    )
     report = check(folder)
     assert report.status == 0
     assert ".metadata: 1 item that went through 'stream.zstd/1'" in report.not_checked
@@ -310,7 +354,13 @@ def test_tensors_of_one_safetensors_file_do_not_overlap(tmp_path: Path) -> None:
 def test_equal_and_empty_items_are_no_finding(tmp_path: Path) -> None:
     tensor = torch.ones(4)
     dcp.save(
-        {"a": tensor, "b": tensor, "none": torch.zeros(0), "scalar": torch.tensor(1.0), "texts": ["", []]},
+        {
+            "a": tensor,
+            "b": tensor,
+            "none": torch.zeros(0),
+            "scalar": torch.tensor(1.0),
+            "texts": ["", []],
+        },
         checkpoint_id=tmp_path,
         no_dist=True,
     )

@@ -1,4 +1,6 @@
-"""The metadata of torch.distributed.checkpoint: what torch says, every name's sites, and hostile bytes."""
+"""The metadata of torch.distributed.checkpoint: what torch says, every name's sites, and hostile
+bytes.
+"""
 
 import pickle
 from contextlib import suppress
@@ -52,7 +54,11 @@ def made(
     listed = [ChunkStorageMetadata(torch.Size(begin), torch.Size(size)) for begin, size in chunks]
     numbers = {"offset": 0, "length": 100} | place
     return Metadata(
-        {"model.w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), listed)},
+        {
+            "model.w": TensorStorageMetadata(
+                TensorProperties(torch.float32), torch.Size(shape), listed
+            )
+        },
         {"model.w": ("model", "w")},
         {MetadataIndex("model.w", begin, 0): _StorageInfo(path, **numbers) for begin, _ in chunks},
         StorageMeta("folder", "save", "load"),
@@ -76,12 +82,14 @@ def agree(ours: DcpMetadata, theirs: Metadata) -> None:
     } | {item.fqn: None for item in ours.items}
     assert seen == {
         name: (
-            one.properties.dtype,
-            tuple(one.size),
-            [(tuple(c.offsets), tuple(c.sizes)) for c in one.chunks],
+            (
+                one.properties.dtype,
+                tuple(one.size),
+                [(tuple(c.offsets), tuple(c.sizes)) for c in one.chunks],
+            )
+            if isinstance(one, TensorStorageMetadata)
+            else None
         )
-        if isinstance(one, TensorStorageMetadata)
-        else None
         for name, one in theirs.state_dict_metadata.items()
     }
     assert {one.fqn: one.path for one in ours.planned or ()} == theirs.planner_data
@@ -128,10 +136,16 @@ def test_a_real_one_says_what_torch_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opcode_by_opcode", [True, False])
-def test_every_name_can_be_rewritten_where_it_stands(tmp_path: Path, opcode_by_opcode: bool) -> None:
+def test_every_name_can_be_rewritten_where_it_stands(
+    tmp_path: Path, opcode_by_opcode: bool
+) -> None:
     data = real(tmp_path)
     ours = parse_dcp_metadata(data, opcode_by_opcode=opcode_by_opcode)
-    named: list[DcpTensor | DcpBytes | StoredItem] = [*ours.tensors, *ours.items, *ours.stored.values()]
+    named: list[DcpTensor | DcpBytes | StoredItem] = [
+        *ours.tensors,
+        *ours.items,
+        *ours.stored.values(),
+    ]
     new = {one.site: one.fqn.replace("a.module.", "a.") for one in named}
     for one in ours.planned or ():
         new[one.site] = one.fqn.replace("a.module.", "a.")
@@ -176,7 +190,9 @@ def test_a_planner_without_paths() -> None:
     assert parsed(metadata).planned is None
 
 
-@pytest.mark.parametrize("path", ["../x.distcp", "/x.distcp", "a/../../x", "", ".", "a\0b", "\ud800"])
+@pytest.mark.parametrize(
+    "path", ["../x.distcp", "/x.distcp", "a/../../x", "", ".", "a\0b", "\ud800"]
+)
 def test_a_path_that_leaves_the_folder_is_refused(path: str) -> None:
     with pytest.raises(FormatError, match="which is not a file of the folder"):
         parsed(made(path=path))
@@ -206,7 +222,9 @@ def test_what_torch_does_not_write_is_refused(metadata: Any, message: str) -> No
 
 
 def test_a_name_that_is_there_twice_is_refused() -> None:
-    data = pickle.dumps(Metadata({"w.1": BytesStorageMetadata(), "w.2": BytesStorageMetadata()}, {}, {}))
+    data = pickle.dumps(
+        Metadata({"w.1": BytesStorageMetadata(), "w.2": BytesStorageMetadata()}, {}, {})
+    )
     with pytest.raises(FormatError, match=r"the metadata has 'w\.1' twice"):
         parse_dcp_metadata(data.replace(b"w.2", b"w.1"))
 
@@ -293,7 +311,9 @@ def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @given(grids(), st.data())
-def test_a_grid_covers_and_less_or_more_does_not(grid: tuple[tuple[int, ...], list[Box]], data: Any) -> None:
+def test_a_grid_covers_and_less_or_more_does_not(
+    grid: tuple[tuple[int, ...], list[Box]], data: Any
+) -> None:
     shape, chunks = grid
     assert coverage_problem(tensor(shape, chunks)) is None
     one = data.draw(st.sampled_from(chunks))

@@ -1,4 +1,6 @@
-"""Names and places changed in real metadata: torch unpickles exactly what was meant, and nothing else changes."""
+"""Names and places changed in real metadata: torch unpickles exactly what was meant, and nothing
+else changes.
+"""
 
 import io
 import pickle
@@ -45,7 +47,9 @@ def read(folder: Path) -> DcpMetadata:
 
 
 def stripped(path: Steps) -> Steps:
-    return tuple(step.removeprefix("module.module.") if isinstance(step, str) else step for step in path)
+    return tuple(
+        step.removeprefix("module.module.") if isinstance(step, str) else step for step in path
+    )
 
 
 def seen(content: Metadata, rename: Any = lambda name: name) -> dict[str, Any]:
@@ -53,11 +57,16 @@ def seen(content: Metadata, rename: Any = lambda name: name) -> dict[str, Any]:
     planned: Any = content.planner_data
     stored: Any = content.storage_data
     return {
-        "state": [(rename(name), str(value)) for name, value in content.state_dict_metadata.items()],
-        "planned": [
-            (rename(name), tuple(rename(str(step)) for step in path)) for name, path in planned.items()
+        "state": [
+            (rename(name), str(value)) for name, value in content.state_dict_metadata.items()
         ],
-        "stored": [(rename(key.fqn), key.offset, key.index, str(value)) for key, value in stored.items()],
+        "planned": [
+            (rename(name), tuple(rename(str(step)) for step in path))
+            for name, path in planned.items()
+        ],
+        "stored": [
+            (rename(key.fqn), key.offset, key.index, str(value)) for key, value in stored.items()
+        ],
         "rest": (str(content.storage_meta), content.version),
     }
 
@@ -65,7 +74,9 @@ def seen(content: Metadata, rename: Any = lambda name: name) -> dict[str, Any]:
 def test_torch_unpickles_the_new_names_and_nothing_else_new(tmp_path: Path) -> None:
     before = saved(tmp_path)
     metadata = read(tmp_path)
-    new = rewrite_metadata(metadata, {fqn: stripped(path) for fqn, path in paths_of(metadata).items()}, {})
+    new = rewrite_metadata(
+        metadata, {fqn: stripped(path) for fqn, path in paths_of(metadata).items()}, {}
+    )
     after = pickle.loads(new.data)
     assert seen(after) == seen(before, lambda name: name.replace("module.module.", ""))
     assert new.names["model.module.module.0.weight"] == "model.0.weight"
@@ -89,8 +100,12 @@ def test_an_item_gets_another_place(tmp_path: Path, offset: int) -> None:
 def test_a_number_behind_its_key(old: int, new: int, protocol: int) -> None:
     value = {"offset": old, "long": "x" * 70_000, "length": 7, "again": ["length", "offset"]}
     tree = parse(pickle.dumps(value, protocol))
-    (site,) = [key.site for key, _ in pairs(tree.root) if type(key) is Text and key.value == "offset"]
-    again = pickle.loads(rewrite(tree, {}, {number_behind(tree, site): new}, is_right=lambda _: True))
+    (site,) = [
+        key.site for key, _ in pairs(tree.root) if type(key) is Text and key.value == "offset"
+    ]
+    again = pickle.loads(
+        rewrite(tree, {}, {number_behind(tree, site): new}, is_right=lambda _: True)
+    )
     assert again == value | {"offset": new}
 
 
@@ -125,7 +140,9 @@ def test_the_names_in_an_item(tmp_path: Path) -> None:
     with open_reader(tmp_path / item.path) as reader:
         names = listed_names(read_item(reader, item))
         assert names is not None
-        assert [text.value for text in names] == [f"module.module.{number}.weight" for number in range(3)]
+        assert [text.value for text in names] == [
+            f"module.module.{number}.weight" for number in range(3)
+        ]
         new = renamed_item(reader, item, {names[1].site: "other"})
         assert listed_names(read_item(reader, item)) == names
     assert torch.load(io.BytesIO(new), weights_only=True) == [

@@ -32,9 +32,15 @@ FIXTURES = sorted(Path(__file__).parents[2].glob("fixtures/dcp-*/*/checkpoint/*/
 
 
 def saved(
-    shapes: Iterable[tuple[int, ...]], ranks: int, *, shared: bool = False, names: tuple[str, ...] = ()
+    shapes: Iterable[tuple[int, ...]],
+    ranks: int,
+    *,
+    shared: bool = False,
+    names: tuple[str, ...] = (),
 ) -> Metadata:
-    """Return a metadata as a save of several ranks makes it: what each rank tells was pickled alone, and read again."""
+    """Return a metadata as a save of several ranks makes it: what each rank tells was pickled
+    alone, and read again.
+    """
     tensors: dict[str, Any] = {}
     planned: dict[str, Any] = {}
     told: list[dict[Any, Any]] = [{} for _ in range(ranks)]
@@ -43,7 +49,9 @@ def saved(
         rows = shape[0] if shape else 1
         chunks = []
         for rank in range(ranks if shape else 1):
-            offsets = torch.Size([rank * rows, *[0] * (len(shape) - 1)]) if shape else torch.Size([])
+            offsets = (
+                torch.Size([rank * rows, *[0] * (len(shape) - 1)]) if shape else torch.Size([])
+            )
             sizes = torch.Size(shape)
             chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
             begin = (number << 33) if number % 3 == 2 else number * 300
@@ -89,13 +97,16 @@ def test_real_saves(path: Path) -> None:
 
 
 SHAPES = st.lists(
-    st.one_of(st.just(()), st.lists(st.integers(0, 70_000), min_size=1, max_size=6).map(tuple)), max_size=6
+    st.one_of(st.just(()), st.lists(st.integers(0, 70_000), min_size=1, max_size=6).map(tuple)),
+    max_size=6,
 )
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(SHAPES, st.integers(1, 4), st.booleans(), st.sampled_from([4, 5]))
-def test_whatever_is_saved(shapes: list[tuple[int, ...]], ranks: int, shared: bool, protocol: int) -> None:
+def test_whatever_is_saved(
+    shapes: list[tuple[int, ...]], ranks: int, shared: bool, protocol: int
+) -> None:
     both(pickle.dumps(saved(shapes, ranks, shared=shared), protocol))
 
 
@@ -133,14 +144,21 @@ def test_a_rename_is_the_same_as_torch_s_own(shared: bool) -> None:
 
 
 def test_a_name_that_is_one_object_with_a_key_of_torch_s() -> None:
-    """A parameter called "offset": pickle writes the string once, for the name and for the attribute."""
+    """A parameter called "offset": pickle writes the string once, for the name and for the
+    attribute.
+    """
     shapes = [(3,), (4,), (5,)]
     metadata = saved(shapes, 3, shared=True, names=("offset", "sizes", "weight"))
     metadata.planner_data = {name: (name,) for name in ("offset", "sizes", "weight")}
     read = parse_dcp_metadata(pickle.dumps(metadata, 4))
     new = {name: (f"module.{name}",) for name in ("offset", "sizes", "weight")}
     found = pickle.loads(rewrite_metadata(read, new, {}).data)
-    assert set(found.state_dict_metadata) == {"module.offset", "module.sizes", "module.weight", "model.step"}
+    assert set(found.state_dict_metadata) == {
+        "module.offset",
+        "module.sizes",
+        "module.weight",
+        "model.step",
+    }
     assert {key.fqn for key in found.storage_data} == set(found.state_dict_metadata)
     assert found.state_dict_metadata["module.sizes"] == metadata.state_dict_metadata["sizes"]
 
@@ -184,7 +202,9 @@ def parse_says(data: bytes, *, opcode_by_opcode: bool = False) -> Any:
 def test_sizes_and_strings_that_were_passed_over_are_found_again() -> None:
     data = pickle.dumps(saved([(3, 5), (), (300,)] * 3, 2), 4)
     values = entries(data)
-    sizes = {value for value in values if type(value) is tuple and all(type(one) is int for one in value)}
+    sizes = {
+        value for value in values if type(value) is tuple and all(type(one) is int for one in value)
+    }
     assert {(3, 5), (), (300,), (0, 0)} <= sizes
     assert {"model.module.layer8.weight", "__1_0.distcp"} <= {
         value.value for value in values if type(value) is Text

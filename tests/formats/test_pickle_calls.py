@@ -1,4 +1,6 @@
-"""Calls of a pickle in zip files whose checksums are correct: ``torch.load`` itself says which of them it makes."""
+"""Calls of a pickle in zip files whose checksums are correct: ``torch.load`` itself says which of
+them it makes.
+"""
 
 import _codecs
 import codecs
@@ -46,12 +48,18 @@ ATTRIBUTES = {"note": 1}
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a tensor of torch 0.3": (rebuild._rebuild_tensor, (FLOATS, 0, (2, 3), (3, 1))),
     "a tensor": (rebuild._rebuild_tensor_v2, TENSOR.args),
-    "an empty tensor": (rebuild._rebuild_tensor_v2, (FLOATS, 0, (0, 3), (3, 1), False, OrderedDict())),
+    "an empty tensor": (
+        rebuild._rebuild_tensor_v2,
+        (FLOATS, 0, (0, 3), (3, 1), False, OrderedDict()),
+    ),
     "a tensor with metadata": (rebuild._rebuild_tensor_v2, (*TENSOR.args, {"neg": False})),
     "integers": (rebuild._rebuild_tensor_v2, NUMBERS.args),
     "a tensor with its dtype": (rebuild._rebuild_tensor_v3, (*TENSOR.args, torch.float32)),
     "a parameter": (rebuild._rebuild_parameter, PARAMETER.args),
-    "a frozen parameter of integers": (rebuild._rebuild_parameter, (NUMBERS, False, OrderedDict())),
+    "a frozen parameter of integers": (
+        rebuild._rebuild_parameter,
+        (NUMBERS, False, OrderedDict()),
+    ),
     "a parameter with attributes": (
         rebuild._rebuild_parameter_with_state,
         (*PARAMETER.args, ATTRIBUTES),
@@ -61,7 +69,10 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (QUANTIZED, 0, (2, 3), (3, 1), SCHEME, False, OrderedDict()),
     ),
     "a sparse tensor": (rebuild._rebuild_sparse_tensor, (COO, SPARSE)),
-    "a meta tensor": (rebuild._rebuild_meta_tensor_no_storage, (torch.float32, SIZE, (3, 1), False)),
+    "a meta tensor": (
+        rebuild._rebuild_meta_tensor_no_storage,
+        (torch.float32, SIZE, (3, 1), False),
+    ),
     "a tensor of a device": (
         rebuild._rebuild_device_tensor_from_cpu_tensor,
         (TENSOR, torch.float32, "cpu", False),
@@ -83,7 +94,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 """Every function that a pickle of torch calls -> arguments that torch writes."""
 
-NOT_CALLED = {"a dtype": torch.float32, "a storage": torch.FloatStorage, "a scheme": torch.per_tensor_affine}
+NOT_CALLED = {
+    "a dtype": torch.float32,
+    "a storage": torch.FloatStorage,
+    "a scheme": torch.per_tensor_affine,
+}
 
 VALUES: dict[str, Any] = {
     "None": None,
@@ -158,7 +173,10 @@ UNJUDGED = {
 }
 NEVER_WRITTEN = {
     # torch makes an OrderedDict of these, too; the tree refuses them, as no pickler writes them.
-    *(("an OrderedDict", value) for value in ("()", "{}", "{'a': 1}", "{1: 2}", "OrderedDict", "Counter")),
+    *(
+        ("an OrderedDict", value)
+        for value in ("()", "{}", "{'a': 1}", "{1: 2}", "OrderedDict", "Counter")
+    ),
 }
 
 
@@ -195,7 +213,9 @@ CASES = dict(cases())
 
 
 def refusal(data: bytes) -> str:
-    """Return why torch refuses a file, with or without ``weights_only``: no pickler writes what divides the two."""
+    """Return why torch refuses a file, with or without ``weights_only``: no pickler writes what
+    divides the two.
+    """
     for weights_only in (True, False):
         try:
             torch.load(io.BytesIO(data), weights_only=weights_only)
@@ -266,13 +286,19 @@ NUMPY_UNJUDGED = re.compile(
     r"|a dtype with (?:a tensor|integers|a parameter|an array) as argument [23]"
     r"|a call of a scalar"
     # numpy takes the bytes of a buffer as sizes, and no pickler writes one.
-    r"|an? (?:nd)?array.* with (?:bytes|bytearray|numbers|floats|b'b'|8 bytes|an array) as argument [12]"
+    r"|an? (?:nd)?array.* with (?:bytes|bytearray|numbers|floats|b'b'|8 bytes|an array) as"
+    r" argument [12]"
 )
 
 
 def numpy_cases() -> Iterator[tuple[str, Any]]:
     objects = (1, (2,), OBJECT, False, [1, 2])
-    for name, data in {"objects": [1, 2], "bytes": CONTENT, "a tuple": (1, 2), "None": None}.items():
+    for name, data in {
+        "objects": [1, 2],
+        "bytes": CONTENT,
+        "a tuple": (1, 2),
+        "None": None,
+    }.items():
         state = (*objects[:-1], data)
         yield f"an array of objects from {name}", ARRAY._replace(states=(state,))
     for name, call in NUMPY_CALLS.items():
@@ -293,12 +319,18 @@ def numpy_cases() -> Iterator[tuple[str, Any]]:
         for value_name, value in NUMPY_VALUES.items():
             for place in range(len(call.args)):
                 changed = (*call.args[:place], value, *call.args[place + 1 :])
-                yield f"{name} with {value_name} as argument {place + 1}", call._replace(args=changed)
+                yield (
+                    f"{name} with {value_name} as argument {place + 1}",
+                    call._replace(args=changed),
+                )
             if call.states:
                 yield f"{name} with the state {value_name}", call._replace(states=(value,))
             for place in range(len(state)):
                 changed = (*state[:place], value, *state[place + 1 :])
-                yield f"{name} with {value_name} in its state at {place}", call._replace(states=(changed,))
+                yield (
+                    f"{name} with {value_name} in its state at {place}",
+                    call._replace(states=(changed,)),
+                )
 
 
 NUMPY_CASES = {name: case for name, case in numpy_cases() if not NUMPY_UNJUDGED.match(name)}
@@ -343,18 +375,25 @@ def cases_of_others() -> Iterator[tuple[str, Any]]:
     for value_name, value in OF_OTHERS.items():
         for name, (function, args) in CALLS.items():
             for place in range(len(args)):
-                # No pickler makes an OrderedDict of a dict: ``pairs`` refuses it, as its items would not be seen.
+                # No pickler makes an OrderedDict of a dict: ``pairs`` refuses it, as its items
+                # would not be seen.
                 if name == "an OrderedDict" and type(value) is dict:
                     continue
                 # Which of the user's functions and classes make a tensor does not show.
                 if name != "a tensor with attributes" or value is not Made or place > 1:
                     changed = (*args[:place], value, *args[place + 1 :])
-                    yield f"{name} with {value_name} as argument {place + 1}", Call(function, changed)
+                    yield (
+                        f"{name} with {value_name} as argument {place + 1}",
+                        Call(function, changed),
+                    )
             yield f"{name} with {value_name} as its arguments", Call(function, value)
             yield f"{name} with the state {value_name}", Call(function, args, (value,))
         if type(value) is not tuple:
             yield f"a class of the user's with {value_name} as its arguments", Call(Made, value)
-            yield f"a new object with {value_name} as its arguments", Call(Made, value, (), pickle.NEWOBJ)
+            yield (
+                f"a new object with {value_name} as its arguments",
+                Call(Made, value, (), pickle.NEWOBJ),
+            )
     yield "a call of an object", Call(MADE, ())
     yield "a new object of an object", Call(MADE, (), (), pickle.NEWOBJ)
     yield "a call of a class", Call(Made, ())
@@ -366,7 +405,9 @@ CASES_OF_OTHERS = dict(cases_of_others())
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sampled(CASES_OF_OTHERS))
 def test_an_object_of_the_users_is_refused_where_it_cannot_be(tmp_path: Path, name: str) -> None:
-    """Custom objects and DeepSpeed's files have any classes, and are read with ``weights_only=False``."""
+    """Custom objects and DeepSpeed's files have any classes, and are read with
+    ``weights_only=False``.
+    """
     data = zipped(pickled({"x": CASES_OF_OTHERS[name], "w": TENSOR}))
     said = ""
     try:
@@ -385,7 +426,9 @@ ANY_PROTOCOL = {
     "an item of a set": b"\x8fK\x01K\x02s",
     "items of a set": b"\x8f(K\x01K\x02u",
     "an item of a class of storages": b"ctorch\nFloatStorage\nK\x01K\x02s",
-    "an item of a layout": b"ctorch.serialization\n_get_layout\nX\x0d\0\0\0torch.strided\x85RK\x01K\x02s",
+    "an item of a layout": (
+        b"ctorch.serialization\n_get_layout\nX\x0d\0\0\0torch.strided\x85RK\x01K\x02s"
+    ),
     "a value more in a dict": b"}K\x01a",
     "values more in a dict": b"}(K\x01e",
     "a value more in a set": b"\x8fK\x01a",
@@ -417,7 +460,10 @@ def test_what_no_unpickler_fills_is_refused(tmp_path: Path, name: str) -> None:
 FOUND: dict[str, tuple[Any, str]] = {
     "a flag that is a number": (
         Call(rebuild._rebuild_tensor_v2, (*TENSOR.args[:4], 1, OrderedDict())),
-        "calls torch._utils._rebuild_tensor_v2 with a wrong argument 5 (expected a bool, found an int)",
+        (
+            "calls torch._utils._rebuild_tensor_v2 with a wrong argument 5 (expected a bool, found "
+            "an int)"
+        ),
     ),
     "a parameter without arguments": (
         Call(rebuild._rebuild_parameter, ()),
@@ -426,7 +472,10 @@ FOUND: dict[str, tuple[Any, str]] = {
     "a list as a key": (Entries((([], 1),)), "has a key that cannot be one, such as a list"),
     "a device that does not exist": (
         Call(torch.device, ("foo",)),
-        "calls torch.device with a wrong argument 1 (expected a device that torch knows, found a str)",
+        (
+            "calls torch.device with a wrong argument 1 (expected a device that torch knows, found "
+            "a str)"
+        ),
     ),
     "a tensor out of its storage, in a list": (
         [Call(rebuild._rebuild_tensor_v2, (FLOATS, 4, (2, 3), (3, 1), False, OrderedDict()))],
@@ -445,11 +494,17 @@ FOUND: dict[str, tuple[Any, str]] = {
             rebuild._rebuild_tensor_v2,
             (FLOATS, 0, Call(torch.Size, ((1 << 63,),)), (0,), False, OrderedDict()),
         ),
-        "calls torch._utils._rebuild_tensor_v2 with a wrong argument 3 (expected a tuple of 64-bit numbers from 0",
+        (
+            "calls torch._utils._rebuild_tensor_v2 with a wrong argument 3 (expected a tuple of "
+            "64-bit numbers from 0"
+        ),
     ),
     "a stride of 64 bits": (
         Call(rebuild._rebuild_tensor_v2, (FLOATS, 0, (1,), (1 << 66,), False, OrderedDict())),
-        "calls torch._utils._rebuild_tensor_v2 with a wrong argument 4 (expected a tuple of 64-bit numbers",
+        (
+            "calls torch._utils._rebuild_tensor_v2 with a wrong argument 4 (expected a tuple of "
+            "64-bit numbers"
+        ),
     ),
     "a stride that torch multiplies beyond 63 bits": (
         Call(rebuild._rebuild_tensor_v2, (FLOATS, 0, (2,), ((1 << 63) - 1,), False, OrderedDict())),
@@ -460,7 +515,10 @@ FOUND: dict[str, tuple[Any, str]] = {
             torch._tensor._rebuild_from_type_v2,
             (rebuild._rebuild_tensor_v2, torch.Tensor, TENSOR.args, {"shape": 3}),
         ),
-        "calls torch._tensor._rebuild_from_type_v2 with a wrong argument 4 (expected a dict of attributes",
+        (
+            "calls torch._tensor._rebuild_from_type_v2 with a wrong argument 4 (expected a dict of "
+            "attributes"
+        ),
     ),
     "a dtype that is called": (
         Call(torch.float32, (1,)),
@@ -470,7 +528,9 @@ FOUND: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_call_that_torch_cannot_make_is_damage_in_a_file_with_checksums(tmp_path: Path, name: str) -> None:
+def test_a_call_that_torch_cannot_make_is_damage_in_a_file_with_checksums(
+    tmp_path: Path, name: str
+) -> None:
     value, words = FOUND[name]
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(zipped(pickled({"x": value, "w": TENSOR})))
@@ -510,7 +570,9 @@ def test_a_storage_whose_key_is_a_number_is_read(tmp_path: Path, key: int) -> No
 def test_an_encoding_that_picklers_write_needs_no_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
-    """A user who may not read Python's folder cannot import ``encodings.latin_1``, and torch needs no such module."""
+    """A user who may not read Python's folder cannot import ``encodings.latin_1``, and torch needs
+    no such module.
+    """
 
     def missing(name: str) -> None:
         raise LookupError(name)
@@ -530,7 +592,9 @@ def test_an_alignment_is_refused_where_torch_refuses_it(tmp_path: Path, text: by
 
 
 def test_gradients_of_a_dtype_without_a_class_of_storages_are_damage(tmp_path: Path) -> None:
-    """torch.save writes such a tensor, and torch.load fails: it sets the storage of a leaf with gradients in place."""
+    """torch.save writes such a tensor, and torch.load fails: it sets the storage of a leaf with
+    gradients in place.
+    """
     data = saved({"x": torch.zeros(2, dtype=torch.float8_e4m3fn).requires_grad_()})
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         torch.load(io.BytesIO(data))
@@ -596,7 +660,9 @@ def trained(cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Opt
 
 
 def healthy() -> dict[str, Any]:
-    """Return objects of every kind that people save, of which torch loads each one way or the other."""
+    """Return objects of every kind that people save, of which torch loads each one way or the
+    other.
+    """
     schedulers = torch.optim.lr_scheduler
     with_attribute, hooked = torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
     with_attribute.note = "kept"
@@ -612,17 +678,27 @@ def healthy() -> dict[str, Any]:
         "bsc": torch.eye(4).to_sparse_bsc((2, 2)),
     }
     dtypes = (
-        "float64 bfloat16 int32 bool complex64 complex32 float8_e4m3fn float4_e2m1fn_x2 uint16 uint64 bits8"
+        "float64 bfloat16 int32 bool complex64 complex32 float8_e4m3fn float4_e2m1fn_x2 uint16 "
+        "uint64 bits8"
     )
     return {
         **{dtype: torch.empty(4, dtype=getattr(torch, dtype)) for dtype in dtypes.split()},
         **layouts,
         "optimizers": [
             trained(cls).state_dict()
-            for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor)
+            for cls in (
+                torch.optim.SGD,
+                torch.optim.AdamW,
+                torch.optim.Adagrad,
+                torch.optim.Adafactor,
+            )
         ],
-        "LambdaLR": schedulers.LambdaLR(trained(torch.optim.SGD), lambda step: 0.9**step).state_dict(),
-        "OneCycleLR": schedulers.OneCycleLR(trained(torch.optim.SGD, momentum=0.9), 0.1, 10).state_dict(),
+        "LambdaLR": (
+            schedulers.LambdaLR(trained(torch.optim.SGD), lambda step: 0.9**step).state_dict()
+        ),
+        "OneCycleLR": (
+            schedulers.OneCycleLR(trained(torch.optim.SGD, momentum=0.9), 0.1, 10).state_dict()
+        ),
         "ReduceLROnPlateau": schedulers.ReduceLROnPlateau(trained(torch.optim.SGD)).state_dict(),
         "MultiStepLR": schedulers.MultiStepLR(trained(torch.optim.SGD), [1, 2]).state_dict(),
         "GradScaler": torch.amp.GradScaler("cpu").state_dict(),
@@ -631,9 +707,15 @@ def healthy() -> dict[str, Any]:
             "numpy_random_seed": numpy.random.get_state(),
             "torch_manual_seed": torch.get_rng_state(),
         },
-        "numpy": [numpy.float64(1.5), numpy.array(["a"]), numpy.random.default_rng(), numpy.zeros(1 << 18)],
+        "numpy": [
+            numpy.float64(1.5),
+            numpy.array(["a"]),
+            numpy.random.default_rng(),
+            numpy.zeros(1 << 18),
+        ],
         "dtypes": [
-            numpy.dtype(text) for text in ("f2", ">f8", "U3", "S2", "O", "M8", "m8[25s]", "V5", "?", "G")
+            numpy.dtype(text)
+            for text in ("f2", ">f8", "U3", "S2", "O", "M8", "m8[25s]", "V5", "?", "G")
         ],
         "structured dtypes": [
             numpy.dtype([("a", "i4"), ("b", "O")]),
@@ -690,8 +772,22 @@ def healthy() -> dict[str, Any]:
             bytearray(b"\xff" * (2 << 20)),
         ],
         "numbers": [1 << 100, -5, float("nan"), 1 + 2j, "\ud800", None],
-        "collections": [Counter("aab"), defaultdict(list, {1: [2]}), deque([1]), frozenset({1}), {1, (2, 3)}],
-        "keys": {(1, "a"): 2, None: 3, 1.5: 4, b"k": 5, frozenset([1]): 6, torch.float32: 7, Note: 8},
+        "collections": [
+            Counter("aab"),
+            defaultdict(list, {1: [2]}),
+            deque([1]),
+            frozenset({1}),
+            {1, (2, 3)},
+        ],
+        "keys": {
+            (1, "a"): 2,
+            None: 3,
+            1.5: 4,
+            b"k": 5,
+            frozenset([1]): 6,
+            torch.float32: 7,
+            Note: 8,
+        },
         "objects": [
             Note("a", torch.ones(2)),
             Rebuilt(),
@@ -716,7 +812,10 @@ def healthy() -> dict[str, Any]:
         "sparse": torch.eye(3).to_sparse(),
         "nested": torch.nested.nested_tensor(pair),
         "jagged": torch.nested.nested_tensor(pair, layout=torch.jagged),
-        "meta": [torch.empty(2, 3, device="meta").t(), torch.nn.Parameter(torch.empty(2, device="meta"))],
+        "meta": [
+            torch.empty(2, 3, device="meta").t(),
+            torch.nn.Parameter(torch.empty(2, device="meta")),
+        ],
         "lazy": [
             torch.ones(2, dtype=torch.complex64).conj(),
             torch.ones(2, dtype=torch.complex64).conj().imag,
@@ -764,7 +863,9 @@ def dtensor() -> Iterator[Any]:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        yield lambda *placements: DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False)
+        yield lambda *placements: DTensor.from_local(
+            torch.ones(2, 3), mesh, placements, run_check=False
+        )
     finally:
         torch.distributed.destroy_process_group()
 
@@ -784,7 +885,9 @@ def test_dtensors_that_torch_saves_are_read(tmp_path: Path, dtensor: Any) -> Non
             parsed(tmp_path, data)
 
 
-def test_what_describes_a_dtensor_is_refused_where_torch_refuses_it(tmp_path: Path, dtensor: Any) -> None:
+def test_what_describes_a_dtensor_is_refused_where_torch_refuses_it(
+    tmp_path: Path, dtensor: Any
+) -> None:
     from torch.distributed.tensor import DeviceMesh, Partial, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -825,7 +928,16 @@ def test_attributes_of_a_dtensor_are_refused_where_torch_cannot_use_them(
     spec = Call(DTensorSpec, (), ({"mesh": None},), pickle.NEWOBJ)
     slots = {"_local_tensor": TENSOR, "_spec": spec}
     strided = Call(torch.serialization._get_layout, ("torch.strided",))
-    args = (DTensor, torch.float32, (2, 3), (3, 1), 0, strided, Call(torch.device, ("cpu",)), False)
+    args = (
+        DTensor,
+        torch.float32,
+        (2, 3),
+        (3, 1),
+        0,
+        strided,
+        Call(torch.device, ("cpu",)),
+        False,
+    )
 
     def made(*state: Any, cls: Any = DTensor) -> Call:
         function = rebuild._rebuild_wrapper_subclass
@@ -844,8 +956,14 @@ def test_attributes_of_a_dtensor_are_refused_where_torch_cannot_use_them(
         "placements": made({"placements": 1}, slots),
         "no part": made(None, {"_spec": spec}),
         "no slots": made(None, None),
-        "sizes of a class": made(None, slots)._replace(
-            args=(*made(None, slots).args[:2], (*args[:2], (DTensor, 3), *args[3:]), (None, slots))
+        "sizes of a class": (
+            made(None, slots)._replace(
+                args=(
+                    *made(None, slots).args[:2],
+                    (*args[:2], (DTensor, 3), *args[3:]),
+                    (None, slots),
+                )
+            )
         ),
         "a call of the class": Call(DTensor, ()),
         "a new object": Call(DTensor, (), (), pickle.NEWOBJ),

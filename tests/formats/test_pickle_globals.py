@@ -97,10 +97,15 @@ def test_python_2_names_count_as_their_python_3_names() -> None:
 def test_the_line_runs_and_holds_no_code_of_the_file() -> None:
     import torch
 
-    names = [("collections", "deque"), ("fractions", "Fraction"), ("x); import os; (", "y"), ("a", "b[0]")]
+    names = [
+        ("collections", "deque"),
+        ("fractions", "Fraction"),
+        ("x); import os; (", "y"),
+        ("a", "b[0]"),
+    ]
     line = safe_globals_line(names)
-    assert line == (
-        "import collections, fractions, torch; "
+    assert (
+        line == "import collections, fractions, torch; "
         "torch.serialization.add_safe_globals([collections.deque, fractions.Fraction])"
     )
     before = torch.serialization.get_safe_globals()
@@ -143,8 +148,9 @@ def test_a_class_of_a_checkpoint_is_no_false_alarm(path: str) -> None:
 
 
 def test_only_classes_are_recommended() -> None:
-    assert safe_globals_line([("mypackage", "make_net"), ("mypackage", "Net")]) == (
-        "import mypackage, torch; torch.serialization.add_safe_globals([mypackage.Net])"
+    assert (
+        safe_globals_line([("mypackage", "make_net"), ("mypackage", "Net")])
+        == "import mypackage, torch; torch.serialization.add_safe_globals([mypackage.Net])"
     )
     assert can_be_allowed("mypackage", "Net")
     assert not can_be_allowed("mypackage", "make_net")
@@ -163,24 +169,30 @@ torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1) | re.compile('x') | f
 torch.nn.Sequential(torch.nn.ReLU())
 """
 IMPORTS = (
-    "import argparse, collections, datetime, decimal, fractions, pathlib, re, types, uuid; import numpy as np, torch; "
-    "from fractions import Fraction"
+    "import argparse, collections, datetime, decimal, fractions, pathlib, re, types, uuid; import "
+    "numpy as np, torch; from fractions import Fraction"
 )
 
 
 def _in_a_child(code: str, *arguments: Path) -> str:
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return result.stdout + result.stderr
 
 
 @pytest.mark.slow
 def test_the_line_is_enough_to_load_real_objects(tmp_path: Path) -> None:
-    """Each object is saved, its line run and the file loaded, all with the line of that object alone."""
+    """Each object is saved, its line run and the file loaded, all with the line of that object
+    alone.
+    """
     expressions = [text.strip() for text in OBJECTS.replace("\n", "|").split("|") if text.strip()]
     save = "\n".join(
-        f"torch.save({text}, sys.argv[1] + '/{number}.pt')" for number, text in enumerate(expressions)
+        f"torch.save({text}, sys.argv[1] + '/{number}.pt')"
+        for number, text in enumerate(expressions)
     )
     assert _in_a_child(f"{IMPORTS}; import sys\n{save}", tmp_path) == ""
     load = ["import sys, torch"]
@@ -192,9 +204,15 @@ def test_the_line_is_enough_to_load_real_objects(tmp_path: Path) -> None:
         assert all(can_be_allowed(*pair) for pair in names), (text, names)
         load += [
             "torch.serialization.clear_safe_globals()",
-            f"try: torch.load(sys.argv[1] + '/{number}.pt', weights_only=True); sys.exit(f'{number}: needs no line')",
+            (
+                f"try: torch.load(sys.argv[1] + '/{number}.pt', weights_only=True); "
+                f"sys.exit(f'{number}: needs no line')"
+            ),
             "except Exception: pass",
-            f"try:\n  {safe_globals_line(names)}\n  torch.load(sys.argv[1] + '/{number}.pt', weights_only=True)",
+            (
+                f"try:\n  {safe_globals_line(names)}\n  torch.load(sys.argv[1] + '/{number}.pt', "
+                "weights_only=True)"
+            ),
             f"except Exception as error: print({text!r}, error)",
         ]
     assert _in_a_child("\n".join(load), tmp_path) == ""
@@ -205,5 +223,7 @@ def test_numpy_before_2_and_python_2_names() -> None:
     assert '(numpy._core.multiarray.scalar, "numpy.core.multiarray.scalar")' in line
     assert "numpy.dtype," in line
     assert "numpy.dtypes.__all__" in line
-    assert "__builtin__" not in safe_globals_line([("__builtin__", "frozenset"), ("__builtin__", "xrange")])
+    assert "__builtin__" not in safe_globals_line(
+        [("__builtin__", "frozenset"), ("__builtin__", "xrange")]
+    )
     assert "builtins.range" in safe_globals_line([("__builtin__", "xrange")])

@@ -18,13 +18,27 @@ from tests.formats.test_pickle_stream import PROTOCOLS, VALUES
 from tests.sampling import examples
 
 NAMES = st.sampled_from(
-    ["a", "b", "module.a", "module.module.b", "ü", "\n'\"\\", "x" * 300, "", "\ud800", "日本", "\0\r\x1a"]
+    [
+        "a",
+        "b",
+        "module.a",
+        "module.module.b",
+        "ü",
+        "\n'\"\\",
+        "x" * 300,
+        "",
+        "\ud800",
+        "日本",
+        "\0\r\x1a",
+    ]
 )
 
 
 def keys_renamed(data: bytes, new: dict[str, str]) -> bytes:
     tree = parse(data)
-    return rewrite(tree, {key.site: new[key.value] for key, _ in pairs(tree.root) if key.value in new})
+    return rewrite(
+        tree, {key.site: new[key.value] for key, _ in pairs(tree.root) if key.value in new}
+    )
 
 
 @given(VALUES, PROTOCOLS)
@@ -37,19 +51,27 @@ def test_identity_is_byte_identical(value: Any, protocol: int) -> None:
 
 @settings(max_examples=examples(200))
 @given(
-    st.dictionaries(NAMES, NAMES | st.integers() | st.lists(NAMES, max_size=3), min_size=1, max_size=6),
+    st.dictionaries(
+        NAMES, NAMES | st.integers() | st.lists(NAMES, max_size=3), min_size=1, max_size=6
+    ),
     PROTOCOLS,
     st.dictionaries(NAMES, NAMES, max_size=5),
 )
-def test_renaming_keys_changes_keys_only(value: dict[str, Any], protocol: int, new: dict[str, str]) -> None:
+def test_renaming_keys_changes_keys_only(
+    value: dict[str, Any], protocol: int, new: dict[str, str]
+) -> None:
     expected = [(new.get(key, key), item) for key, item in value.items()]
     data = keys_renamed(pickle.dumps(value, protocol), new)
-    assert [(key.value, None) for key, _ in pairs(parse(data).root)] == [(key, None) for key, _ in expected]
+    assert [(key.value, None) for key, _ in pairs(parse(data).root)] == [
+        (key, None) for key, _ in expected
+    ]
     assert pickle.loads(data) == dict(expected)
 
 
 @given(VALUES, PROTOCOLS, st.randoms(use_true_random=False), st.text(max_size=300))
-def test_any_single_push_can_be_changed_alone(value: Any, protocol: int, random: Any, new: str) -> None:
+def test_any_single_push_can_be_changed_alone(
+    value: Any, protocol: int, random: Any, new: str
+) -> None:
     tree = parse(pickle.dumps(value, protocol))
     if not tree.texts:
         return
@@ -82,7 +104,9 @@ SHARED = "module.shared"
         {SHARED: "x" * 70000, "tail": SHARED},
     ],
 )
-def test_a_shared_string_changes_only_where_it_is_a_key(value: dict[Any, Any], protocol: int) -> None:
+def test_a_shared_string_changes_only_where_it_is_a_key(
+    value: dict[Any, Any], protocol: int
+) -> None:
     data = keys_renamed_of_text(pickle.dumps(value, protocol), SHARED, "shared")
     expected = {"shared" if key == SHARED else key: item for key, item in value.items()}
     assert pickle.loads(data) == expected
@@ -106,7 +130,12 @@ def test_memo_chains_keep_the_value_each_get_had() -> None:
     sites = [text.site for text in tree.texts]
     assert pickle.loads(rewrite(tree, {sites[1]: "new"})) == ("a", "new", "a", "a")
     assert pickle.loads(rewrite(tree, {sites[0]: "new"})) == ("new", "a", "a", "a")
-    assert pickle.loads(rewrite(tree, {sites[1]: "new", sites[2]: "new"})) == ("a", "new", "new", "a")
+    assert pickle.loads(rewrite(tree, {sites[1]: "new", sites[2]: "new"})) == (
+        "a",
+        "new",
+        "new",
+        "a",
+    )
 
 
 def test_python_2_strings_stay_strings_of_python_2() -> None:
@@ -156,7 +185,9 @@ def test_sharing_is_part_of_the_tree() -> None:
     assert same_tree(parse(pickle.dumps(loop)), parse(pickle.dumps(loop)), {})
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, True), (0.0, -0.0), (1, 1.0), (0, None), (b"", ""), ((), [])])
+@pytest.mark.parametrize(
+    ("one", "other"), [(1, True), (0.0, -0.0), (1, 1.0), (0, None), (b"", ""), ((), [])]
+)
 def test_values_that_only_python_calls_equal_differ(one: Any, other: Any) -> None:
     assert not same_tree(parse(pickle.dumps(one)), parse(pickle.dumps(other)), {})
     assert same_tree(parse(pickle.dumps(float("nan"))), parse(pickle.dumps(float("nan"))), {})

@@ -24,7 +24,12 @@ from ckptfix.formats.pickle_tree import Kind, Node, Text, attribute, child, is_d
 from tests.sampling import examples
 
 CONSTANTS = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300) | st.binary(max_size=300)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=300)
+    | st.binary(max_size=300)
 )
 VALUES = st.recursive(
     CONSTANTS,
@@ -69,7 +74,9 @@ def plain(value: Any) -> Any:
 
 def agree(left: Any, right: Any) -> bool:
     if isinstance(left, float):
-        return struct.pack("<d", left) == struct.pack("<d", right) or (left != left and right != right)
+        return struct.pack("<d", left) == struct.pack("<d", right) or (
+            left != left and right != right
+        )
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(agree, left, right))
     if isinstance(left, dict):
@@ -86,7 +93,10 @@ def test_the_tree_says_what_was_pickled(value: Any, protocol: int) -> None:
     assert tree.protocol == (protocol if protocol >= 2 else 0)
 
 
-@given(st.binary(max_size=60) | st.lists(st.sampled_from([bytes([c]) for c in range(256)])).map(b"".join))
+@given(
+    st.binary(max_size=60)
+    | st.lists(st.sampled_from([bytes([c]) for c in range(256)])).map(b"".join)
+)
 def test_any_bytes_parse_or_raise_format_error(data: bytes) -> None:
     with suppress(FormatError):
         parse(data)
@@ -134,8 +144,15 @@ def test_globals_of_rarer_opcodes(data: bytes, expected: tuple[str, str]) -> Non
 
 
 def test_opcodes_that_weights_only_refuses() -> None:
-    assert parse(pickle.dumps({"a": [1, (2,), 3.5, "x", 1 << 80, None, True]}, 2)).refused_opcodes == ()
-    assert set(parse(pickle.dumps({"a": 1}, 4)).refused_opcodes) >= {"FRAME", "MEMOIZE", "SHORT_BINUNICODE"}
+    assert (
+        parse(pickle.dumps({"a": [1, (2,), 3.5, "x", 1 << 80, None, True]}, 2)).refused_opcodes
+        == ()
+    )
+    assert set(parse(pickle.dumps({"a": 1}, 4)).refused_opcodes) >= {
+        "FRAME",
+        "MEMOIZE",
+        "SHORT_BINUNICODE",
+    }
 
 
 SNIPPETS: dict[str, bytes] = {
@@ -143,17 +160,19 @@ SNIPPETS: dict[str, bytes] = {
     "BUILD": b"ccollections\nOrderedDict\n)R}b", "NEWOBJ": b"ccollections\nOrderedDict\n)\x81",
     "NEWOBJ_EX": b"ccollections\nOrderedDict\n)}\x92", "OBJ": b"(ccollections\nOrderedDict\no",
     "INST": b"(icollections\nOrderedDict\n", "GLOBAL": b"ccollections\nOrderedDict\n",
-    "STACK_GLOBAL": b"X\x0b\0\0\0collectionsX\x0b\0\0\0OrderedDict\x93", "SETITEM": b"}NNs", "SETITEMS": b"}(NNu",
-    "APPEND": b"]Na", "APPENDS": b"](Ne", "ADDITEMS": b"\x8f(N\x90", "FROZENSET": b"(N\x91", "LIST": b"(l",
-    "DICT": b"(d", "TUPLE": b"(t", "TUPLE1": b"N\x85", "TUPLE2": b"NN\x86", "TUPLE3": b"NNN\x87", "MARK": b"(t",
-    "PUT": b"Np0\n", "BINPUT": b"Nq\0", "LONG_BINPUT": b"Nr\0\0\0\0", "GET": b"Nq\0g0\n", "BINGET": b"Nq\0h\0",
-    "LONG_BINGET": b"Nq\0j\0\0\0\0", "MEMOIZE": b"N\x94", "FRAME": b"\x95" + bytes(8) + b"N", "PROTO": b"\x80\x02N",
-    "INT": b"I1\n", "LONG": b"L1L\n", "BININT": b"J\0\0\0\0", "LONG1": b"\x8a\1\1", "LONG4": b"\x8b\1\0\0\0\1",
-    "FLOAT": b"F1.5\n", "BINFLOAT": b"G" + bytes(8), "STRING": b"S'a'\n", "UNICODE": b"Va\n",
+    "STACK_GLOBAL": b"X\x0b\0\0\0collectionsX\x0b\0\0\0OrderedDict\x93", "SETITEM": b"}NNs",
+    "SETITEMS": b"}(NNu", "APPEND": b"]Na", "APPENDS": b"](Ne", "ADDITEMS": b"\x8f(N\x90",
+    "FROZENSET": b"(N\x91", "LIST": b"(l", "DICT": b"(d", "TUPLE": b"(t", "TUPLE1": b"N\x85",
+    "TUPLE2": b"NN\x86", "TUPLE3": b"NNN\x87", "MARK": b"(t", "PUT": b"Np0\n", "BINPUT": b"Nq\0",
+    "LONG_BINPUT": b"Nr\0\0\0\0", "GET": b"Nq\0g0\n", "BINGET": b"Nq\0h\0",
+    "LONG_BINGET": b"Nq\0j\0\0\0\0", "MEMOIZE": b"N\x94", "FRAME": b"\x95" + bytes(8) + b"N",
+    "PROTO": b"\x80\x02N", "INT": b"I1\n", "LONG": b"L1L\n", "BININT": b"J\0\0\0\0",
+    "LONG1": b"\x8a\1\1", "LONG4": b"\x8b\1\0\0\0\1", "FLOAT": b"F1.5\n",
+    "BINFLOAT": b"G" + bytes(8), "STRING": b"S'a'\n", "UNICODE": b"Va\n",
     "BINUNICODE8": b"\x8d\1" + bytes(7) + b"a", "BINBYTES8": b"\x8e\1" + bytes(7) + b"a",
-    "BYTEARRAY8": b"\x96\1" + bytes(7) + b"a", "SHORT_BINSTRING": b"U\1a", "SHORT_BINBYTES": b"C\1a",
-    "SHORT_BINUNICODE": b"\x8c\1a", "BINSTRING": b"T\1\0\0\0a", "BINBYTES": b"B\1\0\0\0a",
-    "BINUNICODE": b"X\1\0\0\0a", "BININT1": b"K\1", "BININT2": b"M\1\0",
+    "BYTEARRAY8": b"\x96\1" + bytes(7) + b"a", "SHORT_BINSTRING": b"U\1a",
+    "SHORT_BINBYTES": b"C\1a", "SHORT_BINUNICODE": b"\x8c\1a", "BINSTRING": b"T\1\0\0\0a",
+    "BINBYTES": b"B\1\0\0\0a", "BINUNICODE": b"X\1\0\0\0a", "BININT1": b"K\1", "BININT2": b"M\1\0",
     "BINPERSID": b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0aX\3\0\0\0cpuK\1tQ",
 }  # fmt: skip
 """For each opcode something that it does not fail on."""
@@ -210,7 +229,9 @@ def test_a_state_for_what_has_none_is_refused(tmp_path: Path, data: bytes) -> No
 
 
 @pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("value", [{"a": [1, (2.5,), "x"], "b": {1, 2}}, OrderedDict(a=1), b"bytes", 1 << 40])
+@pytest.mark.parametrize(
+    "value", [{"a": [1, (2.5,), "x"], "b": {1, 2}}, OrderedDict(a=1), b"bytes", 1 << 40]
+)
 def test_refusal_of_whole_pickles(tmp_path: Path, value: object, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     assert loads_with_weights_only(data, tmp_path) == (parse(data).refused_opcodes == ())
@@ -283,9 +304,11 @@ def test_weights_only_opcodes_are_those_of_the_installed_torch() -> None:
 @pytest.mark.parametrize(
     ("data", "value"),
     [
-        (b"I01\n.", True), (b"I00\n.", False), (b"I-7\n.", -7), (b"L12345678901234567890L\n.", 12345678901234567890),
-        (b"F1.5\n.", 1.5), (b"J\xff\xff\xff\xff.", -1), (b"J\x00\x00\x00\x80.", -(2**31)), (b"\x8b\x01\0\0\0\xff.", -1),
-        (b"(I1\nI2\nt.", (1, 2)), (b"(I1\n0I2\n.", 2), (b"(1I2\n.", 2), (b"I1\np3\n0g3\n.", 1), (b"I1\n2\x86.", (1, 1)),
+        (b"I01\n.", True), (b"I00\n.", False), (b"I-7\n.", -7),
+        (b"L12345678901234567890L\n.", 12345678901234567890), (b"F1.5\n.", 1.5),
+        (b"J\xff\xff\xff\xff.", -1), (b"J\x00\x00\x00\x80.", -(2**31)),
+        (b"\x8b\x01\0\0\0\xff.", -1), (b"(I1\nI2\nt.", (1, 2)), (b"(I1\n0I2\n.", 2),
+        (b"(1I2\n.", 2), (b"I1\np3\n0g3\n.", 1), (b"I1\n2\x86.", (1, 1)),
         (b"B\x02\0\0\0ab.", b"ab"), (b"]\x94h\x00.", None), (b"\x8e\x01\0\0\0\0\0\0\0a.", b"a"),
     ],
 )  # fmt: skip
@@ -377,7 +400,15 @@ def test_children_and_attributes() -> None:
 @pytest.mark.parametrize("index", [0, 300, 20_000, 10**9])
 def test_long_streams_with_any_memo_index(index: int) -> None:
     put, get = struct.pack("<cI", b"r", index), struct.pack("<cI", b"j", index)
-    data = b"\x80\x02(X\x01\0\0\0a" + put + b"B" + struct.pack("<I", 90_000) + bytes(90_000) + get + b"t."
+    data = (
+        b"\x80\x02(X\x01\0\0\0a"
+        + put
+        + b"B"
+        + struct.pack("<I", 90_000)
+        + bytes(90_000)
+        + get
+        + b"t."
+    )
     root = parse(data).root
     assert [root[0].value, root[2].value, root[2].source] == ["a", "a", 3]
     with pytest.raises(FormatError, match="never written"):

@@ -49,7 +49,9 @@ def test_what_is_shared_a_thousand_times_is_compared_once(what: str) -> None:
 )  # fmt: skip
 def test_what_differs(one: bytes, other: bytes) -> None:
     for left, right in ((one, other), (other, one)):
-        assert not same_tree(parse(b"\x80\x03" + left + b"."), parse(b"\x80\x03" + right + b"."), {})
+        assert not same_tree(
+            parse(b"\x80\x03" + left + b"."), parse(b"\x80\x03" + right + b"."), {}
+        )
         assert same_tree(parse(b"\x80\x03" + left + b"."), parse(b"\x80\x03" + left + b"."), {})
 
 

@@ -1,4 +1,6 @@
-"""Arrays whose objects are bytes of the file: ``weights_only`` loads them, and the process dies or runs any code."""
+"""Arrays whose objects are bytes of the file: ``weights_only`` loads them, and the process dies or
+runs any code.
+"""
 
 import subprocess
 import sys
@@ -35,7 +37,9 @@ def dtype(name: Any, *state: Any) -> Call:
 
 
 def array(of: Any) -> Call:
-    return Call(multiarray._reconstruct, np.ndarray, (0,), b"b", state=(1, (1,), of, False, ADDRESS))
+    return Call(
+        multiarray._reconstruct, np.ndarray, (0,), b"b", state=(1, (1,), of, False, ADDRESS)
+    )
 
 
 FIELDS = {"a": (OBJECT, 0)}
@@ -62,7 +66,9 @@ HOSTILE = {
 def test_it_is_an_error_and_no_load_makes_it(tmp_path: Path, name: str) -> None:
     for file in ("optimizer.bin", "custom_checkpoint_0.pkl"):
         torch.save({"state": HOSTILE[name]}, tmp_path / file)
-        (finding,) = (one for one in check(tmp_path / file).findings if one.code == "malformed-file")
+        (finding,) = (
+            one for one in check(tmp_path / file).findings if one.code == "malformed-file"
+        )
         assert RAW_OBJECTS in str(finding)
         assert "can run any code" in str(finding)
     for component in scan_folder(tmp_path).components:
@@ -73,8 +79,14 @@ def test_it_is_an_error_and_no_load_makes_it(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["a buffer of a plain name", "a buffer of fields"])
 def test_stock_accelerate_loads_it_and_dies(tmp_path: Path, name: str) -> None:
     torch.save({"state": HOSTILE[name]}, tmp_path / "optimizer.bin")
-    code = f"import accelerate; repr(accelerate.utils.load({str(tmp_path / 'optimizer.bin')!r})['state'])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode < 0
+    code = (
+        "import accelerate; "
+        f"repr(accelerate.utils.load({str(tmp_path / 'optimizer.bin')!r})['state'])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
+        < 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What torch's readers demand of a file: each fault is made by hand, and refused by them and by ckptfix."""
+"""What torch's readers demand of a file: each fault is made by hand, and refused by them and by
+ckptfix.
+"""
 
 import io
 import zipfile
@@ -76,7 +78,12 @@ def test_a_record_that_is_marked_as_a_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [in_entry(34, 1, 2), in_entry(6, 63, 2), in_entry(38, 0o100644 << 16, 4), in_entry(38, 0x20, 4)],
+    [
+        in_entry(34, 1, 2),
+        in_entry(6, 63, 2),
+        in_entry(38, 0o100644 << 16, 4),
+        in_entry(38, 0x20, 4),
+    ],
     ids=["volume 1", "version needed", "mode of Unix", "attribute of MS-DOS"],
 )
 def test_what_other_writers_put_into_entries_is_read(
@@ -112,7 +119,9 @@ def without_checksums() -> Any:
     ("record", "text"), [(".storage_alignment", b"6!"), (".data/serialization_id", b"\xff" * 40)]
 )
 @pytest.mark.usefixtures("without_checksums")
-def test_a_small_record_that_torch_cannot_read_is_refused(tmp_path: Path, record: str, text: bytes) -> None:
+def test_a_small_record_that_torch_cannot_read_is_refused(
+    tmp_path: Path, record: str, text: bytes
+) -> None:
     data = saved(model().state_dict())
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         info = next(one for one in archive.infolist() if one.filename.endswith(record))
@@ -149,7 +158,9 @@ FAULTS: dict[str, tuple[bytes, bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_call_that_torch_cannot_make_is_refused_without_a_checksum(tmp_path: Path, name: str) -> None:
+def test_a_call_that_torch_cannot_make_is_refused_without_a_checksum(
+    tmp_path: Path, name: str
+) -> None:
     old, new, words = FAULTS[name]
     data = saved({"a": torch.arange(4.0)}, **LEGACY)
     assert old in data
@@ -163,7 +174,9 @@ def test_a_call_that_torch_cannot_make_is_refused_without_a_checksum(tmp_path: P
 
 @pytest.mark.filterwarnings("ignore")  # quantized tensors are deprecated
 def test_what_torch_writes_is_read_without_a_checksum(tmp_path: Path) -> None:
-    """Each kind of object that torch pickles, in a file of which every call is compared with its function."""
+    """Each kind of object that torch pickles, in a file of which every call is compared with its
+    function.
+    """
     parameter = torch.nn.Parameter(torch.ones(2, 3))
     with_attribute = torch.nn.Parameter(torch.ones(2))
     with_attribute.note = "kept"
@@ -217,8 +230,17 @@ def test_numbers_of_a_tensor_that_torch_refuses_are_damage(
     class Made:
         def __reduce__(self) -> tuple[Any, ...]:
             storage = torch.arange(6.0).untyped_storage()
-            typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)
-            return torch._utils._rebuild_tensor_v2, (typed, offset, size, stride, False, OrderedDict())
+            typed = torch.storage.TypedStorage(
+                wrap_storage=storage, dtype=torch.float32, _internal=True
+            )
+            return torch._utils._rebuild_tensor_v2, (
+                typed,
+                offset,
+                size,
+                stride,
+                False,
+                OrderedDict(),
+            )
 
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": Made()}, path)

@@ -1,4 +1,6 @@
-"""The safetensors header: what is read, what is refused, what a rename writes. The reference parser is the judge."""
+"""The safetensors header: what is read, what is refused, what a rename writes. The reference parser
+is the judge.
+"""
 
 import json
 import struct
@@ -51,7 +53,9 @@ def made(header: object, data: bytes = b"", *, pad: int = 0) -> bytes:
     return struct.pack("<Q", len(raw)) + raw + data
 
 
-def entry(begin: object, end: object, dtype: object = "U8", shape: object = None) -> dict[str, object]:
+def entry(
+    begin: object, end: object, dtype: object = "U8", shape: object = None
+) -> dict[str, object]:
     if shape is None and isinstance(begin, int) and isinstance(end, int):
         shape = [end - begin]
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
@@ -71,7 +75,12 @@ def test_what_is_read(read: Read) -> None:
         ("b", "F32", (), (start + 2, start + 6)),
         ("c", "U8", (0,), (start + 6, start + 6)),
     ]
-    assert (file.data_start, file.data_end, file.size, file.trailing) == (start, start + 6, start + 6, 0)
+    assert (file.data_start, file.data_end, file.size, file.trailing) == (
+        start,
+        start + 6,
+        start + 6,
+        0,
+    )
     assert file.metadata == {"format": "pt"}
     assert list(file.header) == list(header)
 
@@ -127,7 +136,10 @@ _LIKE_THE_REFERENCE = {
         texts('"dtype":"F32","shape":[2],"data_offsets":[-0,8]'),
         "data_offsets of 'a' are -0.0",
     ),
-    "-0 as a size": (made(b'{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'), "holds -0.0"),
+    "-0 as a size": (
+        made(b'{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'),
+        "holds -0.0",
+    ),
     "-0 in a key": (made({"layer-0": entry(0, 1)}, b"a"), ""),
     "-0 in a field": (texts(f'"x":[-0],{_PLAIN}'), ""),
     "complex numbers of 128 bits": (made({"a": entry(0, 16, "C128", [1])}, bytes(16)), "'C128'"),
@@ -156,9 +168,13 @@ def test_the_reference_decides(read: Read, name: str) -> None:
         read(data)
 
 
-ODD: st.SearchStrategy[Any] = st.sampled_from([0, 1, 2, 4, 8, -1, 2**64, 1.0, True, None, "0", [], {}])
+ODD: st.SearchStrategy[Any] = st.sampled_from(
+    [0, 1, 2, 4, 8, -1, 2**64, 1.0, True, None, "0", [], {}]
+)
 NUMBERS = st.integers(0, 8) | ODD
-DTYPES: st.SearchStrategy[Any] = st.sampled_from(["U8", "F32", "BF16", "F4", "u8", "", 8, None, [], {}])
+DTYPES: st.SearchStrategy[Any] = st.sampled_from(
+    ["U8", "F32", "BF16", "F4", "u8", "", 8, None, [], {}]
+)
 ENTRIES = st.one_of(
     st.builds(
         lambda begin, size, dtype: entry(begin, begin + size, dtype, [size]),
@@ -171,17 +187,24 @@ ENTRIES = st.one_of(
         {},
         optional={
             "dtype": DTYPES,
-            "shape": st.one_of(st.lists(NUMBERS, max_size=2), st.sampled_from(["", "ab", {}, 4, None])),
-            "data_offsets": st.one_of(st.lists(NUMBERS, max_size=3), st.sampled_from(["ab", {}, 4, None])),
+            "shape": st.one_of(
+                st.lists(NUMBERS, max_size=2), st.sampled_from(["", "ab", {}, 4, None])
+            ),
+            "data_offsets": st.one_of(
+                st.lists(NUMBERS, max_size=3), st.sampled_from(["ab", {}, 4, None])
+            ),
             "more": st.just(1),
         },
     ),
     ODD,
 )
 METADATA = (
-    st.dictionaries(st.sampled_from(["format", "x"]), st.sampled_from(["pt", 1, None]), max_size=2) | ODD
+    st.dictionaries(st.sampled_from(["format", "x"]), st.sampled_from(["pt", 1, None]), max_size=2)
+    | ODD
 )
-HEADERS = st.dictionaries(st.sampled_from(["a", "b", "module.c", "\ud800", "\x00"]), ENTRIES, max_size=3)
+HEADERS = st.dictionaries(
+    st.sampled_from(["a", "b", "module.c", "\ud800", "\x00"]), ENTRIES, max_size=3
+)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +251,9 @@ def test_a_size_that_torch_cannot_hold_is_refused(read: Read, tmp_path: Path, si
         ([3, 0, 1 << 62], True),
     ],
 )
-def test_a_stride_that_torch_cannot_count_is_refused(read: Read, shape: list[int], is_read: bool) -> None:
+def test_a_stride_that_torch_cannot_count_is_refused(
+    read: Read, shape: list[int], is_read: bool
+) -> None:
     data = made({"a": entry(0, 0, "F32", shape)})
     if is_read:
         assert load(data)["a"].shape == read(data).tensors[0].shape
@@ -264,7 +289,9 @@ def test_what_the_reference_refuses_is_refused(
 
 @settings(max_examples=examples(300), deadline=None)
 @given(sizes=st.lists(st.integers(0, 4), max_size=4), order=st.randoms(), pad=st.integers(0, 9))
-def test_what_the_reference_accepts_is_accepted(read: Read, sizes: list[int], order: Any, pad: int) -> None:
+def test_what_the_reference_accepts_is_accepted(
+    read: Read, sizes: list[int], order: Any, pad: int
+) -> None:
     entries = []
     position = 0
     for number, size in enumerate(sizes):
@@ -278,8 +305,12 @@ def test_what_the_reference_accepts_is_accepted(read: Read, sizes: list[int], or
 
 @pytest.mark.parametrize("name", ["\\ud800", "a\\udfff", "\\ude00b\\ud83d"])
 def test_half_of_a_surrogate_pair_is_no_name(read: Read, name: str) -> None:
-    """JSON can say it and UTF-8 cannot, so such a name could never be written again; the reference refuses it, too."""
-    data = made(json.dumps({"NAME": entry(0, 1), "x": entry(1, 2)}).replace("NAME", name).encode(), b"ab")
+    """JSON can say it and UTF-8 cannot, so such a name could never be written again; the reference
+    refuses it, too.
+    """
+    data = made(
+        json.dumps({"NAME": entry(0, 1), "x": entry(1, 2)}).replace("NAME", name).encode(), b"ab"
+    )
     with pytest.raises(SafetensorError):
         deserialize(data)
     with pytest.raises(FormatError):
@@ -315,8 +346,13 @@ def test_a_rename_keeps_order_metadata_offsets_and_unknown_fields(read: Read) ->
 
 
 def test_metadata_that_is_no_alias_stays(read: Read) -> None:
-    header = {"__metadata__": {"module.a": "module.a", "text": "module.x"}, "module.a": entry(0, 1)}
-    new = json.loads(rename_header(read(made(header, b"a")), lambda fqn: fqn.removeprefix("module.")))
+    header = {
+        "__metadata__": {"module.a": "module.a", "text": "module.x"},
+        "module.a": entry(0, 1),
+    }
+    new = json.loads(
+        rename_header(read(made(header, b"a")), lambda fqn: fqn.removeprefix("module."))
+    )
     assert new["__metadata__"] == {"module.a": "module.a", "text": "module.x"}
 
 

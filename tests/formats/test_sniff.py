@@ -21,9 +21,14 @@ def described(folder: Path, data: bytes, **options: bool) -> str | None:
 )  # fmt: skip
 def test_a_json_file(tmp_path: Path, text: str) -> None:
     for shift in ("", " "):  # so that the window cuts a character
-        assert described(
-            tmp_path, (shift + text).encode() if text[0] != "\ufeff" else text.encode(), json=True
-        ) == ("a JSON file")
+        assert (
+            described(
+                tmp_path,
+                (shift + text).encode() if text[0] != "\ufeff" else text.encode(),
+                json=True,
+            )
+            == "a JSON file"
+        )
     assert described(tmp_path, text.encode()) is None  # an index should be one
 
 

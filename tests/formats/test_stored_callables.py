@@ -1,4 +1,6 @@
-"""Callables that a pickle makes at load: harmless where it only stores them, unsafe where it can call them."""
+"""Callables that a pickle makes at load: harmless where it only stores them, unsafe where it can
+call them.
+"""
 
 import argparse
 import collections
@@ -93,11 +95,16 @@ ORDINARY: dict[str, Callable[[], Any]] = {
     "partial": lambda: functools.partial(math.pow, 2),
     "partial of a method": lambda: functools.partial(torch.relu, inplace=False),
     "partial of a partial": lambda: functools.partial(functools.partial(math.pow, 2)),
-    "partial twice": lambda: [functools.partial(math.pow, 2), {"a": functools.partial(math.pow, 3)}],
+    "partial twice": lambda: [
+        functools.partial(math.pow, 2),
+        {"a": functools.partial(math.pow, 3)},
+    ],
     "itemgetter": lambda: operator.itemgetter("a", 1),
     "attrgetter": lambda: operator.attrgetter("a.b"),
     "methodcaller": lambda: operator.methodcaller("x", 1),
-    "attribute of an object": lambda: argparse.Namespace(key=operator.itemgetter(0), run=Tracker.fixed),
+    "attribute of an object": lambda: argparse.Namespace(
+        key=operator.itemgetter(0), run=Tracker.fixed
+    ),
     "deque": lambda: collections.deque([1, 2], maxlen=3),
 }
 
@@ -158,10 +165,16 @@ ATTACKS: dict[str, Any] = {
     ),
     "an itemgetter is called": Call(Call(Call(operator.itemgetter, (0,)), ([BOUND],)), ()),
     "a function calls its argument": Call(apply, (BOUND,)),
-    "a function calls a member of its argument": Call(apply, (Call(operator.getitem, ([BOUND], 0)),)),
+    "a function calls a member of its argument": Call(
+        apply, (Call(operator.getitem, ([BOUND], 0)),)
+    ),
     "a factory is asked": Call(operator.getitem, (Call(collections.defaultdict, (PARTIAL,)), 1)),
-    "a tensor of a type is rebuilt": Call(torch._tensor._rebuild_from_type_v2, (BOUND, torch.Tensor, (), {})),
-    "a state is set by an attribute": Call(argparse.Namespace, (), ({"__setstate__": TOUCH}, TARGET)),
+    "a tensor of a type is rebuilt": Call(
+        torch._tensor._rebuild_from_type_v2, (BOUND, torch.Tensor, (), {})
+    ),
+    "a state is set by an attribute": Call(
+        argparse.Namespace, (), ({"__setstate__": TOUCH}, TARGET)
+    ),
     "a state of a partial is set by an attribute": Call(
         functools.partial, (TOUCH,), ((TOUCH, (), {}, {"__setstate__": TOUCH}), TARGET)
     ),
@@ -171,9 +184,13 @@ ATTACKS: dict[str, Any] = {
 
 OPCODES = {
     "a system call": b"c__builtin__\ngetattr\n(crandom\n_os\nVopen\ntR(Vmarked\nI64\ntR.",
-    "an attribute of a system call": b"c__builtin__\ngetattr\n(cos\nopen\nV__call__\ntR(Vmarked\nI64\ntR.",
+    "an attribute of a system call": (
+        b"c__builtin__\ngetattr\n(cos\nopen\nV__call__\ntR(Vmarked\nI64\ntR."
+    ),
     "getattr of the builtins": b"c__builtin__\ngetattr\n(cargparse\n__builtins__\nVeval\ntR.",
-    "a list of subclasses": b"c__builtin__\ngetattr\n(cargparse\nNamespace\nV__subclasses__\ntR(tR.",
+    "a list of subclasses": (
+        b"c__builtin__\ngetattr\n(cargparse\nNamespace\nV__subclasses__\ntR(tR."
+    ),
     "an import": b"c__builtin__\n__import__\n(Vos\ntR.",
     "eval": b"c__builtin__\neval\n(V1\ntR.",
     "exec": b"c__builtin__\nexec\n(V1\ntR.",
@@ -190,15 +207,16 @@ OPCODES = {
     "getattr by itself": b"(lc__builtin__\ngetattr\na.",
     "a partial of a system call": b"cfunctools\npartial\n(cos\nsystem\ntR.",
     "a partial by __new__": b"\x80\x02cfunctools\npartial\n(cmath\npow\nt\x81.",
-    "classes nested too deep": b"c__builtin__\ngetattr\n(" * 20
-    + b"cargparse\nNamespace\n"
-    + b"VA\ntR" * 20
-    + b".",
+    "classes nested too deep": (
+        b"c__builtin__\ngetattr\n(" * 20 + b"cargparse\nNamespace\n" + b"VA\ntR" * 20 + b"."
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_what_a_load_calls_is_unsafe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_load_calls_is_unsafe(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     data = pickled(ATTACKS[name])
     assert unsafe_globals(parse(data))
@@ -225,14 +243,18 @@ def test_a_save_with_custom_objects_is_clean(tmp_path: Path) -> None:
 
 
 def test_weights_with_a_nested_class_are_refused_by_torch(tmp_path: Path) -> None:
-    torch.save({"weight": torch.ones(2), "phase": Tracker.Phase.WARM}, tmp_path / "pytorch_model.bin")
+    torch.save(
+        {"weight": torch.ones(2), "phase": Tracker.Phase.WARM}, tmp_path / "pytorch_model.bin"
+    )
     with pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert [finding.code for finding in check(tmp_path).findings] == ["unloadable-pickle"]
 
 
 @pytest.mark.parametrize("name", ["sampler.bin", "dl_state_dict.bin"])
-def test_data_loaders_with_a_nested_class_are_refused_by_accelerate(name: str, tmp_path: Path) -> None:
+def test_data_loaders_with_a_nested_class_are_refused_by_accelerate(
+    name: str, tmp_path: Path
+) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 2))
     accelerator.save_state(str(tmp_path))
@@ -244,16 +266,28 @@ def test_data_loaders_with_a_nested_class_are_refused_by_accelerate(name: str, t
 
 def test_random_states_of_the_trainer_with_a_nested_class_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2, 2)}, tmp_path / "pytorch_model.bin")
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
     torch.save({**states, "phase": Tracker.Phase.WARM}, tmp_path / "rng_state.pth")
     with safe_globals(), pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "rng_state.pth", weights_only=True)
     assert "unloadable-pickle" in [finding.code for finding in check(tmp_path).findings]
 
 
-@pytest.mark.parametrize("value", [frozenset((1,)), collections.deque((1,))], ids=["frozenset", "deque"])
-def test_random_states_of_the_trainer_with_another_class_are_refused(value: object, tmp_path: Path) -> None:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+@pytest.mark.parametrize(
+    "value", [frozenset((1,)), collections.deque((1,))], ids=["frozenset", "deque"]
+)
+def test_random_states_of_the_trainer_with_another_class_are_refused(
+    value: object, tmp_path: Path
+) -> None:
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
     torch.save({**states, "extra": value}, tmp_path / "rng_state.pth")
     with safe_globals(), pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "rng_state.pth", weights_only=True)
@@ -280,7 +314,8 @@ def test_a_guarded_load_calls_no_stored_class_code(name: str, tmp_path: Path) ->
     assert "unsafe-pickle" not in [finding.code for finding in check(tmp_path / name).findings]
     (component,) = scan_folder(tmp_path).components
     with pytest.raises(
-        Unreadable, match=r"builtins\.getattr, .*weights_only refuses; next: LoadPolicy\(trust=True\)$"
+        Unreadable,
+        match=r"builtins\.getattr, .*weights_only refuses; next: LoadPolicy\(trust=True\)$",
     ):
         read_pickle(tmp_path, component, trust=False)
     with pytest.warns(UserWarning, match="trust=True"):

@@ -45,7 +45,11 @@ def test_a_training_dict_keeps_every_value(tmp_path: Path) -> None:
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    value = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "note": "module.module.0.weight"}
+    value = {
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "note": "module.module.0.weight",
+    }
     path = tmp_path / "train.pt"
     torch.save(value, path)
     path.write_bytes(edited(path, Strip("module.module.")))
@@ -102,4 +106,6 @@ def test_time_of_many_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(tensor_infos(file)) == len(name_lists(file.tree)[0].names) == count
     with capsys.disabled():
         listed = time.perf_counter()
-        print(f"\n{count} tensors: read {parsed_at - begin:.3f} s, listed {listed - parsed_at:.3f} s")
+        print(
+            f"\n{count} tensors: read {parsed_at - begin:.3f} s, listed {listed - parsed_at:.3f} s"
+        )

@@ -94,7 +94,9 @@ def test_every_byte_flip_parses_or_raises_format_error(tmp_path: Path) -> None:
 
 
 def test_pickles_longer_than_a_window(tmp_path: Path) -> None:
-    value: dict[str, Any] = {f"module.module.layer.{index}.weight": torch.ones(1) for index in range(1500)}
+    value: dict[str, Any] = {
+        f"module.module.layer.{index}.weight": torch.ones(1) for index in range(1500)
+    }
     data = saved(value, **LEGACY)
     file = parsed(tmp_path, data)
     assert file.tree.end > torch_file._FIRST_WINDOW
@@ -149,7 +151,9 @@ def test_contradictions(tmp_path: Path, old: bytes, new: bytes, message: str) ->
 
 
 def test_a_file_of_a_big_endian_machine_is_read_as_torch_reads_it(tmp_path: Path) -> None:
-    """torch writes the numbers of legacy files as little-endian on every machine, and ignores the recorded order."""
+    """torch writes the numbers of legacy files as little-endian on every machine, and ignores the
+    recorded order.
+    """
     data = saved({"a": torch.arange(3.0)}, **LEGACY)
     big = data.replace(b"little_endianq\x02\x88", b"little_endianq\x02\x89")
     assert big != data
@@ -195,7 +199,9 @@ def test_a_tar_without_magic_whose_first_name_is_a_pickle(tmp_path: Path, base_2
     header[:4] = b"\x80\x02N."
     header[100:148] = b"0000644\0" + b"0000000\0" * 2 + b"00000000000\0" * 2
     header[148:157] = b" " * 8 + b"0"
-    header[148:156] = (b"\x80" + sum(header).to_bytes(7, "big")) if base_256 else b"%06o\0 " % sum(header)
+    header[148:156] = (
+        (b"\x80" + sum(header).to_bytes(7, "big")) if base_256 else b"%06o\0 " % sum(header)
+    )
     with tarfile.TarFile(fileobj=io.BytesIO(bytes(header) + bytes(1024))) as archive:
         assert archive.getnames() == ["\udc80\x02N."]
     with pytest.raises(UnsupportedFormat, match="tar"):
@@ -242,7 +248,9 @@ class Outer:
             self.fc = torch.nn.Linear(3, 2)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "mine.pt", "custom_checkpoint_0.pkl", "optimizer.bin"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "mine.pt", "custom_checkpoint_0.pkl", "optimizer.bin"]
+)
 @pytest.mark.parametrize("make", [model, Outer.Net, lambda: {"model": model(), "epoch": 1}])
 @pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
 def test_a_module_is_judged_as_its_zip_form_is(tmp_path: Path, name: str, make: Any) -> None:
@@ -260,7 +268,9 @@ def test_a_module_is_judged_as_its_zip_form_is(tmp_path: Path, name: str, make: 
     )
     assert of_legacy == of_zip
     assert (
-        of_zip == [] if name.startswith("custom") else [code for code, _ in of_zip] == ["unloadable-pickle"]
+        of_zip == []
+        if name.startswith("custom")
+        else [code for code, _ in of_zip] == ["unloadable-pickle"]
     )
 
 
@@ -301,7 +311,13 @@ def test_ids_that_no_save_writes(tmp_path: Path, pid: tuple[Any, ...], error: st
             return value.pid if isinstance(value, Hostile) else None
 
     buffer = io.BytesIO()
-    values: list[Any] = [torch_file.MAGIC_NUMBER, torch_file.PROTOCOL_VERSION, {}, [Hostile(*pid)], []]
+    values: list[Any] = [
+        torch_file.MAGIC_NUMBER,
+        torch_file.PROTOCOL_VERSION,
+        {},
+        [Hostile(*pid)],
+        [],
+    ]
     for value in values:
         Pickler(buffer, protocol=2).dump(value)
     with pytest.raises(FormatError, match=error):
@@ -311,11 +327,17 @@ def test_ids_that_no_save_writes(tmp_path: Path, pid: tuple[Any, ...], error: st
 def test_a_hidden_call_of_a_legacy_file_is_unsafe(tmp_path: Path) -> None:
     path = tmp_path / "custom_checkpoint_0.pkl"
     torch.save(torch.nn.Linear(2, 2), path, **LEGACY)
-    path.write_bytes(path.read_bytes().replace(b"ctorch.nn.modules.linear\nLinear\n", b"cos\nsystem\n"))
+    path.write_bytes(
+        path.read_bytes().replace(b"ctorch.nn.modules.linear\nLinear\n", b"cos\nsystem\n")
+    )
     assert [finding.code for finding in check(path).findings] == ["unsafe-pickle"]
 
 
 def test_the_tensors_of_a_legacy_dict_with_a_module(tmp_path: Path) -> None:
     path = tmp_path / "mine.pt"
-    torch.save({"state_dict": {"fc.weight": torch.ones(2, 3)}, "net": torch.nn.Linear(2, 2)}, path, **LEGACY)
+    torch.save(
+        {"state_dict": {"fc.weight": torch.ones(2, 3)}, "net": torch.nn.Linear(2, 2)},
+        path,
+        **LEGACY,
+    )
     assert [tensor.fqn for one in read(path).state_dicts for tensor in one.tensors] == ["fc.weight"]

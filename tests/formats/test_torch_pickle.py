@@ -18,10 +18,11 @@ from ckptfix.formats.torch_tensors import storages
 from tests.formats.making import Strip, model, nested_state_dict, parsed, saved, wrapped
 
 DTYPES = [
-    (torch.float32, "F32"), (torch.float64, "F64"), (torch.float16, "F16"), (torch.bfloat16, "BF16"),
-    (torch.int64, "I64"), (torch.int32, "I32"), (torch.int16, "I16"), (torch.int8, "I8"), (torch.uint8, "U8"),
-    (torch.bool, "BOOL"), (torch.complex64, "C64"), (torch.complex128, "C128"), (torch.float8_e4m3fn, "F8_E4M3"),
-    (torch.float8_e5m2, "F8_E5M2"), (torch.uint16, "U16"), (torch.uint32, "U32"), (torch.uint64, "U64"),
+    (torch.float32, "F32"), (torch.float64, "F64"), (torch.float16, "F16"),
+    (torch.bfloat16, "BF16"), (torch.int64, "I64"), (torch.int32, "I32"), (torch.int16, "I16"),
+    (torch.int8, "I8"), (torch.uint8, "U8"), (torch.bool, "BOOL"), (torch.complex64, "C64"),
+    (torch.complex128, "C128"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"),
+    (torch.uint16, "U16"), (torch.uint32, "U32"), (torch.uint64, "U64"),
     (torch.float8_e8m0fnu, "F8_E8M0"),
 ]  # fmt: skip
 
@@ -194,7 +195,9 @@ def test_structures_that_differ() -> None:
     assert pair(0, 1, **{"module.0.bias": torch.nn.Parameter(torch.ones(4))}) is None
     one, other = nested_state_dict(0), nested_state_dict(0)
     other._metadata["1"]["version"] = 1  # type: ignore[attr-defined]
-    assert same_structure(parse(data_pkl(one)), parse(data_pkl(other)), Strip(""), Strip("")) is None
+    assert (
+        same_structure(parse(data_pkl(one)), parse(data_pkl(other)), Strip(""), Strip("")) is None
+    )
 
 
 def test_equal_optimizers_have_the_same_structure() -> None:
@@ -214,7 +217,9 @@ def test_equal_optimizers_have_the_same_structure() -> None:
 
 def test_a_dict_met_twice_is_reported_once() -> None:
     state = OrderedDict(a=torch.ones(1))
-    assert [found.path for found in state_dicts(parse(data_pkl({"x": state, "y": state})))] == [("x",)]
+    assert [found.path for found in state_dicts(parse(data_pkl({"x": state, "y": state})))] == [
+        ("x",)
+    ]
 
 
 def text(value: str) -> bytes:
@@ -224,7 +229,9 @@ def text(value: str) -> bytes:
 STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x10tQ"
 
 
-def tensor(shape: bytes = b"K\4\x85", stride: bytes = b"K\1\x85", storage: bytes = STORAGE) -> bytes:
+def tensor(
+    shape: bytes = b"K\4\x85", stride: bytes = b"K\1\x85", storage: bytes = STORAGE
+) -> bytes:
     end = b"\x89ccollections\nOrderedDict\n)RtR"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + shape + stride + end
 
@@ -297,7 +304,9 @@ def test_shapes_that_are_no_sizes_are_no_tensors(shape: bytes, stride: bytes) ->
 def test_an_empty_tensor_of_huge_dimensions_is_empty() -> None:
     huge = b"\x8a\x08" + bytes(7) + b"\x10"
     (found,) = state_dicts(
-        parse(b"\x80\x02}" + text("w") + tensor(b"(" + huge * 3 + b"K\0t", b"(K\1K\1K\1K\1t") + b"s.")
+        parse(
+            b"\x80\x02}" + text("w") + tensor(b"(" + huge * 3 + b"K\0t", b"(K\1K\1K\1K\1t") + b"s."
+        )
     )
     assert found.tensors[0][2:4] == ((1 << 60,) * 3 + (0,), (1,) * 4)
     assert (found.tensors[0].begin, found.tensors[0].end) == (0, 0)
@@ -350,7 +359,10 @@ FROM_TYPE = torch._tensor._rebuild_from_type_v2
         Made(FROM_TYPE, (REBUILD, torch.Tensor, ARGUMENTS, {"data": OTHER})),
         Made(FROM_TYPE, (REBUILD, torch.nn.Parameter, ARGUMENTS, ({}, {"data": OTHER}))),
         Made(WITH_STATE, (GOOD, False, OrderedDict(), {"data": OTHER})),
-        Made(REBUILD, (*ARGUMENTS[:5], Made(WITH_STATE, (GOOD, False, OrderedDict(), {"real": OTHER})))),
+        Made(
+            REBUILD,
+            (*ARGUMENTS[:5], Made(WITH_STATE, (GOOD, False, OrderedDict(), {"real": OTHER}))),
+        ),
         Made(WITH_STATE, (GOOD, False, OrderedDict(), Counter({"data": OTHER}))),
     ],
     ids=[
@@ -362,7 +374,9 @@ FROM_TYPE = torch._tensor._rebuild_from_type_v2
         "counter",
     ],
 )
-def test_numbers_that_are_set_after_a_tensor_was_made_are_malformed(tmp_path: Path, value: object) -> None:
+def test_numbers_that_are_set_after_a_tensor_was_made_are_malformed(
+    tmp_path: Path, value: object
+) -> None:
     data = saved({"w": value, "good": GOOD})
     path = tmp_path / "x.bin"
     path.write_bytes(data)
@@ -376,7 +390,9 @@ def test_numbers_that_are_set_after_a_tensor_was_made_are_malformed(tmp_path: Pa
 )
 def test_a_dict_that_is_made_from_no_list_of_pairs_is_malformed(made_from: object) -> None:
     data = data_pkl(Made(OrderedDict, (made_from,), None, None, iter([("good", GOOD)])))
-    with pytest.raises(FormatError, match="an OrderedDict is made from something else than a list of pairs"):
+    with pytest.raises(
+        FormatError, match="an OrderedDict is made from something else than a list of pairs"
+    ):
         state_dicts(parse(data))
 
 
@@ -384,5 +400,5 @@ def test_attributes_of_parameters_are_read_over(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.tensor_parallel = True
     data = saved({"weight": weight, "data": {"real": 1}})
-    (found, *_) = parsed(tmp_path, data).state_dicts
+    found, *_ = parsed(tmp_path, data).state_dicts
     assert [tensor.fqn for tensor in found.tensors] == ["weight"]

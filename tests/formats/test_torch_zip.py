@@ -19,7 +19,16 @@ from ckptfix.formats import torch_zip
 from ckptfix.formats.torch_file import crc_mismatches, read_torch_file
 from ckptfix.formats.torch_pickle import tensor_infos
 from ckptfix.storage.reading import FileReader, open_reader
-from tests.formats.making import Strip, edited, model, nested_state_dict, new_names, parsed, read, saved
+from tests.formats.making import (
+    Strip,
+    edited,
+    model,
+    nested_state_dict,
+    new_names,
+    parsed,
+    read,
+    saved,
+)
 
 STRIP = Strip("module.module.")
 
@@ -44,7 +53,9 @@ def test_records_and_offsets(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as other:
         assert [record.name for record in archive.records] == other.namelist()
         for record in archive.records:
-            assert data[record.data_offset : record.data_offset + record.size] == other.read(record.name)
+            assert data[record.data_offset : record.data_offset + record.size] == other.read(
+                record.name
+            )
             assert record.crc == other.getinfo(record.name).CRC
     assert (archive.root, archive.trailing, archive.end) == ("x", 0, len(data))
 
@@ -123,7 +134,9 @@ def test_every_byte_flip_parses_or_raises_format_error(tmp_path: Path) -> None:
                 with suppress(FormatError):
                     file = read_torch_file(FileReader(stream.fileno(), len(data), path))
                     list(
-                        crc_mismatches(file, FileReader(stream.fileno(), len(data), path), every_record=True)
+                        crc_mismatches(
+                            file, FileReader(stream.fileno(), len(data), path), every_record=True
+                        )
                     )
             os.pwrite(stream.fileno(), bytes([data[place]]), place)
     assert time.process_time() - begin < 20
@@ -178,15 +191,18 @@ def ends(data: bytes, **fields: int) -> bytes:
         wide, wide_size, narrow, narrow_size = layout[name]
         limit = (1 << 8 * narrow_size) - 1
         out[-98 + wide : -98 + wide + wide_size] = value.to_bytes(wide_size, "little")
-        out[-22 + narrow : -22 + narrow + narrow_size] = min(value, limit).to_bytes(narrow_size, "little")
+        out[-22 + narrow : -22 + narrow + narrow_size] = min(value, limit).to_bytes(
+            narrow_size, "little"
+        )
     return bytes(out)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"count": 2**63, "here": 2**63}, {"size": 2**63}, {"offset": 2**63}, {"count": 0, "here": 0}, {"size": 0},
-        {"offset": 0}, {"count": 3, "here": 3}, {"count": 5}, {"size": 2**64 - 1, "offset": 2},
+        {"count": 2**63, "here": 2**63}, {"size": 2**63}, {"offset": 2**63},
+        {"count": 0, "here": 0}, {"size": 0}, {"offset": 0}, {"count": 3, "here": 3}, {"count": 5},
+        {"size": 2**64 - 1, "offset": 2},
     ],
 )  # fmt: skip
 def test_end_records_that_lie(tmp_path: Path, fields: dict[str, int]) -> None:
@@ -201,7 +217,9 @@ def test_end_records_that_disagree(tmp_path: Path) -> None:
         parsed(tmp_path, bytes(data))
 
 
-def rezipped(data: bytes, *, skip: str = "", add: dict[str, bytes] | None = None, method: int = 0) -> bytes:
+def rezipped(
+    data: bytes, *, skip: str = "", add: dict[str, bytes] | None = None, method: int = 0
+) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", method) as new:
         for name in old.namelist():
@@ -239,7 +257,10 @@ def test_other_kinds_of_archive(tmp_path: Path) -> None:
         (rezipped(data, add={"archive/.data/version": b"\0\0"}), "version is b"),
         (rezipped(data, add={"archive/byteorder": b"grr"}), "byteorder is b'grr'"),
         (rezipped(data, add={"other/data": b"1"}), "'other/data' is not in archive/"),
-        (rezipped(data, add={"archive/data/0": bytes(24)}), "takes 8 bytes and has a record of 24 bytes"),
+        (
+            rezipped(data, add={"archive/data/0": bytes(24)}),
+            "takes 8 bytes and has a record of 24 bytes",
+        ),
     ):
         with pytest.raises((RuntimeError, ValueError)):
             torch.load(io.BytesIO(changed), weights_only=True)
@@ -266,7 +287,9 @@ def test_compressed_records_are_read_but_not_edited(tmp_path: Path) -> None:
 
 
 def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
-    packed = rezipped(saved({"a": 1}), add={"archive/data.pkl": bytes(1 << 22)}, method=zipfile.ZIP_DEFLATED)
+    packed = rezipped(
+        saved({"a": 1}), add={"archive/data.pkl": bytes(1 << 22)}, method=zipfile.ZIP_DEFLATED
+    )
     with pytest.raises(FormatError, match="unpack to its 5 bytes"):
         parsed(tmp_path, damaged(0, 24, b"\x05\x00\x00\x00", packed))
 
@@ -311,7 +334,24 @@ def test_an_edit_beyond_4_gib(tmp_path: Path) -> None:
     for info in infos:
         name, size = info.filename.encode(), info.file_size
         extra = struct.pack("<HHQ", 1, 8, hole + info.header_offset)
-        head = (b"PK\1\2", 45, 45, 0x800, 0, 0, 0, info.CRC, size, size, len(name), len(extra), 0, 0, 0, 0)
+        head = (
+            b"PK\1\2",
+            45,
+            45,
+            0x800,
+            0,
+            0,
+            0,
+            info.CRC,
+            size,
+            size,
+            len(name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+        )
         directory += struct.pack("<4s6H3I5HI", *head) + b"\xff" * 4 + name + extra
     tail = torch_zip.end_records(hole + start, len(directory), len(infos))
     path = tmp_path / "model.bin"
@@ -358,7 +398,10 @@ def test_a_name_that_torch_finds_without_regard_to_case_is_refused(
     tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     with pytest.raises(FormatError, match=r"case|no data\.pkl"):
-        parsed(tmp_path, zipped(*[(name, b"3" if "version" in name else b"\x80\x02}.") for name in names]))
+        parsed(
+            tmp_path,
+            zipped(*[(name, b"3" if "version" in name else b"\x80\x02}.") for name in names]),
+        )
 
 
 def test_case_counts_only_for_a_to_z(tmp_path: Path) -> None:
@@ -371,14 +414,17 @@ def test_case_counts_only_for_a_to_z(tmp_path: Path) -> None:
     )
     assert (
         parsed(
-            tmp_path, zipped(*[(name, b"3" if "version" in name else b"\x80\x02}.") for name in names])
+            tmp_path,
+            zipped(*[(name, b"3" if "version" in name else b"\x80\x02}.") for name in names]),
         ).kind
         == "a torch zip file"
     )
 
 
 def test_headers_around_the_directory(tmp_path: Path) -> None:
-    """One record is said to begin just before the directory, one behind it: no read may end between them."""
+    """One record is said to begin just before the directory, one behind it: no read may end between
+    them.
+    """
     body = bytes(100)
 
     def entry(name: bytes, offset: int) -> bytes:
@@ -415,12 +461,18 @@ def test_other_bytes_behind_the_end_are_trailing_bytes_further_than_torch_looks(
         torch.load(io.BytesIO(data + noise[:junk]))
 
 
-def test_without_an_end_record_both_causes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_end_record_both_causes_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = saved({"a": torch.ones(2)})
-    with pytest.raises(TruncatedError, match=r"last 16 MiB: it was cut, at byte .* or more follows"):
+    with pytest.raises(
+        TruncatedError, match=r"last 16 MiB: it was cut, at byte .* or more follows"
+    ):
         parsed(tmp_path, data + b"x" * (17 << 20))
     # A file that was searched from end to end: it said "in its last 16 MiB" of 300 bytes.
-    with pytest.raises(TruncatedError, match=r"no end record: the file was cut at byte 300 or before$"):
+    with pytest.raises(
+        TruncatedError, match=r"no end record: the file was cut at byte 300 or before$"
+    ):
         parsed(tmp_path, data[:300])
     with pytest.raises(
         TruncatedError, match=r"the last 70000 of .* bytes are zeros, so the write was probably"
@@ -441,7 +493,9 @@ def test_a_packed_pickle_is_unpacked_only_if_it_is_small(tmp_path: Path) -> None
 
 def test_checksums_of_many_large_records(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
-    torch.save({str(number): torch.full((1 << 19,), float(number + 1)) for number in range(8)}, path)
+    torch.save(
+        {str(number): torch.full((1 << 19,), float(number + 1)) for number in range(8)}, path
+    )
     before = threading.enumerate()
     with open_reader(path) as reader, path.open("r+b") as stream:
         file = read_torch_file(reader)

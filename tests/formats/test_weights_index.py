@@ -1,4 +1,6 @@
-"""The index of a sharded model: parsed strictly, written as transformers and accelerate write it."""
+"""The index of a sharded model: parsed strictly, written as transformers and accelerate write
+it.
+"""
 
 import json
 from typing import Any
@@ -24,7 +26,24 @@ def test_what_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "../../x", "/x", "a/b", "a/", "a\\b", "..\\x", "a\0b", 1, None, [], True]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "../../x",
+        "/x",
+        "a/b",
+        "a/",
+        "a\\b",
+        "..\\x",
+        "a\0b",
+        1,
+        None,
+        [],
+        True,
+    ],
 )
 def test_what_is_no_file_name_of_this_folder_is_refused(name: object) -> None:
     with pytest.raises(FormatError, match="weight_map"):
@@ -69,7 +88,9 @@ def test_the_last_of_two_equal_keys_counts() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 MAPS = st.dictionaries(st.text(max_size=6), st.sampled_from([SHARD, "b.bin"]), max_size=4)
@@ -79,7 +100,9 @@ MAPS = st.dictionaries(st.text(max_size=6), st.sampled_from([SHARD, "b.bin"]), m
 def test_writing_replaces_the_map_and_the_size_alone(
     weight_map: dict[str, str], new: dict[str, str], total: int, metadata: Any, more: Any
 ) -> None:
-    old = parse_index(json.dumps({"weight_map": weight_map, "metadata": metadata, "more": more}).encode())
+    old = parse_index(
+        json.dumps({"weight_map": weight_map, "metadata": metadata, "more": more}).encode()
+    )
     written = format_index(old, new, total)
     assert parse_index(written).weight_map == new
     document = json.loads(written)

@@ -3,9 +3,10 @@
     python -m tests.fuzz --seconds 600 --seed 1
     python -m tests.fuzz --seed 1 --only 4711 --folder /tmp/mutant
 
-It changes real small saves near their metadata, and fails where a reader refuses one without an error or a warning of
-``check``, where ``check`` raises, takes more than 2 s or 200 MB, or imports torch. Mutant N of a seed is always the
-same. ``--only`` writes one mutant to a folder and says what both make of it.
+It changes real small saves near their metadata, and fails where a reader refuses one without an
+error or a warning of ``check``, where ``check`` raises, takes more than 2 s or 200 MB, or imports
+torch. Mutant N of a seed is always the same. ``--only`` writes one mutant to a folder and says what
+both make of it.
 """
 
 import argparse
@@ -43,10 +44,14 @@ By the wall clock, a busy machine refused 2 of 797,082 mutants that load.
 """
 
 _STUCK = 1200.0
-"""Seconds without an answer after which the run fails: the judge waits for something, and that is no verdict."""
+"""Seconds without an answer after which the run fails: the judge waits for something, and that is
+no verdict.
+"""
 
 SAMPLE = 0.05
-"""Share of the mutants with a finding that the judge loads, too: some of them load the same as the seed."""
+"""Share of the mutants with a finding that the judge loads, too: some of them load the same as the
+seed.
+"""
 
 _FOLDERS = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -75,7 +80,9 @@ class Tally:
 
 
 class Court:
-    """The process of the judge, started anew when a file kills or stops it. ``patience``: in seconds of CPU time."""
+    """The process of the judge, started anew when a file kills or stops it. ``patience``: in
+    seconds of CPU time.
+    """
 
     def __init__(
         self,
@@ -121,9 +128,11 @@ class Court:
             self.close()
             return (
                 "refused",
-                "the reader crashed"
-                if is_answered
-                else f"the reader took more than {self._patience:g} s of CPU time",
+                (
+                    "the reader crashed"
+                    if is_answered
+                    else f"the reader took more than {self._patience:g} s of CPU time"
+                ),
             )
         reply = json.loads(answer)
         if reply["verdict"] == "broken":
@@ -139,7 +148,9 @@ class Court:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all threads of a process: Linux makes the number of its clock from that of the process."""
+    """Return the CPU time of all threads of a process: Linux makes the number of its clock from
+    that of the process.
+    """
     return time.clock_gettime((~pid << 3) | 2)
 
 
@@ -147,7 +158,12 @@ class Bench:
     """The seeds in a folder of their own, where one mutant after the other is put."""
 
     def __init__(
-        self, seeds: Sequence[Seed], originals: Path, folder: Path, seed: int, sample: float = SAMPLE
+        self,
+        seeds: Sequence[Seed],
+        originals: Path,
+        folder: Path,
+        seed: int,
+        sample: float = SAMPLE,
     ) -> None:
         self.seeds, self.originals, self.folder, self.seed, self.sample = (
             seeds,
@@ -187,7 +203,10 @@ class Bench:
             told = f"{type(error).__name__}: {error}"
         except Exception:
             failure = f"exception: {traceback.format_exc(limit=-3)}"
-        seconds, peak = time.thread_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        seconds, peak = (
+            time.thread_time() - begin,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        )
         tally.slowest, tally.memory = max(tally.slowest, seconds), max(tally.memory, peak << 10)
         tally.told += bool(told)
         if seconds > SECONDS:
@@ -226,12 +245,16 @@ class Bench:
 
 
 def _is_of_others(words: str) -> bool:
-    """Return whether a line about what was not checked names files that ``check`` does not read at all."""
+    """Return whether a line about what was not checked names files that ``check`` does not read at
+    all.
+    """
     return words.startswith("other files next to it: ")
 
 
 def _told(report: CheckReport) -> str:
-    """Return the first finding that makes ``check`` fail, as one of its kind: without names and numbers."""
+    """Return the first finding that makes ``check`` fail, as one of its kind: without names and
+    numbers.
+    """
     findings = [one for one in report.all_findings if one.severity.value != "note"]
     if not findings:
         return ""
@@ -242,7 +265,9 @@ def _told(report: CheckReport) -> str:
 def make_seeds(folder: Path) -> list[Seed]:
     """Write the seeds to a folder, by another process as that imports torch, and read them."""
     subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.seeds", str(folder)], check=True, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "tests.fuzz.seeds", str(folder)],
+        check=True,
+        stderr=subprocess.DEVNULL,
     )
     return read_seeds(folder)
 
@@ -277,7 +302,9 @@ def _work(
 
 
 def run(options: argparse.Namespace) -> dict[str, Tally]:
-    """Try mutants in several processes, print failures as they come, and return the numbers of each format."""
+    """Try mutants in several processes, print failures as they come, and return the numbers of each
+    format.
+    """
     total: dict[str, Tally] = {}
     with tempfile.TemporaryDirectory(prefix="ckptfix-fuzz-", dir=_FOLDERS) as name:
         originals = Path(name) / "seeds"
@@ -285,7 +312,9 @@ def run(options: argparse.Namespace) -> dict[str, Tally]:
         queue: Queue[Any] = multiprocessing.Queue()
         workers = [
             multiprocessing.Process(
-                target=_work, args=(seeds, originals, Path(name), options, place, queue), daemon=False
+                target=_work,
+                args=(seeds, originals, Path(name), options, place, queue),
+                daemon=False,
             )
             for place in range(options.processes)
         ]
@@ -305,7 +334,8 @@ def run(options: argparse.Namespace) -> dict[str, Tally]:
                 printed = time.monotonic()
                 counted = sum(one.mutants for one in total.values())
                 print(
-                    f"{counted} mutants, {sum(len(one.failures) for one in total.values())} failures",
+                    f"{counted} mutants, {sum(len(one.failures) for one in total.values())} "
+                    "failures",
                     flush=True,
                 )
         for worker in workers:
@@ -316,7 +346,9 @@ def run(options: argparse.Namespace) -> dict[str, Tally]:
 
 
 def print_table(total: dict[str, Tally]) -> None:
-    """Print the numbers of each format, and the kinds of findings about files that load the same."""
+    """Print the numbers of each format, and the kinds of findings about files that load the
+    same.
+    """
     titles = "".join(f"{title:>9}" for title in ("mutants", "told", "passed", "unread", "wrong ok"))
     print(f"{'format':14}{titles}{'other':>7}{'harmless':>16}  slowest   peak")
     everything = Tally()
@@ -326,8 +358,8 @@ def print_table(total: dict[str, Tally]) -> None:
         wrong = sum(failure.startswith("wrong ok") for _, failure in one.failures)
         same = one.harmless.total()
         print(
-            f"{kind:14}{one.mutants:9}{one.told / max(1, one.mutants):9.1%}{one.passed / max(1, one.mutants):9.1%}"
-            f"{one.unchecked / max(1, one.mutants):9.1%}"
+            f"{kind:14}{one.mutants:9}{one.told / max(1, one.mutants):9.1%}"
+            f"{one.passed / max(1, one.mutants):9.1%}{one.unchecked / max(1, one.mutants):9.1%}"
             f"{wrong:9}{len(one.failures) - wrong:7}{f'{same} of {one.sampled}':>16}"
             f"{one.slowest:7.2f} s {one.memory >> 20:4} MB"
         )
@@ -340,7 +372,9 @@ def print_table(total: dict[str, Tally]) -> None:
 
 def main() -> int:
     """Read the options, and return 1 where a mutant failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="stop after so long")
     parser.add_argument("--mutants", type=int, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
@@ -358,7 +392,9 @@ def main() -> int:
             seeds = make_seeds(Path(name) / "seeds")
             made = mutant(seeds, options.seed, options.only)
             source = seeds[made.seed]
-            bench = Bench(seeds, Path(name) / "seeds", Path(name) / "bench", options.seed, sample=1.0)
+            bench = Bench(
+                seeds, Path(name) / "seeds", Path(name) / "bench", options.seed, sample=1.0
+            )
             print(f"{source.format}/{source.name}", *made.changes, sep="\n  ")
             print(bench.try_mutant(options.only, Tally()))
             bench.court.close()
@@ -371,7 +407,8 @@ def main() -> int:
     total = run(options)
     print_table(total)
     print(
-        f"seed {options.seed}: {sum(one.mutants for one in total.values())} mutants in {time.monotonic() - begin:.0f} s"
+        f"seed {options.seed}: {sum(one.mutants for one in total.values())} mutants in "
+        f"{time.monotonic() - begin:.0f} s"
     )
     failures = [failure for one in total.values() for _, failure in one.failures]
     return int(any(not (options.untimed and failure.startswith("slow")) for failure in failures))

@@ -1,12 +1,15 @@
-"""The judge of a changed save: what stock readers make of it. It imports torch, so it is a process of its own.
+"""The judge of a changed save: what stock readers make of it. It imports torch, so it is a process
+of its own.
 
     python -m tests.fuzz.judge
 
-reads one JSON request a line and answers with one: ``{"verdict": "same" | "other" | "refused", "why": ...}``. A request
-names the format, the folder, the folder of the seed, and the files that differ. "same": all values equal the seed's.
+reads one JSON request a line and answers with one: ``{"verdict": "same" | "other" | "refused",
+"why": ...}``. A request names the format, the folder, the folder of the seed, and the files that
+differ. "same": all values equal the seed's.
 
-Our own pickles that no ``weights_only`` reads (DeepSpeed's, DCP's metadata, custom objects) are unpickled with the
-classes that the seed names, and with no others: a changed name is refused, never imported.
+Our own pickles that no ``weights_only`` reads (DeepSpeed's, DCP's metadata, custom objects) are
+unpickled with the classes that the seed names, and with no others: a changed name is refused, never
+imported.
 """
 
 import functools
@@ -30,10 +33,13 @@ _FULL = ("custom_checkpoint", "sampler", "dl_state_dict")
 
 
 _HARMLESS = ("numpy", "_codecs", "torch", "collections")
-"""Packages whose names exchanged files may have: one changed by chance does not exist, or makes an array."""
+"""Packages whose names exchanged files may have: one changed by chance does not exist, or makes an
+array.
+"""
 
 _BUILTINS = frozenset(("__builtin__", name) for name in ("bytearray", "complex", "set"))
-"""Classes of Python, by their names of protocol 2, that torch allows and an edited pickle can name."""
+"""Classes of Python, by their names of protocol 2, that torch allows and an edited pickle can name.
+"""
 
 
 _OF_PACKAGES = re.compile(r"(?:npu|mlu|musa|gcu|sdaa|ort)(?::[0-9]+)?")
@@ -41,7 +47,9 @@ _OF_PACKAGES = re.compile(r"(?:npu|mlu|musa|gcu|sdaa|ort)(?::[0-9]+)?")
 
 
 class _Pickles:
-    """A stand-in for the module ``pickle`` that knows only numpy's names and those which the seeds have."""
+    """A stand-in for the module ``pickle`` that knows only numpy's names and those which the seeds
+    have.
+    """
 
     def __init__(self) -> None:
         self.names: set[tuple[str, str]] = set()
@@ -90,14 +98,17 @@ class Judge:
             # DeepSpeed and DCP load objects with weights_only=False.
             return real(
                 *args,
-                **options
-                if options.get("weights_only")
-                else {**options, "pickle_module": self._pickles.module},
+                **(
+                    options
+                    if options.get("weights_only")
+                    else {**options, "pickle_module": self._pickles.module}
+                ),
             )
 
         torch.load = load
         torch.set_num_threads(1)
-        # torch restores a storage "of npu" once the package of that device is imported, as on the machine of the save.
+        # torch restores a storage "of npu" once the package of that device is imported, as on the
+        # machine of the save.
         torch.serialization.register_package(
             100,
             lambda storage: None,
@@ -123,7 +134,9 @@ class Judge:
             self._pickles.is_learning = False
 
     def verdict(self, kind: str, folder: str, seed: str, files: list[str]) -> tuple[str, str]:
-        """Return the verdict on the files that differ from those of the seed, and what is refused."""
+        """Return the verdict on the files that differ from those of the seed, and what is
+        refused.
+        """
         is_same = True
         units = self._units(kind, Path(folder))
         names = {self._unit_of(kind, name) for name in files}
@@ -146,14 +159,18 @@ class Judge:
         return "." if kind == "index.json" else name
 
     def _units(self, kind: str, root: Path) -> dict[str, Callable[[], Any]]:
-        """Return what is read as one: each DCP folder, the files of DeepSpeed, an index with its shards, or a file."""
+        """Return what is read as one: each DCP folder, the files of DeepSpeed, an index with its
+        shards, or a file.
+        """
         files = [path for path in root.rglob("*") if path.is_file()]
-        # accelerate allows arrays of numpy in each file that it loads itself (``utils/other.py``), the Trainer in its
-        # random states (``trainer_pt_utils.py:safe_globals``).
+        # accelerate allows arrays of numpy in each file that it loads itself (``utils/other.py``),
+        # the Trainer in its random states (``trainer_pt_utils.py:safe_globals``).
         is_of_accelerate = kind not in ("Trainer", "FSDP per rank")
         units: dict[str, Callable[[], Any]] = {
             str(path.relative_to(root)): functools.partial(
-                self._file, path, self._safe if is_of_accelerate or path.name.startswith("rng_state") else ()
+                self._file,
+                path,
+                self._safe if is_of_accelerate or path.name.startswith("rng_state") else (),
             )
             for path in files
         }
@@ -180,7 +197,8 @@ class Judge:
         if path.name.startswith(_FULL):
             return torch.load(path, weights_only=False, map_location="cpu")
         with torch.serialization.safe_globals(list(allowed)):
-            # As accelerate loads models and optimizers: on which device a storage was does not matter.
+            # As accelerate loads models and optimizers: on which device a storage was does not
+            # matter.
             return torch.load(path, weights_only=True, map_location="cpu")
 
     def _sharded(self, root: Path) -> Any:
@@ -193,9 +211,12 @@ class Judge:
         absent = listed.keys() - values.keys()
         size = sum(tensor.nbytes for tensor in values.values())
         # Nothing is lost by a key too many: no loader looks for it in the shards.
-        if absent and not (values.keys() <= listed.keys() and size == index["metadata"].get("total_size")):
+        if absent and not (
+            values.keys() <= listed.keys() and size == index["metadata"].get("total_size")
+        ):
             raise KeyError(min(absent))
-        # transformers looks in the listed file for weights that stay on the disk, of safetensors files alone.
+        # transformers looks in the listed file for weights that stay on the disk, of safetensors
+        # files alone.
         if ".safetensors" in path.name:
             values |= {key: shards[name][key] for key, name in listed.items() if key not in absent}
         return {key: values[key] for key in listed if key not in absent} | {

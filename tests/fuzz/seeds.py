@@ -1,8 +1,10 @@
-"""Real small saves of every format that ckptfix reads: the fixtures, and what torch writes in this process.
+"""Real small saves of every format that ckptfix reads: the fixtures, and what torch writes in this
+process.
 
     python -m tests.fuzz.seeds FOLDER
 
-writes them below a folder, each as ``FORMAT/NAME/``. It imports torch, which the process that runs ``check`` must not.
+writes them below a folder, each as ``FORMAT/NAME/``. It imports torch, which the process that runs
+``check`` must not.
 """
 
 import io
@@ -68,7 +70,9 @@ def write_seeds(folder: Path) -> None:
     """Write every seed."""
     for kind, fixtures in _COPIED.items():
         for fixture in fixtures:
-            shutil.copytree(FIXTURES / fixture / "checkpoint", folder / kind / fixture.replace("/", "-"))
+            shutil.copytree(
+                FIXTURES / fixture / "checkpoint", folder / kind / fixture.replace("/", "-")
+            )
     _write_made(folder)
 
 
@@ -97,15 +101,26 @@ def _write_made(folder: Path) -> None:
     optimizer.step()
     scheduler.step()
     weights, state = net.state_dict(), optimizer.state_dict()
-    many = {f"layers.{n}.w": torch.full((n % 3, 2), n, dtype=kind) for n, kind in enumerate(_dtypes(torch))}
+    many = {
+        f"layers.{n}.w": torch.full((n % 3, 2), n, dtype=kind)
+        for n, kind in enumerate(_dtypes(torch))
+    }
     put(
         "safetensors",
         "bfloat16",
         {"model.safetensors": safetensors.torch.save(dict(weights), {"format": "pt"})},
     )
-    put("safetensors", "dtypes", {"model.safetensors": safetensors.torch.save(many, {"format": "pt"})})
+    put(
+        "safetensors",
+        "dtypes",
+        {"model.safetensors": safetensors.torch.save(many, {"format": "pt"})},
+    )
     legacy = {"_use_new_zipfile_serialization": False}
-    put("torch zip", "bfloat16", {"pytorch_model.bin": saved(weights), "optimizer.bin": saved(state)})
+    put(
+        "torch zip",
+        "bfloat16",
+        {"pytorch_model.bin": saved(weights), "optimizer.bin": saved(state)},
+    )
     put("torch zip", "dtypes", {"pytorch_model.bin": saved(many)})
     typed = {
         name: tensor
@@ -120,7 +135,11 @@ def _write_made(folder: Path) -> None:
     put("torch legacy", "weights", {"pytorch_model.bin": saved(weights, **legacy), **states})
     # Without checksums a changed pickle is seen by its content alone.
     torch.serialization.set_crc32_options(False)
-    put("torch zip", "no-checksums", {"pytorch_model.bin": saved(weights), "optimizer.bin": saved(state)})
+    put(
+        "torch zip",
+        "no-checksums",
+        {"pytorch_model.bin": saved(weights), "optimizer.bin": saved(state)},
+    )
     torch.serialization.set_crc32_options(True)
     put("torch zip", "written-by-zipfile", {"pytorch_model.bin": _repacked(saved(weights))})
     numbers = {
@@ -136,7 +155,9 @@ def _write_made(folder: Path) -> None:
             "optimizer.pt": saved(state),
             "scheduler.pt": saved(scheduler.state_dict()),
             "rng_state.pth": saved(numbers),
-            "trainer_state.json": json.dumps({"global_step": 2, "log_history": [{"loss": 1.5}]}).encode(),
+            "trainer_state.json": (
+                json.dumps({"global_step": 2, "log_history": [{"loss": 1.5}]}).encode()
+            ),
         },
     )
     for name, files in _per_rank(torch, saved).items():
@@ -145,13 +166,16 @@ def _write_made(folder: Path) -> None:
 
 def _dtypes(torch: Any) -> list[Any]:
     names = (
-        "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 float8_e4m3fn uint16"
+        "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 "
+        "float8_e4m3fn uint16"
     )
     return [getattr(torch, name) for name in names.split()]
 
 
 def _repacked(data: bytes) -> bytes:
-    """Return the same records in an archive of Python's ``zipfile``: without padding, descriptors and ZIP64."""
+    """Return the same records in an archive of Python's ``zipfile``: without padding, descriptors
+    and ZIP64.
+    """
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as target:
         for name in source.namelist():
@@ -160,7 +184,9 @@ def _repacked(data: bytes) -> bytes:
 
 
 def _per_rank(torch: Any, saved: Any) -> dict[str, dict[str, bytes]]:
-    """Return what FSDP2 writes with ``use_dcp=False``: each rank's parts as DTensors. The group is simulated."""
+    """Return what FSDP2 writes with ``use_dcp=False``: each rank's parts as DTensors. The group is
+    simulated.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -170,7 +196,8 @@ def _per_rank(torch: Any, saved: Any) -> dict[str, dict[str, bytes]]:
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         mesh = init_device_mesh("cpu", (2,))
         full = {
-            name: torch.arange(float(rows * 3)).reshape(rows, 3) for name, rows in (("a.w", 4), ("b.w", 5))
+            name: torch.arange(float(rows * 3)).reshape(rows, 3)
+            for name, rows in (("a.w", 4), ("b.w", 5))
         }
         parts = {
             name: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
@@ -178,9 +205,18 @@ def _per_rank(torch: Any, saved: Any) -> dict[str, dict[str, bytes]]:
         }
         models[f"pytorch_model_fsdp_0_rank{rank}.bin"] = saved(parts)
         states = {
-            n: {"step": torch.tensor(1.0), "exp_avg": part, "exp_avg_sq": part} for n, part in parts.items()
+            n: {"step": torch.tensor(1.0), "exp_avg": part, "exp_avg_sq": part}
+            for n, part in parts.items()
         }
-        groups = [{"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "params": list(parts)}]
+        groups = [
+            {
+                "lr": 0.1,
+                "betas": (0.9, 0.95),
+                "eps": 1e-8,
+                "weight_decay": 0.0,
+                "params": list(parts),
+            }
+        ]
         models[f"optimizer_0_rank{rank}.bin"] = saved({"state": states, "param_groups": groups})
         torch.distributed.destroy_process_group()
     return {"fsdp2": models}

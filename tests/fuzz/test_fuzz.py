@@ -1,4 +1,6 @@
-"""A run of the fuzzer, bounded by a number and not by time: no changed save that readers refuse is passed."""
+"""A run of the fuzzer, bounded by a number and not by time: no changed save that readers refuse is
+passed.
+"""
 
 import io
 import os
@@ -38,7 +40,11 @@ def test_no_changed_save_that_readers_refuse_is_passed() -> None:
         "--untimed",
     ]
     made = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", *options], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tests.fuzz", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert made.returncode == 0, made.stdout + made.stderr
     assert f"seed 24: {MUTANTS} mutants" in made.stdout or not has_deepspeed()
@@ -97,9 +103,13 @@ def test_an_edited_pickle_has_correct_checksums() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [(8, 1), (10, 8), (10, 12), (10, 14), (10, 99)], ids=lambda value: f"{value}"
+    ("field", "value"),
+    [(8, 1), (10, 8), (10, 12), (10, 14), (10, 99)],
+    ids=lambda value: f"{value}",
 )
-def test_a_pickle_that_an_earlier_change_made_unreadable_is_not_edited(field: int, value: int) -> None:
+def test_a_pickle_that_an_earlier_change_made_unreadable_is_not_edited(
+    field: int, value: int
+) -> None:
     """The directory marks it as encrypted, or as compressed in some way."""
     data = bytearray(torch_bytes())
     data[data.index(b"PK\1\2") + field] = value
@@ -121,7 +131,9 @@ def torch_bytes() -> bytes:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_items_that_are_not_read_in_a_store_are_said() -> None:
-    """Each item would cost a request: what is left out is a line of the report, and ``--data`` reads it."""
+    """Each item would cost a request: what is left out is a line of the report, and ``--data``
+    reads it.
+    """
     import torch.distributed.checkpoint as dcp
 
     name = f"memory://{os.urandom(6).hex()}/run"

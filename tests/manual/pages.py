@@ -1,10 +1,12 @@
-"""The generated parts of the manual and the README: ``python -m tests.manual.pages`` writes them again.
+"""The generated parts of the manual and the README: ``python -m tests.manual.pages`` writes them
+again.
 
-Two kinds of parts are compared with what ckptfix says today. ``<!-- generated: WHAT -->`` begins a text that comes from
-a catalogue, a command or a golden folder; ``<!-- end -->`` ends it. ``<!-- run: FIXTURE -->`` stands before a console
-block: its commands run in a folder with a copy ``checkpoint`` of that golden folder. Output that is written with
-``...`` matches any text there, and is never written again. ``<!-- run: FIXTURE needs NAME... -->``: only where these
-modules and programs are installed.
+Two kinds of parts are compared with what ckptfix says today. ``<!-- generated: WHAT -->`` begins a
+text that comes from a catalogue, a command or a golden folder; ``<!-- end -->`` ends it. ``<!--
+run: FIXTURE -->`` stands before a console block: its commands run in a folder with a copy
+``checkpoint`` of that golden folder. Output that is written with ``...`` matches any text there,
+and is never written again. ``<!-- run: FIXTURE needs NAME... -->``: only where these modules and
+programs are installed.
 """
 
 import inspect
@@ -70,24 +72,33 @@ UNFILED: dict[str, Finding] = {
         same_machine=True,
     ),
 }
-"""Examples that no golden folder gives: a killed repair has none, and the age of a staging folder changes."""
+"""Examples that no golden folder gives: a killed repair has none, and the age of a staging folder
+changes.
+"""
 
 
 def generated(text: str) -> str:
     """Return a page with all that is generated in it as it is today."""
     text = _GENERATED.sub(lambda part: part[1] + WRITERS[part[2]](part[3]) + part[5], text)
     return _RUN.sub(
-        lambda part: part[0] if absent(part[3]) else part[1] + _played(part[2], part[4]) + part[5], text
+        lambda part: part[0] if absent(part[3]) else part[1] + _played(part[2], part[4]) + part[5],
+        text,
     )
 
 
 def absent(needs: str | None) -> list[str]:
     """Return the modules and programs of a list that are not installed here."""
-    return [name for name in (needs or "").split() if find_spec(name) is None and shutil.which(name) is None]
+    return [
+        name
+        for name in (needs or "").split()
+        if find_spec(name) is None and shutil.which(name) is None
+    ]
 
 
 def not_played(text: str) -> list[str]:
-    """Return what the console blocks of a page need that is not installed here, without which they are not run."""
+    """Return what the console blocks of a page need that is not installed here, without which they
+    are not run.
+    """
     return sorted({name for part in _RUN.finditer(text) for name in absent(part[3])})
 
 
@@ -118,7 +129,9 @@ def _example(code: str) -> str:
         case = folder if folder.is_dir() else min(GOLDEN.glob(f"{code}-*"))
         report = check(case / "checkpoint", data=True)
         findings = [finding for finding in report.findings if finding.code == code]
-    return _block("text", "\n".join(str(line) for line in finding_lines(findings[:1], "checkpoint")))
+    return _block(
+        "text", "\n".join(str(line) for line in finding_lines(findings[:1], "checkpoint"))
+    )
 
 
 _LOST: dict[str, dict[str, list[Any]]] = {
@@ -136,7 +149,9 @@ def _example_of_values(code: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "model.safetensors")
         save_file(
-            {name: torch.tensor(values) for name, values in _LOST[code].items()}, file, {"format": "pt"}
+            {name: torch.tensor(values) for name, values in _LOST[code].items()},
+            file,
+            {"format": "pt"},
         )
         if code == "untrained-lora":
             Path(folder, "trainer_state.json").write_text('{"global_step": 400}')
@@ -154,7 +169,9 @@ def _table_of_topics(_: str) -> str:
 
 def _topic(code: str) -> str:
     topic = TOPICS[code]
-    return f"{_sentence(topic.meaning)}\n({' or '.join(level.value for level in topic.severities)})\n"
+    return (
+        f"{_sentence(topic.meaning)}\n({' or '.join(level.value for level in topic.severities)})\n"
+    )
 
 
 def _advice(code: str) -> str:
@@ -205,13 +222,17 @@ def _causes(_: str) -> str:
         for one in CAUSES
     )
     return (
-        "\n".join(["| code | cause | change | restored by `ckptfix run` |", "|---|---|---|---|", *rows])
+        "\n".join(
+            ["| code | cause | change | restored by `ckptfix run` |", "|---|---|---|---|", *rows]
+        )
         + "\n"
     )
 
 
 def _verbs(_: str) -> str:
-    rows = [f"| `ckptfix {verb}` | {_short(verb)} |" for verb in cli.list_commands(click.Context(cli))]
+    rows = [
+        f"| `ckptfix {verb}` | {_short(verb)} |" for verb in cli.list_commands(click.Context(cli))
+    ]
     return "\n".join(["| command | what it does |", "|---|---|", *rows]) + "\n"
 
 

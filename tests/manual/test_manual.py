@@ -35,7 +35,8 @@ def test_generated_parts_and_transcripts_are_of_today(path: Path) -> None:
     assert generated(text) == text, "to write them again: .venv/bin/python -m tests.manual.pages"
     if missing := not_played(text):
         pytest.skip(
-            f"blocks of {path.name} were not run: they need {', '.join(missing)}, of ckptfix[signing]"
+            f"blocks of {path.name} were not run: they need {', '.join(missing)}, of "
+            "ckptfix[signing]"
         )
 
 
@@ -47,7 +48,9 @@ def test_every_page_is_a_topic_with_a_summary() -> None:
 
 
 def printed_codes() -> set[str]:
-    """Return every code that a verb prints: of the catalogues, and any other that the source gives a result."""
+    """Return every code that a verb prints: of the catalogues, and any other that the source gives
+    a result.
+    """
     codes_found = {*CODES, *DOCTOR, *VALUES, *(cause.code for cause in CAUSES)}
     codes_found |= {f"digest-{change.value}" for change in Change}
     for path in (ROOT / "ckptfix").rglob("*.py"):
@@ -121,7 +124,8 @@ def test_every_option_in_a_command_of_the_manual_exists() -> None:
             if command is None or verb == "run":
                 continue
             known = {name for option in command.params for name in option.opts} | {"--help"}
-            before_comment = re.split(r"[#;,('\"]", rest)[0]  # neither a comment nor a quoted command
+            # Neither a comment nor a quoted command.
+            before_comment = re.split(r"[#;,('\"]", rest)[0]
             for option in re.findall(r"(?<=\s)--[a-z][a-z-]*", before_comment):
                 assert option in known, f"{path.name}: ckptfix {verb}{rest}"
 
@@ -213,8 +217,9 @@ def test_wrapping_leaves_code_and_tables() -> None:
         "# A title that is long\n\none two three\nfour five\n- six seven eight\n  nine\n\n"
         "```text\na b c d e f g\n```\n| a | b c d e f |\n"
     )
-    assert wrap(text, 12) == (
-        "# A title that is long\n\none two\nthree four\nfive\n- six seven\n  eight nine\n\n"
+    assert (
+        wrap(text, 12)
+        == "# A title that is long\n\none two\nthree four\nfive\n- six seven\n  eight nine\n\n"
         "```text\na b c d e f g\n```\n| a | b c d e f |\n\n"
     )
 
@@ -226,7 +231,9 @@ def test_ellipses_match_any_text() -> None:
 
 
 def test_the_wheel_has_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("setuptools", reason="newer Pythons install no setuptools into an environment")
+    pytest.importorskip(
+        "setuptools", reason="newer Pythons install no setuptools into an environment"
+    )
     from setuptools import Distribution
     from setuptools.command.build_py import build_py
     from setuptools.config.pyprojecttoml import apply_configuration
@@ -234,12 +241,17 @@ def test_the_wheel_has_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     distribution = Distribution()
     apply_configuration(distribution, "pyproject.toml")
-    distribution.include_package_data = False  # otherwise it writes a folder of metadata into the tree
+    # Otherwise it writes a folder of metadata into the tree.
+    distribution.include_package_data = False
     command = build_py(distribution)
     command.finalize_options()
     packaged = {f"{package}/{name}" for package, *_, names in command.data_files for name in names}
     table = "ckptfix/checkpoint/architectures.bin"
-    assert packaged == {"ckptfix/py.typed", table, *(f"ckptfix/manual/{path.name}" for path in PAGES)}
+    assert packaged == {
+        "ckptfix/py.typed",
+        table,
+        *(f"ckptfix/manual/{path.name}" for path in PAGES),
+    }
 
 
 @pytest.mark.slow

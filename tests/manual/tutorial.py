@@ -1,4 +1,6 @@
-"""Run the tutorial as a reader does; ``python -m tests.manual.tutorial`` prints it with the output of today."""
+"""Run the tutorial as a reader does; ``python -m tests.manual.tutorial`` prints it with the output
+of today.
+"""
 
 import os
 import re
@@ -15,7 +17,9 @@ _CONSOLE = re.compile(r"(```console\n)(.*?)(```\n)", re.DOTALL)
 
 
 def played(folder: Path) -> str:
-    """Run every command of the tutorial in a folder, and return the tutorial with what they print."""
+    """Run every command of the tutorial in a folder, and return the tutorial with what they
+    print.
+    """
     text = TUTORIAL.read_text()
     for name, content in _FILE.findall(text):
         (folder / name).write_text(content)
@@ -35,7 +39,13 @@ def _said(command: str, folder: Path) -> str:
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "LC_ALL": "C", "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "PATH": path,
+            "OMP_NUM_THREADS": "1",
+            "LC_ALL": "C",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         capture_output=True,
         text=True,
         timeout=600,

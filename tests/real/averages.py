@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 -m tests.real.averages save FOLDER
     torchrun --nproc_per_node 2 -m tests.real.averages load FOLDER
 
-saves FOLDER/<case> for each case, or loads it into new objects with stock accelerate. Both print by case the digests of
-what the main process then has. ckptfix has no part here.
+saves FOLDER/<case> for each case, or loads it into new objects with stock accelerate. Both print by
+case the digests of what the main process then has. ckptfix has no part here.
 """
 
 import copy
@@ -24,8 +24,12 @@ from tests.timm_library import FOLDER
 
 
 def timm_averages() -> Any:
-    """Return timm's module of averages; without torchvision ``import timm`` fails, and the module needs none of it."""
-    spec = importlib.util.spec_from_file_location("timm_model_ema", FOLDER / "timm/utils/model_ema.py")
+    """Return timm's module of averages; without torchvision ``import timm`` fails, and the module
+    needs none of it.
+    """
+    spec = importlib.util.spec_from_file_location(
+        "timm_model_ema", FOLDER / "timm/utils/model_ema.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,7 +38,9 @@ def timm_averages() -> Any:
 
 
 class Run:
-    """One script: a model, its optimizer, and an average that is prepared or registered as the case says."""
+    """One script: a model, its optimizer, and an average that is prepared or registered as the case
+    says.
+    """
 
     def __init__(self, case: str, seed: int) -> None:
         timm = timm_averages()
@@ -50,7 +56,9 @@ class Run:
         prepare = self.accelerator.prepare
         if case == "average first":
             self.average = make(self.model)
-            self.average, self.prepared, self.handle = prepare(self.average, self.model, self.optimizer)
+            self.average, self.prepared, self.handle = prepare(
+                self.average, self.model, self.optimizer
+            )
         elif case in ("of the prepared model", "custom object"):
             self.prepared, self.handle = prepare(self.model, self.optimizer)
             self.average = make(self.prepared)
@@ -60,7 +68,9 @@ class Run:
                 prepare(self.average)
         else:
             self.average = make(self.model)
-            self.prepared, self.average, self.handle = prepare(self.model, self.average, self.optimizer)
+            self.prepared, self.average, self.handle = prepare(
+                self.model, self.average, self.optimizer
+            )
 
     def train(self) -> None:
         generator = torch.Generator().manual_seed(self.accelerator.process_index)
@@ -69,11 +79,16 @@ class Run:
             self.accelerator.backward(batch_loss(self.prepared, self.name, generator))
             self.handle.step()
             with torch.no_grad():
-                for mean, own in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                for mean, own in zip(
+                    self.average.parameters(), self.model.parameters(), strict=True
+                ):
                     mean.lerp_(own, 0.5)
 
     def digests(self) -> list[Any]:
-        states = [self.model.state_dict(), self.accelerator.unwrap_model(self.average).state_dict()]
+        states = [
+            self.model.state_dict(),
+            self.accelerator.unwrap_model(self.average).state_dict(),
+        ]
         return [*map(tensor_digests, states), state_digest(self.optimizer.state_dict())]
 
 

@@ -1,9 +1,11 @@
-"""Load checkpoints as a correct script does, with stock accelerate, and print what is in memory afterwards.
+"""Load checkpoints as a correct script does, with stock accelerate, and print what is in memory
+afterwards.
 
     python -m tests.real.load_with_stock < jobs.json > results.json
 
-One process loads many checkpoints, because importing torch and accelerate takes longer than all of them together.
-A job names a checkpoint folder and the `run.json` that says which objects the script has. ckptfix has no part here.
+One process loads many checkpoints, because importing torch and accelerate takes longer than all of
+them together. A job names a checkpoint folder and the `run.json` that says which objects the script
+has. ckptfix has no part here.
 """
 
 import json
@@ -21,9 +23,12 @@ def load(checkpoint: str, run: dict[str, Any]) -> dict[str, Any]:
     """Prepare every object once, load, and return the values in the form that run.json has."""
     accelerator = Accelerator()
     # Other seeds than the run had: what does not come out of the checkpoint is wrong.
-    models = [build_model(entry["class"], seed=900 + index) for index, entry in enumerate(run["models"])]
+    models = [
+        build_model(entry["class"], seed=900 + index) for index, entry in enumerate(run["models"])
+    ]
     optimizers = [
-        torch.optim.AdamW(models[entry["model"]].parameters(), lr=0.5) for entry in run["optimizers"]
+        torch.optim.AdamW(models[entry["model"]].parameters(), lr=0.5)
+        for entry in run["optimizers"]
     ]
     schedulers = [
         torch.optim.lr_scheduler.StepLR(optimizers[entry["optimizer"]], step_size=9)

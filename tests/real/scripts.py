@@ -1,9 +1,10 @@
-"""Small training scripts, and what runs them: save, load, and print the digests of what a script then has in memory.
+"""Small training scripts, and what runs them: save, load, and print the digests of what a script
+then has in memory.
 
     torchrun --nproc_per_node 2 -m tests.real.scripts JOBS.json
 
-Each process writes the results of all jobs into JOBS.json.RANK. One pair of processes works through many jobs, as
-importing torch takes longer than all of them together. ckptfix has no part here.
+Each process writes the results of all jobs into JOBS.json.RANK. One pair of processes works through
+many jobs, as importing torch takes longer than all of them together. ckptfix has no part here.
 """
 
 import copy
@@ -25,7 +26,9 @@ from fixtures.models import SampleCounter, TwoLayer
 
 
 class Run:
-    """One run of a script: its objects as the script made them, its losses, and what it does after each step."""
+    """One run of a script: its objects as the script made them, its losses, and what it does after
+    each step.
+    """
 
     def __init__(self, seed: int, *, is_corrected: bool) -> None:
         self.accelerator = Accelerator()
@@ -43,7 +46,8 @@ class Run:
     def model(self, model: nn.Module) -> Any:
         """Return a model that the script passes to prepare(), as prepare() returns it."""
         self.models.append(model)
-        # Without a gradient nothing wraps it: on GPUs prepare() does this by itself, on CPUs it raises.
+        # Without a gradient nothing wraps it: on GPUs prepare() does this by itself, on CPUs it
+        # raises.
         is_frozen = not any(one.requires_grad for one in model.parameters())
         return (
             self.accelerator.prepare_model(model, evaluation_mode=True)
@@ -68,12 +72,16 @@ class Run:
 
     def adamw(self, *models: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
         """Prepare one AdamW over the parameters of all these models."""
-        optimizer = torch.optim.AdamW([one for model in models for one in model.parameters()], lr=lr)
+        optimizer = torch.optim.AdamW(
+            [one for model in models for one in model.parameters()], lr=lr
+        )
         self.optimizer(optimizer)
         return optimizer
 
     def scheduler(self, scheduler: Any, *, twice: bool = False, every: int = 1) -> None:
-        """Prepare a scheduler, which moves after ``every`` so many steps; ``twice``: pass the same one again."""
+        """Prepare a scheduler, which moves after ``every`` so many steps; ``twice``: pass the same
+        one again.
+        """
         self.schedulers.append(scheduler)
         pacer = self.accelerator.prepare(scheduler)
         self.after.append(lambda step: pacer.step() if step % every == 0 else None)
@@ -81,7 +89,9 @@ class Run:
             self.again(scheduler)
 
     def train(self, *models: Any, scale: float = 1.0) -> None:
-        """Add the loss of each model on the batch of the step; a ``scale`` of 0 makes gradients of zeros."""
+        """Add the loss of each model on the batch of the step; a ``scale`` of 0 makes gradients of
+        zeros.
+        """
         self.losses += [partial(loss_of, model, scale) for model in models]
 
     def step(self) -> None:
@@ -116,7 +126,9 @@ def loss_of(model: Any, scale: float, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Wrap(nn.Module):  # type: ignore[misc]  # torch is not followed, so nn.Module is Any
-    """A module of the script's own that holds another as ``module``, as DistributedDataParallel does."""
+    """A module of the script's own that holds another as ``module``, as DistributedDataParallel
+    does.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -127,7 +139,9 @@ class Wrap(nn.Module):  # type: ignore[misc]  # torch is not followed, so nn.Mod
 
 
 class LossWrapper(Wrap):
-    """A model and its loss in one module, as scripts write it that run both in DistributedDataParallel."""
+    """A model and its loss in one module, as scripts write it that run both in
+    DistributedDataParallel.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.module(x).pow(2)
@@ -154,7 +168,9 @@ class Towers(nn.Module):  # type: ignore[misc]  # torch is not followed, so nn.M
 
 
 class Adapted(nn.Module):  # type: ignore[misc]  # torch is not followed, so nn.Module is Any
-    """A frozen layer with two LoRA adapters; every B begins with zeros, so that the first gradient of every A is 0."""
+    """A frozen layer with two LoRA adapters; every B begins with zeros, so that the first gradient
+    of every A is 0.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +208,9 @@ class Parameters(nn.Module):  # type: ignore[misc]  # torch is not followed, so 
 
 
 def two(run: Run, first: nn.Module, second: nn.Module) -> None:
-    """Train a model with its optimizer beside two others, the second of which is held by a wrapper."""
+    """Train a model with its optimizer beside two others, the second of which is held by a
+    wrapper.
+    """
     net = TwoLayer()
     run.train(run.model(net))
     run.adamw(net)
@@ -200,7 +218,9 @@ def two(run: Run, first: nn.Module, second: nn.Module) -> None:
     run.model(Wrap(second))
 
 
-def trained(run: Run, optimizer: Callable[[Any], torch.optim.Optimizer], *, twice: bool = False) -> None:
+def trained(
+    run: Run, optimizer: Callable[[Any], torch.optim.Optimizer], *, twice: bool = False
+) -> None:
     """Train a doubled model with one optimizer."""
     net = TwoLayer()
     run.train(run.doubled(net))
@@ -372,12 +392,16 @@ def reference_beside_its_slow_student(run: Run) -> None:
 
 def reference_beside_a_student_that_waits(run: Run) -> None:
     student(run, torch.float32, 0.01)
-    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 6)))
+    run.scheduler(
+        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 6))
+    )
 
 
 def average_until_a_delay_ends(run: Run) -> None:
     average(run, lambda step: 0.99, adamw)
-    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 6)))
+    run.scheduler(
+        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 6))
+    )
 
 
 def held(epoch: int, delay: int) -> float:
@@ -393,7 +417,9 @@ def average_until_a_sequence_begins(run: Run) -> None:
     average(run, lambda step: 0.99, adamw)
     waits = torch.optim.lr_scheduler.ConstantLR(run.optimizers[0], factor=0, total_iters=10)
     moves = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizers[0], T_max=100)
-    run.scheduler(torch.optim.lr_scheduler.SequentialLR(run.optimizers[0], [waits, moves], milestones=[6]))
+    run.scheduler(
+        torch.optim.lr_scheduler.SequentialLR(run.optimizers[0], [waits, moves], milestones=[6])
+    )
 
 
 def average_after_the_first_epoch_of_a_warm_up(run: Run) -> None:
@@ -408,7 +434,9 @@ def average_until_an_unsaved_schedule_begins(run: Run) -> None:
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the schedule of most scripts, whose function is a partial() that leaves {} in the state."""
+    """Return the schedule of most scripts, whose function is a partial() that leaves {} in the
+    state.
+    """
     from transformers import get_linear_schedule_with_warmup
 
     return get_linear_schedule_with_warmup(optimizer, 4, 100)
@@ -416,7 +444,9 @@ def warm_up(optimizer: torch.optim.Optimizer) -> Any:
 
 def average_during_warm_up(run: Run) -> None:
     average(run, lambda step: 0.99, adamw)
-    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: 0.1 * (epoch > 20)))
+    run.scheduler(
+        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: 0.1 * (epoch > 20))
+    )
 
 
 def average_with_copied_buffers_during_warm_up(run: Run) -> None:
@@ -426,7 +456,9 @@ def average_with_copied_buffers_during_warm_up(run: Run) -> None:
     mean = copy.deepcopy(net)
     run.model(DistributedDataParallel(mean))
     # The parameters stay as they are; every step changes the buffers of both.
-    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch > 20)))
+    run.scheduler(
+        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch > 20))
+    )
     run.after.append(lambda step: mean.load_state_dict(net.state_dict()))
 
 
@@ -514,7 +546,9 @@ def with_scheduler(run: Run) -> None:
 
 def with_scheduler_of_epochs(run: Run) -> None:
     trained(run, adamw)
-    run.scheduler(torch.optim.lr_scheduler.StepLR(run.optimizers[0], step_size=2, gamma=0.5), every=3)
+    run.scheduler(
+        torch.optim.lr_scheduler.StepLR(run.optimizers[0], step_size=2, gamma=0.5), every=3
+    )
 
 
 def with_warm_up(run: Run) -> None:
@@ -526,7 +560,9 @@ def with_a_sequence(run: Run) -> None:
     trained(run, adamw)
     first = torch.optim.lr_scheduler.LinearLR(run.optimizers[0], total_iters=3)
     second = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizers[0], T_max=100)
-    run.scheduler(torch.optim.lr_scheduler.SequentialLR(run.optimizers[0], [first, second], milestones=[3]))
+    run.scheduler(
+        torch.optim.lr_scheduler.SequentialLR(run.optimizers[0], [first, second], milestones=[3])
+    )
 
 
 def with_a_function(run: Run) -> None:
@@ -536,7 +572,9 @@ def with_a_function(run: Run) -> None:
 
 def with_a_function_of_epochs(run: Run) -> None:
     trained(run, adamw)
-    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: 0.9**epoch), every=5)
+    run.scheduler(
+        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: 0.9**epoch), every=5
+    )
 
 
 def with_optimizer_twice(run: Run) -> None:
@@ -552,12 +590,16 @@ def pairs_twice(run: Run) -> None:
 
 def with_scheduler_twice(run: Run) -> None:
     trained(run, adamw)
-    run.scheduler(torch.optim.lr_scheduler.StepLR(run.optimizers[0], step_size=2, gamma=0.5), twice=True)
+    run.scheduler(
+        torch.optim.lr_scheduler.StepLR(run.optimizers[0], step_size=2, gamma=0.5), twice=True
+    )
 
 
 def at_the_end_of_a_schedule(run: Run) -> None:
     trained(run, adamw)
-    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch < 4)))
+    run.scheduler(
+        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch < 4))
+    )
 
 
 def batch_norm_with_optimizer_twice(run: Run) -> None:
@@ -623,7 +665,10 @@ def momentum(run: Run) -> None:
 def two_groups(run: Run) -> None:
     net = TwoLayer()
     run.train(run.doubled(net))
-    groups: Sequence[Any] = ({"params": net.fc1.parameters()}, {"params": net.fc2.parameters(), "lr": 0.1})
+    groups: Sequence[Any] = (
+        {"params": net.fc1.parameters()},
+        {"params": net.fc2.parameters(), "lr": 0.1},
+    )
     run.optimizer(torch.optim.Adam(groups, lr=0.01))
 
 
@@ -641,7 +686,9 @@ def gan_in_training(run: Run) -> None:
 
 
 def save(job: dict[str, Any]) -> dict[str, Any]:
-    """Train, and save after each step that the job names; ``resumed``: the last save is of a run that resumed."""
+    """Train, and save after each step that the job names; ``resumed``: the last save is of a run
+    that resumed.
+    """
     script: Callable[[Run], None] = globals()[job["script"]]
     run = Run(seed=1, is_corrected=False)
     script(run)
@@ -663,7 +710,9 @@ def save(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(job: dict[str, Any]) -> dict[str, Any]:
-    """Load every checkpoint of the folder into a new run; return what the run then has, or why it has nothing."""
+    """Load every checkpoint of the folder into a new run; return what the run then has, or why it
+    has nothing.
+    """
     results: dict[str, Any] = {}
     for checkpoint in sorted(Path(job["folder"]).glob("checkpoint-*")):
         run = Run(seed=3, is_corrected=job["is_corrected"])

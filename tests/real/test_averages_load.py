@@ -1,4 +1,6 @@
-"""Healthy scripts with timm's and transformers' averages load the same values before and after the default repair."""
+"""Healthy scripts with timm's and transformers' averages load the same values before and after the
+default repair.
+"""
 
 import json
 import os
@@ -22,13 +24,24 @@ def script(verb: str, folder: Path, processes: int) -> dict[str, Any]:
     """Run the script and return the digests by case."""
     launcher = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(processes),
+        ]
     done = subprocess.run(
         [*launcher, "-m", "tests.real.averages", verb, str(folder)],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
         timeout=300,
     )
     assert done.returncode == 0, done.stderr

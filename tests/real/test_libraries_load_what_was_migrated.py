@@ -1,4 +1,6 @@
-"""PEFT, transformers and diffusers load a migrated checkpoint by the names that they look for, with the same values."""
+"""PEFT, transformers and diffusers load a migrated checkpoint by the names that they look for, with
+the same values.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,18 @@ from ckptfix.verification.diff import diff
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+    ),
 ]
 
-STATES = ("rng_state.pth", "optimizer.pt", "scheduler.pt", "training_args.bin", "trainer_state.json")
+STATES = (
+    "rng_state.pth",
+    "optimizer.pt",
+    "scheduler.pt",
+    "training_args.bin",
+    "trainer_state.json",
+)
 
 
 def tiny_llama() -> Any:
@@ -50,7 +60,12 @@ def trained_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = get_peft_model(tiny_llama(), lora)
     tokens = torch.arange(4)
     arguments = TrainingArguments(
-        output_dir=str(root), max_steps=2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+        output_dir=str(root),
+        max_steps=2,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
     )
     examples = [{"input_ids": tokens + number, "labels": tokens} for number in range(8)]
     Trainer(model=model, args=arguments, train_dataset=examples).train()
@@ -95,7 +110,9 @@ def test_peft_loads_the_adapter_that_a_hook_put_into_a_folder_of_save_state(
     assert not (source / "model.safetensors").exists()
     assert [finding for finding in check(source).findings if finding.severity.value != "note"] == []
     migrate(source, tmp_path / "bin", to="bin")
-    assert same_values(model, PeftModel.from_pretrained(tiny_llama(), tmp_path / "bin", is_trainable=True))
+    assert same_values(
+        model, PeftModel.from_pretrained(tiny_llama(), tmp_path / "bin", is_trainable=True)
+    )
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
@@ -154,7 +171,9 @@ def test_diffusers_loads_what_its_hook_saved_below_a_folder_of_save_state(tmp_pa
     def load(models: list[Any], folder: str) -> None:
         for _ in range(len(models)):
             models.pop().load_state_dict(
-                unet_type.from_pretrained(folder, subfolder="unet", use_safetensors=False).state_dict()
+                unet_type.from_pretrained(
+                    folder, subfolder="unet", use_safetensors=False
+                ).state_dict()
             )
 
     accelerator.register_save_state_pre_hook(save)
@@ -167,7 +186,9 @@ def test_diffusers_loads_what_its_hook_saved_below_a_folder_of_save_state(tmp_pa
     before = unet_type.from_pretrained(source / "unet")
     migrate(source, tmp_path / "bin", to="bin")
     migrate(tmp_path / "bin", tmp_path / "safe", to="safetensors", max_shard_size="40KB")
-    assert same_values(before, unet_type.from_pretrained(tmp_path / "bin" / "unet", use_safetensors=False))
+    assert same_values(
+        before, unet_type.from_pretrained(tmp_path / "bin" / "unet", use_safetensors=False)
+    )
     assert list((tmp_path / "safe" / "unet").glob("*.index.json"))
     assert same_values(before, unet_type.from_pretrained(tmp_path / "safe" / "unet"))
     with torch.no_grad():
@@ -187,5 +208,7 @@ def test_diffusers_loads_a_variant(tmp_path: Path, most: str) -> None:
     migrate(source, tmp_path / "bin", to="bin", max_shard_size=most)
     migrate(tmp_path / "bin", tmp_path / "safe", to="safetensors", max_shard_size=most)
     for name in ("bin", "safe"):
-        after = unet_type.from_pretrained(tmp_path / name, variant="fp16", use_safetensors=name == "safe")
+        after = unet_type.from_pretrained(
+            tmp_path / name, variant="fp16", use_safetensors=name == "safe"
+        )
         assert same_values(before, after)

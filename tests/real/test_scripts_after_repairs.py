@@ -1,7 +1,8 @@
-"""Real scripts of two processes save, and load after a repair, tensor by tensor, what they have trained.
+"""Real scripts of two processes save, and load after a repair, tensor by tensor, what they have
+trained.
 
-An uncorrected script passes something to prepare() twice, the corrected one does not. A script that needs no correction
-must load after the default repair, too, so that nothing of it may be deleted.
+An uncorrected script passes something to prepare() twice, the corrected one does not. A script that
+needs no correction must load after the default repair, too, so that nothing of it may be deleted.
 """
 
 import io
@@ -40,10 +41,11 @@ def lose_the_random_states(checkpoint: Path) -> None:
 
 
 class Scenario(NamedTuple):
-    """A script, the warnings and errors in each checkpoint that it saved, and the files that repairs delete.
+    """A script, the warnings and errors in each checkpoint that it saved, and the files that
+    repairs delete.
 
-    A checkpoint with an error loses ``deleted`` by a plain repair, any other loses nothing. ``option``: what a person
-    who knows the script says, and what is deleted then.
+    A checkpoint with an error loses ``deleted`` by a plain repair, any other loses nothing.
+    ``option``: what a person who knows the script says, and what is deleted then.
     """
 
     script: Callable[[scripts.Run], None]
@@ -100,7 +102,8 @@ CORRECT = (
     ),
     Scenario(
         scripts.average_of_a_generator_that_waits,
-        "one of two optimizers that fit has moments of zeros, and it may be that of the two entries",
+        "one of two optimizers that fit has moments of zeros, and it may be that of the two "
+        "entries",
         {3: ASKS},
     ),
     Scenario(
@@ -130,7 +133,8 @@ CORRECT = (
     ),
     Scenario(
         scripts.reference_beside_its_bf16_student,
-        "updates below the last place of bf16 are lost, so that the student still equals its reference",
+        "updates below the last place of bf16 are lost, so that the student still equals its "
+        "reference",
         {3: ASKS},
     ),
     Scenario(
@@ -165,7 +169,8 @@ CORRECT = (
     ),
     Scenario(
         scripts.average_until_a_partial_ends,
-        "a partial() of the script held the learning rate at 0, and leaves {} as those of transformers do",
+        "a partial() of the script held the learning rate at 0, and leaves {} as those of "
+        "transformers do",
         {3: ASKS},
     ),
     Scenario(scripts.average_without_gradients, "every moment is 0", {3: ASKS}),
@@ -183,7 +188,8 @@ CORRECT = (
         {3: ASKS, 5: set()},
         variant="neighbours",
     ),
-    # The same bytes as those of a model prepared twice: the words say what would make this wrong, and `undo` helps.
+    # The same bytes as those of a model prepared twice: the words say what would make this wrong,
+    # and `undo` helps.
     Scenario(
         scripts.model_beside_its_loss,
         "the bytes of a model prepared twice in each checkpoint, as both entries are one model",
@@ -204,7 +210,8 @@ CORRECT = (
     ),
 )
 UNCLEAR = (
-    # Something is prepared twice, and all or a part of it has no evidence: only a person can say it.
+    # Something is prepared twice, and all or a part of it has no evidence: only a person can say
+    # it.
     Scenario(
         scripts.gan_before_its_discriminators,
         "three optimizers for three remaining models: their equality is of moments that are all 0",
@@ -213,7 +220,8 @@ UNCLEAR = (
     ),
     Scenario(
         scripts.gan_of_one_class_before_its_discriminators,
-        "two of three optimizers that fit have moments of zeros, and one of these may be that of the two entries",
+        "two of three optimizers that fit have moments of zeros, and one of these may be that of "
+        "the two entries",
         {3: ASKS},
         option=("--models", "3"),
         chosen=SECOND,
@@ -295,7 +303,9 @@ UNCLEAR = (
         option=ONE_MODEL,
         chosen=SECOND,
     ),
-    Scenario(scripts.no_optimizer_doubled, "no optimizer", {3: ASKS}, option=ONE_MODEL, chosen=SECOND),
+    Scenario(
+        scripts.no_optimizer_doubled, "no optimizer", {3: ASKS}, option=ONE_MODEL, chosen=SECOND
+    ),
     Scenario(
         scripts.adamw_doubled,
         "no file shows how many processes saved",
@@ -315,7 +325,14 @@ UNCLEAR = (
 )
 CLEAR = (
     Scenario(scripts.adamw_doubled, "", {3: DOUBLED}, SECOND),
-    Scenario(scripts.adamw_doubled, "", {3: DOUBLED}, ("pytorch_model_1.bin",), variant="bin", safe=False),
+    Scenario(
+        scripts.adamw_doubled,
+        "",
+        {3: DOUBLED},
+        ("pytorch_model_1.bin",),
+        variant="bin",
+        safe=False,
+    ),
     Scenario(
         scripts.adamw_doubled,
         "equal in each",
@@ -323,7 +340,14 @@ CLEAR = (
         SECOND,
         variant="neighbours",
     ),
-    Scenario(scripts.adamw_doubled, "", {1: DOUBLED, 3: DOUBLED}, SECOND, variant="resumed", is_resumed=True),
+    Scenario(
+        scripts.adamw_doubled,
+        "",
+        {1: DOUBLED, 3: DOUBLED},
+        SECOND,
+        variant="resumed",
+        is_resumed=True,
+    ),
     Scenario(scripts.student_and_teacher, "the teacher moves to number 1", {3: DOUBLED}, SECOND),
     Scenario(
         scripts.student_and_teacher,
@@ -358,7 +382,9 @@ CLEAR = (
         SECOND,
         variant="neighbours",
     ),
-    Scenario(scripts.with_a_function_of_epochs, "the scheduler has not moved", {3: DOUBLED}, SECOND),
+    Scenario(
+        scripts.with_a_function_of_epochs, "the scheduler has not moved", {3: DOUBLED}, SECOND
+    ),
     Scenario(scripts.with_scheduler_of_epochs, "StepLR begins above 0", {3: DOUBLED}, SECOND),
     Scenario(
         scripts.with_warm_up,
@@ -384,7 +410,9 @@ CLEAR = (
         {3: STATES},
         (*SECOND, "optimizer_1.bin"),
     ),
-    Scenario(scripts.batch_norm_by_sgd, "other weights in checkpoint-1", {1: ASKS, 3: DOUBLED}, SECOND),
+    Scenario(
+        scripts.batch_norm_by_sgd, "other weights in checkpoint-1", {1: ASKS, 3: DOUBLED}, SECOND
+    ),
     Scenario(
         scripts.batch_norm_by_sgd,
         "other weights in checkpoint-1",
@@ -413,14 +441,16 @@ VERSIONS = one_of(("installed", "1.12.0", "1.6.0"))
 class Played(NamedTuple):
     """Results of two runs of two processes, and of the repairs between them.
 
-    ``folder``: for each scenario its checkpoints as ``saved``, as ``repaired``, and as ``chosen`` with the option.
+    ``folder``: for each scenario its checkpoints as ``saved``, as ``repaired``, and as ``chosen``
+    with the option.
     """
 
     folder: Path
     trained: dict[str, dict[str, Any]]
     receipts: dict[Path, tuple[int, dict[str, Any]]]
     loaded: dict[tuple[Path, bool], dict[str, Any]]
-    """Folder, and whether the corrected script loads it -> by checkpoint the digests, or the error."""
+    """Folder, and whether the corrected script loads it -> by checkpoint the digests, or the error.
+    """
 
 
 def play(
@@ -430,7 +460,9 @@ def play(
     file.write_text(json.dumps(jobs), encoding="utf-8")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     run_python(*launcher, "-m", "tests.real.scripts", str(file), variables=variables)
-    main, second = (json.loads(file.with_name(f"{file.name}.{rank}").read_text()) for rank in range(2))
+    main, second = (
+        json.loads(file.with_name(f"{file.name}.{rank}").read_text()) for rank in range(2)
+    )
     return main, second
 
 
@@ -506,7 +538,9 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.slow
 @pytest.mark.parametrize("row", SCENARIOS, ids=lambda row: row.name)
 def test_scripts_load_after_a_repair_what_they_trained(row: Scenario, played: Played) -> None:
-    kinds = {"repaired": row.deleted, "chosen": row.chosen} if row.option else {"repaired": row.deleted}
+    kinds = (
+        {"repaired": row.deleted, "chosen": row.chosen} if row.option else {"repaired": row.deleted}
+    )
     for step, finds in row.finds.items():
         name = f"checkpoint-{step}"
         saved = played.folder / row.name / "saved"

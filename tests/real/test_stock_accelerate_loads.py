@@ -1,4 +1,6 @@
-"""After `repair`, a correct script under stock accelerate has exactly the state of the run that made the fixture."""
+"""After `repair`, a correct script under stock accelerate has exactly the state of the run that
+made the fixture.
+"""
 
 import json
 import os
@@ -38,8 +40,8 @@ REPAIR_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "compiled-first": ("--keys", "bare"),
     "compiled-first-wrapper": ("--keys", "bare"),
 }
-# What a correct script gets from the folder before the repair, where that is not the right state: a part of the
-# error message. The other folders load (entry 0 is right) and hold an entry too many.
+# What a correct script gets from the folder before the repair, where that is not the right state: a
+# part of the error message. The other folders load (entry 0 is right) and hold an entry too many.
 FAILS_BEFORE = {
     "student-teacher-wrapper-safetensors": "Missing key(s)",
     "student-teacher-wrapper-bin": "Missing key(s)",
@@ -98,8 +100,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     for case in CASES:
         source, copy = ROOT / "fixtures" / case, folder / case / "checkpoint"
         shutil.copytree(source / "checkpoint", copy)
-        command = [sys.executable, "-m", "ckptfix", "repair", str(copy), *REPAIR_ARGUMENTS[Path(case).name]]
-        repairs[case] = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        command = [
+            sys.executable,
+            "-m",
+            "ckptfix",
+            "repair",
+            str(copy),
+            *REPAIR_ARGUMENTS[Path(case).name],
+        ]
+        repairs[case] = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, timeout=60
+        )
         for checkpoint in (source / "checkpoint", copy):
             jobs.append({"checkpoint": str(checkpoint), "run": str(source / "run.json")})
     results = load_with_stock(jobs)
@@ -146,7 +157,9 @@ def test_before_the_repair_something_is_wrong(case: str, outcomes: dict[str, Out
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_after_the_repair_the_state_is_that_of_the_run(case: str, outcomes: dict[str, Outcome]) -> None:
+def test_after_the_repair_the_state_is_that_of_the_run(
+    case: str, outcomes: dict[str, Outcome]
+) -> None:
     outcome = outcomes[case]
     assert outcome.repair.returncode == 0, outcome.repair.stdout + outcome.repair.stderr
     assert outcome.after == recorded(outcome.run)
@@ -158,8 +171,12 @@ def test_after_the_repair_the_state_is_that_of_the_run(case: str, outcomes: dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.12.0", "1.15.0"])
-def test_a_repair_of_the_models_alone_would_mix_up_the_optimizers(tmp_path: Path, version: str) -> None:
-    """Why ``doubled-states`` is an error: the second optimizer silently gets the state of the first."""
+def test_a_repair_of_the_models_alone_would_mix_up_the_optimizers(
+    tmp_path: Path, version: str
+) -> None:
+    """Why ``doubled-states`` is an error: the second optimizer silently gets the state of the
+    first.
+    """
     source = ROOT / "fixtures" / f"accelerate-{version}" / "pairs-twice"
     shutil.copytree(source / "checkpoint", tmp_path / "checkpoint")
     command = [

@@ -1,4 +1,6 @@
-"""Small safetensors checkpoints, written by hand, and optimizers that show that they were trained."""
+"""Small safetensors checkpoints, written by hand, and optimizers that show that they were
+trained.
+"""
 
 import io
 import json
@@ -35,14 +37,26 @@ TRAINER_RANDOM_STATES = _saved({
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, bytes], *, metadata: Mapping[str, str] | None = None, tail: bytes = b""
+    path: Path,
+    tensors: Mapping[str, bytes],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    tail: bytes = b"",
 ) -> Path:
-    """Write tensors with these bytes, in this order: F32 where they are numbers of four bytes, else U8."""
-    header: dict[str, object] = {"__metadata__": dict(metadata if metadata is not None else {"format": "pt"})}
+    """Write tensors with these bytes, in this order: F32 where they are numbers of four bytes, else
+    U8.
+    """
+    header: dict[str, object] = {
+        "__metadata__": dict(metadata if metadata is not None else {"format": "pt"})
+    }
     position = 0
     for name, data in tensors.items():
         dtype, count = layout_of(data)
-        header[name] = {"dtype": dtype, "shape": [count], "data_offsets": [position, position + len(data)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": [count],
+            "data_offsets": [position, position + len(data)],
+        }
         position += len(data)
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
@@ -56,7 +70,9 @@ def layout_of(data: bytes) -> tuple[str, int]:
 
 
 def write_trained_optimizer(path: Path, *models: Mapping[str, bytes]) -> Path:
-    """Write the state of an AdamW that has made two steps with gradients for every tensor of these models."""
+    """Write the state of an AdamW that has made two steps with gradients for every tensor of these
+    models.
+    """
     gradients = [
         torch.frombuffer(bytearray(data), dtype=torch.uint8)[: layout_of(data)[1]].float() + 1
         for tensors in models
@@ -93,7 +109,11 @@ def save_states(
 ) -> Path:
     """Write what ``save_state`` of several ranks does, of objects with a ``state_dict()``."""
     folder.mkdir(parents=True)
-    for stem, values in (("pytorch_model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
+    for stem, values in (
+        ("pytorch_model", models),
+        ("optimizer", optimizers),
+        ("scheduler", schedulers),
+    ):
         for index, value in enumerate(values):
             torch.save(value.state_dict(), folder / f"{stem}{f'_{index}' if index else ''}.bin")
     for rank in range(ranks):
@@ -104,5 +124,7 @@ def save_states(
 def snapshot(root: Path) -> dict[str, bytes]:
     """Return every file below a folder with its bytes."""
     return {
-        str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
     }

@@ -1,4 +1,6 @@
-"""DCP folders for tests: copies of the fixtures, changes by torch's own classes, and what torch loads from them."""
+"""DCP folders for tests: copies of the fixtures, changes by torch's own classes, and what torch
+loads from them.
+"""
 
 import io
 import pickle
@@ -59,7 +61,9 @@ def snapshot(root: Path) -> dict[str, tuple[bytes, int, int]]:
 
 
 def loaded(folder: Path) -> Any:
-    """Return all that a DCP folder holds, in the dicts that were saved, as torch's converter gives it."""
+    """Return all that a DCP folder holds, in the dicts that were saved, as torch's converter gives
+    it.
+    """
     target = folder.parent / f"{folder.name}.loaded"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -70,7 +74,9 @@ def loaded(folder: Path) -> Any:
 
 
 def model_digests(folder: Path) -> dict[str, str]:
-    """Return the digests of the tensors that ``dcp.load`` puts into empty ones of the names that are there."""
+    """Return the digests of the tensors that ``dcp.load`` puts into empty ones of the names that
+    are there.
+    """
     content = loaded(folder)["model"]
     state = {"model": {name: torch.zeros_like(value) for name, value in content.items()}}
     with warnings.catch_warnings():

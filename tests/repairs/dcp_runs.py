@@ -1,4 +1,6 @@
-"""Real runs whose model was wrapped too often: what they save, and what a correct script loads of it."""
+"""Real runs whose model was wrapped too often: what they save, and what a correct script loads of
+it.
+"""
 
 import os
 import subprocess
@@ -121,20 +123,29 @@ def load_into(
 
 
 def split(state: dict[str, Any], layout: str) -> list[dict[str, Any]]:
-    """Return what is saved into each folder: all in one, as Accelerate cuts it, or names beside other keys."""
+    """Return what is saved into each folder: all in one, as Accelerate cuts it, or names beside
+    other keys.
+    """
     if layout == "one":
         return [state]
     if layout == "two":
-        return [{"model": state["model"], "teacher": state["teacher"]}, {"optimizer": state["optim"]}]
+        return [
+            {"model": state["model"], "teacher": state["teacher"]},
+            {"optimizer": state["optim"]},
+        ]
     return [{**state["model"], **state["optim"], "teacher": state["teacher"]}]
 
 
 def run_two(verb: str, folder: Path, memory: Path) -> None:
-    """Run this module in two processes: ones of their own, as autograd's threads do not survive a fork."""
+    """Run this module in two processes: ones of their own, as autograd's threads do not survive a
+    fork.
+    """
     command = [sys.executable, "-m", "tests.repairs.dcp_runs", verb, str(folder), str(memory)]
     with meeting_point() as variables:
         environment = os.environ | variables | {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        processes = [subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(2)]
+        processes = [
+            subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(2)
+        ]
         assert [process.wait(timeout=600) for process in processes] == [0, 0]
 
 
@@ -154,8 +165,9 @@ def _rank(verb: str, folder: Path, memory: Path) -> None:
         assert run.memory() == torch.load(memory)
     dist.barrier()
     dist.destroy_process_group()
-    # Stock torch 2.13.0 on a busy machine, 3 of 8 times: "terminate called without an active exception" from a thread
-    # of gloo that still runs while the interpreter ends. What was to be shown is shown by then.
+    # Stock torch 2.13.0 on a busy machine, 3 of 8 times: "terminate called without an active
+    # exception" from a thread of gloo that still runs while the interpreter ends. What was to be
+    # shown is shown by then.
     sys.stdout.flush()
     os._exit(0)
 

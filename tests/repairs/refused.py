@@ -22,8 +22,8 @@ NEEDED = (difflib, pwd)
 def import_ckptfix() -> None:
     """Import every module of ckptfix, and torch with them.
 
-    A clone below a folder of mode 0700 cannot be imported as nobody: "No module named 'ckptfix.cli.merge'" came from
-    whichever test was the first one of its process to use a command.
+    A clone below a folder of mode 0700 cannot be imported as nobody: "No module named
+    'ckptfix.cli.merge'" came from whichever test was the first one of its process to use a command.
     """
     for module in pkgutil.walk_packages(ckptfix.__path__, "ckptfix."):
         if not module.name.endswith("__main__"):
@@ -39,7 +39,11 @@ def nobody_may_read(*paths: Path) -> Iterator[None]:
     is_root = os.geteuid() == 0
     for path in paths:
         for above in path.parents:
-            if is_root and stat.S_IMODE(above.stat().st_mode) & 0o055 != 0o055 and above not in modes:
+            if (
+                is_root
+                and stat.S_IMODE(above.stat().st_mode) & 0o055 != 0o055
+                and above not in modes
+            ):
                 modes[above] = stat.S_IMODE(above.stat().st_mode)
                 os.chmod(above, modes[above] | 0o055)
     for path in paths:

@@ -1,4 +1,6 @@
-"""Repairs of adapters whose keys PEFT does not look for: proven by what PEFT loads, and undone byte for byte."""
+"""Repairs of adapters whose keys PEFT does not look for: proven by what PEFT loads, and undone byte
+for byte.
+"""
 
 import json
 from collections.abc import Callable
@@ -66,7 +68,9 @@ def test_wrappers_before_the_keys(name: str, tmp_path: Path) -> None:
 
 
 def in_memory(root: Path, name: str, *, is_dora: bool) -> dict[str, torch.Tensor]:
-    """Replace an adapter by its state dict as PEFT has it in memory, and return the tensors as PEFT saves them."""
+    """Replace an adapter by its state dict as PEFT has it in memory, and return the tensors as PEFT
+    saves them.
+    """
     torch.manual_seed(0)
     targets = ["embed_tokens" if is_dora else "v_proj", "q_proj"]
     kind = {"use_dora": True} if is_dora else {"lora_bias": True}
@@ -75,15 +79,24 @@ def in_memory(root: Path, name: str, *, is_dora: bool) -> dict[str, torch.Tensor
     model = peft.PeftModel.from_pretrained(llama(), str(root), adapter_name=name)
     wanted = (".lora_", ".modules_to_save.")
     write(
-        root, {key: each for key, each in model.state_dict().items() if any(part in key for part in wanted)}
+        root,
+        {
+            key: each
+            for key, each in model.state_dict().items()
+            if any(part in key for part in wanted)
+        },
     )
     return {key: each for key, each in tensors.items() if ".base_layer." not in key}
 
 
 @pytest.mark.parametrize("is_dora", [True, False])
 @pytest.mark.parametrize("name", ["default_0", "default", "main"])
-def test_a_name_in_the_keys_of_every_kind_of_parameter(name: str, is_dora: bool, tmp_path: Path) -> None:
-    """The adapter's state dict was saved as PEFT has it in memory: DoRA's vectors, biases, embeddings and heads too."""
+def test_a_name_in_the_keys_of_every_kind_of_parameter(
+    name: str, is_dora: bool, tmp_path: Path
+) -> None:
+    """The adapter's state dict was saved as PEFT has it in memory: DoRA's vectors, biases,
+    embeddings and heads too.
+    """
     tensors = in_memory(tmp_path, name, is_dora=is_dora)
     keys = load_file(tmp_path / NAME).keys()
     assert {adapter_name(key) for key in keys} == {name}
@@ -122,7 +135,9 @@ def test_several_adapters_need_a_name(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(["repair", str(tmp_path), "--allow", "dead-adapter"]) == 1
     assert "choose one with --adapter NAME" in capsys.readouterr().out
     assert run(["repair", str(tmp_path), "--adapter", "third"]) == 1
-    assert "no key has the adapter's name 'third'; it has 'draft', 'main'" in capsys.readouterr().out
+    assert (
+        "no key has the adapter's name 'third'; it has 'draft', 'main'" in capsys.readouterr().out
+    )
     assert contents(tmp_path) == before
     for name, values in (("main", tensors), ("draft", other)):
         folder = copied(tmp_path, name)
@@ -144,7 +159,11 @@ def test_a_name_that_no_adapter_needs(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_keys_that_would_become_one_stay(tmp_path: Path) -> None:
     """A rename would drop one of two tensors."""
     tensors = lora(tmp_path)
-    for damage, policy in ((and_another, Policy(adapter="main")), (and_another, ALLOWED), (twice, Policy())):
+    for damage, policy in (
+        (and_another, Policy(adapter="main")),
+        (and_another, ALLOWED),
+        (twice, Policy()),
+    ):
         write(tmp_path, damage(tensors))
         before = contents(tmp_path)
         receipt = repair(tmp_path, policy=policy)
@@ -201,7 +220,9 @@ WRAPS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "base_model.model._orig_mod.model.": torch.compile,
     "base_model.model._forward_module.model.": _FabricModule,
     "base_model.model.model.layers.0._orig_mod.": with_compiled_layers,
-    "base_model.model.module._orig_mod.model.": lambda model: torch.nn.DataParallel(torch.compile(model)),
+    "base_model.model.module._orig_mod.model.": lambda model: torch.nn.DataParallel(
+        torch.compile(model)
+    ),
 }
 
 
@@ -216,7 +237,9 @@ def trained(root: Path, model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("begin", [begin for begin in WRAPS if "layers" not in begin])
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
-def test_a_base_that_was_wrapped_after_it_was_adapted(begin: str, task: str | None, tmp_path: Path) -> None:
+def test_a_base_that_was_wrapped_after_it_was_adapted(
+    begin: str, task: str | None, tmp_path: Path
+) -> None:
     """PEFT and whatever loads the base by its name find none of these keys."""
     base: Any = llama()
     base.name_or_path = "somebody/llama"
@@ -298,7 +321,9 @@ def test_shards_with_their_index(tmp_path: Path) -> None:
     receipt = repair(tmp_path)
     assert {step.fixes for step in receipt.steps} == {("dead-adapter",)}
     assert json.loads(index.read_text())["weight_map"].keys() == tensors.keys()
-    assert all(load_file(tmp_path / shard).keys() <= tensors.keys() for shard in set(weight_map.values()))
+    assert all(
+        load_file(tmp_path / shard).keys() <= tensors.keys() for shard in set(weight_map.values())
+    )
     assert check(tmp_path).findings == ()
     undo(tmp_path)
     assert contents(tmp_path) == before

@@ -1,4 +1,6 @@
-"""DCP folders of real FSDP runs: renamed, a double dropped, loaded by torch and accelerate, and taken back."""
+"""DCP folders of real FSDP runs: renamed, a double dropped, loaded by torch and accelerate, and
+taken back.
+"""
 
 import json
 import shutil
@@ -37,7 +39,9 @@ from tests.sampling import PARTS, sampled
 from tests.storage.crash import Fault, points, strike
 
 COPIES = Policy(allow=frozenset({"identical-models"}))
-"""FSDP adds no wrapper, so that nothing but the user's word says that an equal model is a second ``prepare``."""
+"""FSDP adds no wrapper, so that nothing but the user's word says that an equal model is a second
+``prepare``.
+"""
 
 ASKED = Policy(allow=COPIES.allow | ONCE.allow)
 
@@ -141,7 +145,9 @@ def test_a_copy_is_dropped_on_request_and_later_models_move(tmp_path: Path) -> N
     assert list((folder / "pytorch_model_fsdp_2").iterdir()) == []
     assert check(folder).findings == ()
     kept = sum(path.stat().st_size for path in (folder / ".ckptfix").rglob("*") if path.is_file())
-    dropped = sum(len(before[path][0]) for path in before if path.startswith("pytorch_model_fsdp_1"))
+    dropped = sum(
+        len(before[path][0]) for path in before if path.startswith("pytorch_model_fsdp_1")
+    )
     assert kept < dropped, "the journal holds the bytes of the double"
 
     undo(folder)
@@ -205,8 +211,15 @@ def test_half_a_repair_is_finished(tmp_path: Path, what: str) -> None:
 
 def test_an_optimizer_follows_a_model_with_one_wrapper(tmp_path: Path) -> None:
     folder, run = copy(tmp_path, "fsdp2-nested"), recorded("fsdp2-nested")
-    change(folder / MODEL, golden_dcp.rename_all(lambda name: name.replace("module.module.", "module.")))
-    assert codes(check(folder).findings) == ["mismatched-names", "mismatched-names", "wrapper-prefix"]
+    change(
+        folder / MODEL,
+        golden_dcp.rename_all(lambda name: name.replace("module.module.", "module.")),
+    )
+    assert codes(check(folder).findings) == [
+        "mismatched-names",
+        "mismatched-names",
+        "wrapper-prefix",
+    ]
     assert repaired(folder).steps == ()
     assert repaired(folder, RENAMED).status == 0
     optimizer_is(folder / OPTIMIZER, run, "module.")
@@ -241,7 +254,9 @@ def test_every_way_to_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("scenario", ["fsdp1-nested", "fsdp2-nested"])
 def test_modules_of_that_name_in_a_save_of_fsdp_are_a_note(tmp_path: Path, scenario: str) -> None:
-    """Two modules hold the net as ``self.module``. accelerate prepares no FSDP model twice, and FSDP adds no key."""
+    """Two modules hold the net as ``self.module``. accelerate prepares no FSDP model twice, and
+    FSDP adds no key.
+    """
     folder = copy(tmp_path, scenario)
     assert {(finding.code, finding.severity.value) for finding in check(folder).findings} == {
         ("nested-prefix", "note")
@@ -249,7 +264,8 @@ def test_modules_of_that_name_in_a_save_of_fsdp_are_a_note(tmp_path: Path, scena
     assert check(folder).status == 0
     for own in (folder / MODEL, folder / OPTIMIZER):
         assert {finding.severity.value for finding in check(own).findings} == {"note"}
-    (folder / MODEL).rename(folder / "by_a_script")  # dcp.save() of ddp.state_dict() leaves its wrappers
+    # dcp.save() of ddp.state_dict() leaves its wrappers.
+    (folder / MODEL).rename(folder / "by_a_script")
     assert check(folder / "by_a_script").status == 1
 
 
@@ -273,17 +289,26 @@ def test_inside_of_a_save_state_folder(tmp_path: Path) -> None:
     assert (receipt.steps, receipt.status, snapshot(folder)) == ((), 1, before)
     assert {stay.code for stay in receipt.unplanned} == {"nested-prefix"}
     assert "--keys bare" in receipt.unplanned[0].reason
-    assert {one.action.value for one in check(folder).findings if one.code == "nested-prefix"} == {"ask"}
+    assert {one.action.value for one in check(folder).findings if one.code == "nested-prefix"} == {
+        "ask"
+    }
     for policy in (ONCE, Policy(keys=Keys.BARE)):
         assert repaired(folder, policy).status == 0
         undo(folder)
-        assert {name: one for name, one in snapshot(folder).items() if ".ckptfix" not in name} == before
+        assert {
+            name: one for name, one in snapshot(folder).items() if ".ckptfix" not in name
+        } == before
 
 
 def test_a_mismatched_optimizer_is_evidence_next_to_a_rank_count(tmp_path: Path) -> None:
-    """The optimizer has the model's keys in fewer wrappers, so the model was wrapped once more than it."""
+    """The optimizer has the model's keys in fewer wrappers, so the model was wrapped once more than
+    it.
+    """
     folder = copy(tmp_path, "fsdp2-nested")
-    change(folder / OPTIMIZER, golden_dcp.rename_all(lambda name: name.replace("module.module.", "module.")))
+    change(
+        folder / OPTIMIZER,
+        golden_dcp.rename_all(lambda name: name.replace("module.module.", "module.")),
+    )
     for rank in range(2):
         (folder / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     found = {one.code: one.action.value for one in check(folder).findings}
@@ -293,14 +318,17 @@ def test_a_mismatched_optimizer_is_evidence_next_to_a_rank_count(tmp_path: Path)
 def test_a_dry_run_changes_nothing_and_a_copy_is_repaired(tmp_path: Path) -> None:
     folder = copy(tmp_path, "fsdp2-doubled")
     before = snapshot(folder)
-    assert [type(step.action).__name__ for step in repair(folder, policy=COPIES, dry_run=True).steps] == [
+    assert [
+        type(step.action).__name__ for step in repair(folder, policy=COPIES, dry_run=True).steps
+    ] == [
         "DropEntry",
         "Renumber",
     ]
     assert repair(folder, policy=COPIES, output=tmp_path / "other").status == 0
     assert snapshot(folder) == before
     assert (
-        model_digests(tmp_path / "other" / "pytorch_model_fsdp_1") == recorded("fsdp2-doubled")["models"]["2"]
+        model_digests(tmp_path / "other" / "pytorch_model_fsdp_1")
+        == recorded("fsdp2-doubled")["models"]["2"]
     )
     assert check(tmp_path / "other").findings == ()
 
@@ -325,14 +353,20 @@ def new(folder: Path) -> dict[str, bytes]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path: one[0] for path, one in snapshot(folder).items() if not path.startswith(".ckptfix")}
+    return {
+        path: one[0] for path, one in snapshot(folder).items() if not path.startswith(".ckptfix")
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["repair", "undo"])
 @pytest.mark.parametrize("name", ["fsdp2-nested", "fsdp2-doubled"])
 def test_killed_anywhere_it_is_old_or_new(tmp_path: Path, name: str, verb: str) -> None:
-    keep = (OPTIMIZER,) if name == "fsdp2-nested" else (MODEL, "pytorch_model_fsdp_1", "pytorch_model_fsdp_2")
+    keep = (
+        (OPTIMIZER,)
+        if name == "fsdp2-nested"
+        else (MODEL, "pytorch_model_fsdp_1", "pytorch_model_fsdp_2")
+    )
     number = 0
 
     def fresh() -> Path:

@@ -15,7 +15,9 @@ SECOND = "pytorch_model_fsdp_1"
 
 @pytest.mark.parametrize("policy", [ONCE, Policy(keys=Keys.BARE)], ids=["once", "bare"])
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
-def test_a_folder_with_others_beside_it_keeps_its_names(tmp_path: Path, name: str, policy: Policy) -> None:
+def test_a_folder_with_others_beside_it_keeps_its_names(
+    tmp_path: Path, name: str, policy: Policy
+) -> None:
     folder = copy(tmp_path, "fsdp2-nested")
     before = snapshot(folder)
     receipt = repair(folder / name, policy=policy)
@@ -61,7 +63,9 @@ def test_a_repair_of_one_folder_that_was_killed_is_told_above(tmp_path: Path) ->
     with pytest.raises(OperationError, match=advice):
         repair(folder)
     undo(folder / MODEL)
-    assert {path: one for path, one in snapshot(folder / MODEL).items() if ".ckptfix" not in path} == before
+    assert {
+        path: one for path, one in snapshot(folder / MODEL).items() if ".ckptfix" not in path
+    } == before
     assert not any(isinstance(one, InterruptedRepair) for one in check(folder).findings)
 
 

@@ -1,4 +1,6 @@
-"""Repairs of DCP folders that would leave an old name behind, or rename what is no name of a parameter: refused."""
+"""Repairs of DCP folders that would leave an old name behind, or rename what is no name of a
+parameter: refused.
+"""
 
 import os
 import warnings
@@ -62,7 +64,9 @@ def test_an_item_that_cannot_be_read_may_hold_old_names(
     save(tmp_path / "all", {"model": weights(TWICE), "names": list(weights(TWICE))})
     change(tmp_path / "all", every_item(edit))
     receipt = refused(tmp_path, reason)
-    assert any("'names" in one.reason and "may contain old keys" in one.reason for one in receipt.unplanned)
+    assert any(
+        "'names" in one.reason and "may contain old keys" in one.reason for one in receipt.unplanned
+    )
 
 
 def test_items_behind_some_that_lie_over_each_other_are_not_read(tmp_path: Path) -> None:
@@ -85,8 +89,16 @@ def test_an_optimizer_in_one_item_that_is_too_long(
     planner = DefaultSavePlanner(flatten_state_dict=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "all"), planner=planner, no_dist=True)
-    refused(tmp_path, f"at most {limit} are read" if limit == 1000 else "would still contain the old key")
+        dcp.save(
+            state,
+            storage_writer=dcp.FileSystemWriter(tmp_path / "all"),
+            planner=planner,
+            no_dist=True,
+        )
+    refused(
+        tmp_path,
+        f"at most {limit} are read" if limit == 1000 else "would still contain the old key",
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +121,9 @@ def test_an_optimizer_in_one_item_that_is_too_long(
     ],
     ids=lambda other: repr(other)[:40],
 )
-def test_a_text_that_holds_an_old_name_stays_so_that_all_do(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_a_text_that_holds_an_old_name_stays_so_that_all_do(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
     save(tmp_path / "all", {"model": weights(TWICE), **other})
     refused(tmp_path, "old key")
 
@@ -195,8 +209,14 @@ def test_a_state_that_is_no_optimizers_is_not_renamed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        ({"sampler": {"state": {"epoch": 3, "offset": torch.tensor(5)}}}, "nothing shows that it is a model"),
-        ({"phases": {"param_groups": [{"params": ["warm.up", "decay"]}]}}, "no model has 'warm.up'"),
+        (
+            {"sampler": {"state": {"epoch": 3, "offset": torch.tensor(5)}}},
+            "nothing shows that it is a model",
+        ),
+        (
+            {"phases": {"param_groups": [{"params": ["warm.up", "decay"]}]}},
+            "no model has 'warm.up'",
+        ),
     ],
 )
 def test_what_may_be_no_names_of_parameters_gets_no_wrapper(
@@ -235,8 +255,15 @@ def test_what_an_optimizer_is() -> None:
 def test_a_module_called_state_beside_a_flattened_optimizer(tmp_path: Path) -> None:
     one = {f"{TWICE}state.weight": torch.ones(2), f"{TWICE}head.weight": torch.ones(2)}
     options = {f"param_groups.{name}.lr": 0.1 for name in one}
-    save(tmp_path / "all", {**one, **{f"state.{name}.exp_avg": torch.ones(2) for name in one}, **options})
-    refused(tmp_path, "'state.weight' would no longer be taken for a key of the model of all/.metadata", BARE)
+    save(
+        tmp_path / "all",
+        {**one, **{f"state.{name}.exp_avg": torch.ones(2) for name in one}, **options},
+    )
+    refused(
+        tmp_path,
+        "'state.weight' would no longer be taken for a key of the model of all/.metadata",
+        BARE,
+    )
     assert repair(tmp_path, policy=ONCE).status == 0
 
 
@@ -251,7 +278,10 @@ def test_a_parameter_called_as_a_number(tmp_path: Path) -> None:
     name = f"{TWICE}0"
     groups = [{"params": [name], "lr": 0.1}]
     state = {"state": {name: {"exp_avg": torch.ones(2)}}, "param_groups": groups}
-    save(tmp_path / "all", {"model": {name: torch.ones(2), f"{TWICE}w": torch.ones(2)}, "optimizer": state})
+    save(
+        tmp_path / "all",
+        {"model": {name: torch.ones(2), f"{TWICE}w": torch.ones(2)}, "optimizer": state},
+    )
     refused(tmp_path, "would be taken for a number", BARE)
     assert repair(tmp_path, policy=ONCE).status == 0
 
@@ -260,7 +290,9 @@ def test_names_of_another_model_are_no_old_names() -> None:
     """The optimizer alone is wrong: its old names are how right ones end."""
     names = ("0.weight", "bias")
     bare = NameScope(("optimizer", "state"), "optimizer state", names, (), False)
-    wrapped = NameScope(bare.path, bare.kind, tuple(f"module.{name}" for name in names), ("module",), False)
+    wrapped = NameScope(
+        bare.path, bare.kind, tuple(f"module.{name}" for name in names), ("module",), False
+    )
     to_ddp = OldNames([(bare, KeyMap(remove=(), insert=("module",)))])
     to_bare = OldNames([(wrapped, KeyMap(remove=("module",)))])
     for old, text, is_name, found in (
@@ -295,4 +327,6 @@ def test_undo_of_a_repair_that_was_killed_before_it_began(tmp_path: Path) -> Non
     assert (tmp_path / ".ckptfix").is_dir()
     with pytest.raises(UsageError, match=r"there is no repair to undo$"):
         undo(tmp_path)
-    assert {path: one for path, one in snapshot(tmp_path).items() if ".ckptfix" not in path} == before
+    assert {
+        path: one for path, one in snapshot(tmp_path).items() if ".ckptfix" not in path
+    } == before

@@ -1,4 +1,6 @@
-"""Layouts of DCP other than Accelerate's: all names that belong together change, or none and the reason is told."""
+"""Layouts of DCP other than Accelerate's: all names that belong together change, or none and the
+reason is told.
+"""
 
 import os
 from pathlib import Path
@@ -12,7 +14,16 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from ckptfix import Keys, Policy, check, repair, seal, undo, verify
 from ckptfix.repairs.repair import RepairReceipt
 from ckptfix.verification.verify_report import Outcome
-from tests.repairs.dcp_folders import MODEL, ONCE, OPTIMIZER, change, copy, loaded, renaming, snapshot
+from tests.repairs.dcp_folders import (
+    MODEL,
+    ONCE,
+    OPTIMIZER,
+    change,
+    copy,
+    loaded,
+    renaming,
+    snapshot,
+)
 from tests.tensors.dcp_making import save
 
 NAMES = ("0.weight", "0.bias", "1.weight")
@@ -45,7 +56,9 @@ def codes(folder: Path) -> list[str]:
 
 
 def refused(folder: Path, reason: str, policy: Policy | None = None) -> RepairReceipt:
-    """See that nothing is changed, that the reason is in the plan, and that damage is still told."""
+    """See that nothing is changed, that the reason is in the plan, and that damage is still
+    told.
+    """
     before, found = snapshot(folder), codes(folder)
     receipt = repair(folder, policy=policy)
     assert any(reason in one.reason for one in receipt.unplanned), receipt.unplanned
@@ -58,9 +71,15 @@ def refused(folder: Path, reason: str, policy: Policy | None = None) -> RepairRe
 TWICE = "module.module."
 
 
-@pytest.mark.parametrize(("keys", "prefix"), [(Keys.AUTO, "module."), (Keys.BARE, ""), (Keys.DDP, "module.")])
-def test_a_model_that_lies_flat_beside_other_things(tmp_path: Path, keys: Keys, prefix: str) -> None:
-    """As torchtitan saves: the names of the model, its optimizer and a number of steps in one dict."""
+@pytest.mark.parametrize(
+    ("keys", "prefix"), [(Keys.AUTO, "module."), (Keys.BARE, ""), (Keys.DDP, "module.")]
+)
+def test_a_model_that_lies_flat_beside_other_things(
+    tmp_path: Path, keys: Keys, prefix: str
+) -> None:
+    """As torchtitan saves: the names of the model, its optimizer and a number of steps in one
+    dict.
+    """
     folder = tmp_path / "step-5"
     extra = {f"{TWICE}0._extra_state": b"anything"}
     save(folder, {**weights(TWICE), **extra, "step": 5, "optimizer": optimizer(TWICE)})
@@ -69,7 +88,10 @@ def test_a_model_that_lies_flat_beside_other_things(tmp_path: Path, keys: Keys, 
     receipt = repair(folder, policy=renaming(keys))
     assert receipt.status == 0
     content = loaded(folder)
-    assert set(content) == {prefix + name for name in (*NAMES, "0._extra_state")} | {"step", "optimizer"}
+    assert set(content) == {prefix + name for name in (*NAMES, "0._extra_state")} | {
+        "step",
+        "optimizer",
+    }
     assert content["step"] == 5
     assert set(content["optimizer"]["state"]) == {prefix + name for name in NAMES}
     assert content["optimizer"]["param_groups"][0]["params"] == [prefix + name for name in NAMES]
@@ -77,8 +99,12 @@ def test_a_model_that_lies_flat_beside_other_things(tmp_path: Path, keys: Keys, 
     assert snapshot(folder) == before
 
 
-def test_a_module_of_the_model_that_torch_leaves_in_the_names_of_the_optimizer(tmp_path: Path) -> None:
-    """As of ``DDP(Holder(net))``: ``get_optimizer_state_dict`` takes off the ``module.`` of DDP, and no other."""
+def test_a_module_of_the_model_that_torch_leaves_in_the_names_of_the_optimizer(
+    tmp_path: Path,
+) -> None:
+    """As of ``DDP(Holder(net))``: ``get_optimizer_state_dict`` takes off the ``module.`` of DDP,
+    and no other.
+    """
     save(tmp_path, {"model": weights(TWICE), "optimizer": optimizer("module.")})
     before = snapshot(tmp_path)
     assert codes(tmp_path) == ["wrapper-prefix"]
@@ -87,7 +113,11 @@ def test_a_module_of_the_model_that_torch_leaves_in_the_names_of_the_optimizer(t
 
 
 def test_an_average_in_fewer_wrappers_shows_no_module_of_the_model(tmp_path: Path) -> None:
-    state = {"model": weights(TWICE), "average": weights("module.", 5.0), "optimizer": optimizer(TWICE)}
+    state = {
+        "model": weights(TWICE),
+        "average": weights("module.", 5.0),
+        "optimizer": optimizer(TWICE),
+    }
     save(tmp_path, state)
     assert codes(tmp_path).count("nested-prefix") == 3
 
@@ -101,7 +131,9 @@ def test_a_flat_model_without_wrapper_gets_none_between_foreign_keys(tmp_path: P
 
 
 def test_an_optimizer_does_not_change_alone(tmp_path: Path) -> None:
-    """A tensor of somebody's own beside the names: they no longer look wrapped, those of the optimizer do."""
+    """A tensor of somebody's own beside the names: they no longer look wrapped, those of the
+    optimizer do.
+    """
     folder = tmp_path / "step-5"
     save(folder, {**weights(TWICE), "seen": torch.tensor(3), "optimizer": optimizer(TWICE)})
     refused(folder, "would still contain the old key")
@@ -156,7 +188,11 @@ def test_several_models_do_not_get_different_wrappers(tmp_path: Path) -> None:
 
 def test_an_optimizer_that_fits_none_of_several_models_is_not_guessed_at(tmp_path: Path) -> None:
     """Half a repair by hand: whose the optimizer is, the names tell no more."""
-    state = {"model": weights(""), "ema": weights("module._orig_mod."), "optimizer": optimizer("module.")}
+    state = {
+        "model": weights(""),
+        "ema": weights("module._orig_mod."),
+        "optimizer": optimizer("module."),
+    }
     save(tmp_path / "all", state)
     refused(tmp_path, "is not clear")
 
@@ -179,7 +215,11 @@ def test_a_copy_under_other_keys_is_not_left_behind(tmp_path: Path) -> None:
 
 
 def test_other_tensors_beside_a_model_are_no_reason(tmp_path: Path) -> None:
-    state = {"model": weights(TWICE), "optimizer": optimizer(TWICE), "seen": {"tokens": torch.tensor(3)}}
+    state = {
+        "model": weights(TWICE),
+        "optimizer": optimizer(TWICE),
+        "seen": {"tokens": torch.tensor(3)},
+    }
     save(tmp_path / "all", state)
     assert repair(tmp_path, policy=ONCE).status == 0
     content = loaded(tmp_path / "all")

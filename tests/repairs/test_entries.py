@@ -1,4 +1,6 @@
-"""Which entries are doubled, identical, in conflict, moved or missing, and what a repair makes of them."""
+"""Which entries are doubled, identical, in conflict, moved or missing, and what a repair makes of
+them.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +33,10 @@ def wrapped(tensors: Mapping[str, bytes], chain: str = "module.") -> dict[str, b
 
 
 def save_state(
-    folder: Path, *models: Mapping[str, bytes], ranks: int = 2, trained: Sequence[Mapping[str, bytes]] = ()
+    folder: Path,
+    *models: Mapping[str, bytes],
+    ranks: int = 2,
+    trained: Sequence[Mapping[str, bytes]] = (),
 ) -> Path:
     """Save models, and an optimizer for each that was ``trained``."""
     folder.mkdir()
@@ -45,7 +50,9 @@ def save_state(
 
 
 def models_of(folder: Path) -> dict[str, dict[str, bytes]]:
-    return {path.name: read_safetensors_bytes(path) for path in sorted(folder.glob("*.safetensors"))}
+    return {
+        path.name: read_safetensors_bytes(path) for path in sorted(folder.glob("*.safetensors"))
+    }
 
 
 def codes_of(findings: Iterable[Finding]) -> list[str]:
@@ -69,7 +76,9 @@ def test_a_wrapped_copy_is_dropped(tmp_path: Path, chain: str) -> None:
 
 @pytest.mark.parametrize("chain", ["_orig_mod.", "_checkpoint_wrapped_module."])
 def test_a_script_may_compile_one_of_two_equal_models(tmp_path: Path, chain: str) -> None:
-    """A target network just synchronised, not compiled: both entries belong there, and only the user can tell."""
+    """A target network just synchronised, not compiled: both entries belong there, and only the
+    user can tell.
+    """
     folder = save_state(tmp_path / "c", wrapped(STUDENT, chain), STUDENT)
     before = snapshot(folder)
     assert codes(folder) == ["identical-models", "wrapper-prefix"]
@@ -86,7 +95,9 @@ def test_a_compiled_student_and_a_plain_teacher_are_no_conflict(tmp_path: Path, 
 
 
 def test_one_process_alone_wraps_nothing(tmp_path: Path) -> None:
-    """``self.module = copy`` of an EMA: without a second rank, ``module.`` is the model's own name."""
+    """``self.module = copy`` of an EMA: without a second rank, ``module.`` is the model's own
+    name.
+    """
     folder = save_state(tmp_path / "c", STUDENT, wrapped(TEACHER), ranks=1)
     assert codes(folder) == ["wrapper-prefix"]
     two = save_state(tmp_path / "d", STUDENT, wrapped(TEACHER), ranks=2)
@@ -188,11 +199,12 @@ def test_a_manifest_proves_that_two_saves_are_mixed(tmp_path: Path) -> None:
     folder = save_state(tmp_path / "c", STUDENT)
     manifest(folder)
     write_safetensors(folder / "model_1.safetensors", wrapped(TEACHER))
-    (conflict, *_) = check(folder).findings
+    conflict, *_ = check(folder).findings
     assert conflict.code == "conflicting-models"
     assert "does not list model_1.safetensors" in str(conflict)
-    assert f"ckptfix diff {folder}/model.safetensors {folder}/model_1.safetensors" in conflict.advice_at(
-        str(folder)
+    assert (
+        f"ckptfix diff {folder}/model.safetensors {folder}/model_1.safetensors"
+        in conflict.advice_at(str(folder))
     )
     manifest(folder)  # the save wrote both: an average
     assert check(folder).status == 0
@@ -216,7 +228,9 @@ def test_a_truncated_original_is_no_conflict(tmp_path: Path, cut: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-cut])
     assert codes(folder) == ["truncated-file", "wrapper-prefix", "related-models"]
-    assert "model.safetensors is damaged, model_1.safetensors is not" in str(check(folder).findings[-1])
+    assert "model.safetensors is damaged, model_1.safetensors is not" in str(
+        check(folder).findings[-1]
+    )
     assert repair(folder).steps == ()
 
 
@@ -260,11 +274,15 @@ def test_a_byte_between_the_samples_stops_a_repair(tmp_path: Path) -> None:
         ((STUDENT, TEACHER, STUDENT), 2, (STUDENT, TEACHER)),
         ((STUDENT, wrapped(STUDENT), STUDENT), 1, (STUDENT,)),
         ((STUDENT, wrapped(STUDENT), TEACHER), 2, (STUDENT, TEACHER)),
-        ((STUDENT, wrapped(STUDENT), wrapped(STUDENT)), 2, (STUDENT, wrapped(STUDENT))),  # one is an average
+        # One is an average.
+        ((STUDENT, wrapped(STUDENT), wrapped(STUDENT)), 2, (STUDENT, wrapped(STUDENT))),
     ],
 )
 def test_models_n_drops_proven_copies(
-    tmp_path: Path, models: tuple[dict[str, bytes], ...], keep: int, left: tuple[dict[str, bytes], ...]
+    tmp_path: Path,
+    models: tuple[dict[str, bytes], ...],
+    keep: int,
+    left: tuple[dict[str, bytes], ...],
 ) -> None:
     folder = save_state(tmp_path / "c", *models)
     before = snapshot(folder)
@@ -283,7 +301,11 @@ def test_models_n_drops_proven_copies(
         ((STUDENT, STUDENT, TEACHER, TEACHER), 3, "which is not clear"),
         ((STUDENT,), 2, "the folder has 1"),
         ((STUDENT, wrapped(STUDENT)), 2, "2 models asked for, without duplicates 1 would remain"),
-        ((STUDENT, wrapped(STUDENT), TEACHER, wrapped(TEACHER)), 3, "without duplicates 2 would remain of 4"),
+        (
+            (STUDENT, wrapped(STUDENT), TEACHER, wrapped(TEACHER)),
+            3,
+            "without duplicates 2 would remain of 4",
+        ),
     ],
 )
 def test_models_n_refuses_what_it_cannot_prove(
@@ -312,7 +334,9 @@ def test_a_gap_is_closed_only_when_allowed(tmp_path: Path) -> None:
 
 
 def in_format(folder: Path, kinds: str, *models: torch.nn.Module) -> None:
-    """Save models with ``save_state``, each in the format of its letter: s, b, or - for a lost one."""
+    """Save models with ``save_state``, each in the format of its letter: s, b, or - for a lost
+    one.
+    """
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(*models)
     accelerator.save_state(str(folder), safe_serialization=True)
@@ -325,7 +349,9 @@ def in_format(folder: Path, kinds: str, *models: torch.nn.Module) -> None:
             (folder / f"pytorch_model{at}.bin").unlink()
 
 
-@pytest.mark.parametrize("kinds", ["bs", "sb", "bsb", "sbb", "-s", "s-b", "b-s", "*s", "s*b", "*-s"])
+@pytest.mark.parametrize(
+    "kinds", ["bs", "sb", "bsb", "sbb", "-s", "s-b", "b-s", "*s", "s*b", "*-s"]
+)
 def test_models_in_two_formats_have_a_gap_only_where_load_state_finds_neither(
     tmp_path: Path, kinds: str
 ) -> None:
@@ -353,7 +379,9 @@ def test_models_in_two_formats_have_a_gap_only_where_load_state_finds_neither(
         again = [torch.nn.Linear(2, model.weight.shape[0]) for model in kept]
         accelerator.prepare(*again)
         accelerator.load_state(str(folder))
-        assert all(torch.equal(one.weight, other.weight) for one, other in zip(kept, again, strict=True))
+        assert all(
+            torch.equal(one.weight, other.weight) for one, other in zip(kept, again, strict=True)
+        )
     elif gaps:
         before = snapshot(folder)
         receipt = repair(folder, policy=Policy(allow=frozenset({"entry-gap"})))
@@ -372,7 +400,9 @@ def test_a_drop_moves_the_later_models_of_both_formats(tmp_path: Path) -> None:
 
 
 def test_a_drop_keeps_a_gap_that_was_there(tmp_path: Path) -> None:
-    folder = save_state(tmp_path / "c", STUDENT, wrapped(STUDENT), TEACHER, TEACHER, trained=[STUDENT])
+    folder = save_state(
+        tmp_path / "c", STUDENT, wrapped(STUDENT), TEACHER, TEACHER, trained=[STUDENT]
+    )
     (folder / "model_2.safetensors").unlink()
     assert repair(folder).status == 1
     assert models_of(folder) == {"model.safetensors": STUDENT, "model_2.safetensors": TEACHER}
@@ -384,7 +414,8 @@ def test_a_chain_counts_only_if_every_shard_carries_it(tmp_path: Path) -> None:
     write_safetensors(folder / "model-00001-of-00002.safetensors", {"module.module.a": b"1"})
     write_safetensors(folder / "model-00002-of-00002.safetensors", {"module.head": b"2"})
     before = snapshot(folder)
-    receipt = repair(folder)  # writes the missing index, and leaves the user's submodules called module alone
+    # Writes the missing index, and leaves the user's submodules called module alone.
+    receipt = repair(folder)
     after = snapshot(folder)
     after.pop("model.safetensors.index.json")
     assert {name: data for name, data in after.items() if not name.startswith(".ckptfix")} == before
@@ -413,7 +444,9 @@ def test_keys_says_what_the_names_become(tmp_path: Path, keys: Keys, chain: str)
 
 def test_alias_records_in_the_metadata_follow(tmp_path: Path) -> None:
     metadata = {"format": "pt", "module.module.head": "module.module.emb"}
-    path = write_safetensors(tmp_path / "m.safetensors", {"module.module.emb": b"1"}, metadata=metadata)
+    path = write_safetensors(
+        tmp_path / "m.safetensors", {"module.module.emb": b"1"}, metadata=metadata
+    )
     repair(path)
     assert b'"module.head":"module.emb"' in path.read_bytes()
 

@@ -28,7 +28,8 @@ def write_shards(root: Path, stem: str, form: str) -> dict[str, str]:
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
 def test_the_library_loads_the_variant_after_a_repair(tmp_path: Path, stem: str, form: str) -> None:
     loads = by_transformers if stem == "model" else by_diffusers
-    root = tmp_path / "v1.0"  # diffusers cuts the name of the old index at the first dots of the path
+    # Diffusers cuts the name of the old index at the first dots of the path.
+    root = tmp_path / "v1.0"
     write_shards(root, stem, form)
     assert [finding.code for finding in check(root).findings] == ["index-mismatch"]
     repair(root)

@@ -1,4 +1,6 @@
-"""Repairs of folders with two families of one model: the user says which stays, and an undo brings every byte back."""
+"""Repairs of folders with two families of one model: the user says which stays, and an undo brings
+every byte back.
+"""
 
 import json
 import shutil
@@ -79,7 +81,9 @@ def test_each_pair_of_names(pair: tuple[str, str], number: int, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("index", "file"), [(KINDS[2], KINDS[0]), (KINDS[2], KINDS[1]), (KINDS[3], KINDS[1])]
 )
-def test_an_index_without_its_shards_goes(library: str, index: str, file: str, tmp_path: Path) -> None:
+def test_an_index_without_its_shards_goes(
+    library: str, index: str, file: str, tmp_path: Path
+) -> None:
     stale, kept = name_of(library, index), name_of(library, file)
     write(tmp_path / stale, values(0))
     for shard in tmp_path.glob("*-of-*"):
@@ -123,7 +127,12 @@ def test_shards_whose_index_was_not_written(keeps_shards: bool, tmp_path: Path) 
 
 
 def test_variants_adapters_and_other_models_stay(tmp_path: Path) -> None:
-    names = ("model.safetensors", "pytorch_model.bin", "model.fp16.safetensors", "consolidated.safetensors")
+    names = (
+        "model.safetensors",
+        "pytorch_model.bin",
+        "model.fp16.safetensors",
+        "consolidated.safetensors",
+    )
     for number, name in enumerate((*names, "model_1.safetensors", "pytorch_model_1.bin")):
         write(tmp_path / name, values(number))
     (tmp_path / "pytorch_model_1.bin").unlink()
@@ -139,8 +148,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_family_is_not_kept(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, file in enumerate(("model.safetensors", "pytorch_model.bin", "model.fp16.safetensors")):
+def test_what_is_no_family_is_not_kept(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, file in enumerate(
+        ("model.safetensors", "pytorch_model.bin", "model.fp16.safetensors")
+    ):
         write(tmp_path / file, values(number))
     before = contents(tmp_path)
     assert run(["repair", str(tmp_path), "--keep", name]) != 0
@@ -157,9 +170,15 @@ def test_both_of_two_and_a_damaged_one_are_refused(
     (tmp_path / "latest").symlink_to(other.name)
     for names, words in (
         ([safe.name, other.name], "is to stay, too"),
-        ([safe.name], "latest is a symbolic link to pytorch_model.bin, which would no longer be there"),
+        (
+            [safe.name],
+            "latest is a symbolic link to pytorch_model.bin, which would no longer be there",
+        ),
     ):
-        assert run(["repair", str(tmp_path), *(word for name in names for word in ("--keep", name))]) == 1
+        assert (
+            run(["repair", str(tmp_path), *(word for name in names for word in ("--keep", name))])
+            == 1
+        )
         assert words in capsys.readouterr().out
     (tmp_path / "latest").unlink()
     assert run(["repair", str(tmp_path), "--allow", "stale-family"]) == 1

@@ -1,4 +1,6 @@
-"""Kill, tear and fail a whole repair and a whole undo at every point: the folder is the old one or the new one."""
+"""Kill, tear and fail a whole repair and a whole undo at every point: the folder is the old one or
+the new one.
+"""
 
 import contextlib
 import os
@@ -120,7 +122,10 @@ def _settled(folder: Path) -> Snapshot:
 
 def _without_links(found: Snapshot, folder: Path) -> Snapshot:
     """Links lead to a blob named after the folder; only that they are links matters here."""
-    return {name: (kind, b"" if kind == "link" else data, mode) for name, (kind, data, mode) in found.items()}
+    return {
+        name: (kind, b"" if kind == "link" else data, mode)
+        for name, (kind, data, mode) in found.items()
+    }
 
 
 @pytest.mark.slow
@@ -168,7 +173,9 @@ def _repairing(folder: Path, policy: Policy | None = None) -> Callable[[], None]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_after_a_kill_every_verb_goes_on(tmp_path: Path, name: str) -> None:
-    """Killed at each point: a dry run changes nothing, the next repair ends in the new one, undo in the old one."""
+    """Killed at each point: a dry run changes nothing, the next repair ends in the new one, undo in
+    the old one.
+    """
     fixture, policy, linked = SCENARIOS[name]
     made = _Made(tmp_path, fixture, linked)
     before = snapshot(made.fresh())
@@ -213,7 +220,9 @@ def test_undo_after_a_killed_repair_gives_the_old_one(tmp_path: Path, name: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fixture", ["wrapper-safetensors", "lone-nested-bin", "sharded-gpt2-nested"])
+@pytest.mark.parametrize(
+    "fixture", ["wrapper-safetensors", "lone-nested-bin", "sharded-gpt2-nested"]
+)
 def test_a_killed_copy_leaves_the_source_alone(tmp_path: Path, fixture: str) -> None:
     """``--output``: the source is never touched, and DST is there whole or not at all."""
     source = tmp_path / "c"
@@ -235,7 +244,10 @@ def test_a_killed_copy_leaves_the_source_alone(tmp_path: Path, fixture: str) -> 
         assert _tree(source) == before, (at, fault)
         assert not target.exists() or snapshot(target) == whole, (at, fault)
         repair(source, output=target.with_name(f"{target.name}-again"))
-        assert not [one.name for one in tmp_path.iterdir() if one.name.startswith(".")], (at, fault)
+        assert not [one.name for one in tmp_path.iterdir() if one.name.startswith(".")], (
+            at,
+            fault,
+        )
 
 
 @pytest.fixture
@@ -245,7 +257,10 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
     if shutil.which("mount") is None:
         pytest.skip("there is no mount command")
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
@@ -257,7 +272,9 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["repair", "undo"])
-def test_a_read_only_folder_is_status_3(tmpfs: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_folder_is_status_3(
+    tmpfs: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmpfs / "c"
     shutil.copytree(FIXTURES / "wrapper-safetensors" / "checkpoint", folder)
     if verb == "undo":
@@ -278,8 +295,12 @@ def test_a_read_only_folder_is_status_3(tmpfs: Path, verb: str, capsys: pytest.C
 @pytest.mark.parametrize(
     "name", ["drop and renumber", "append to a zip", "new files", "rename shards and index"]
 )
-def test_a_full_disk_changes_nothing(tmpfs: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real ENOSPC wherever it strikes: from no free page to enough, as if another process took the room."""
+def test_a_full_disk_changes_nothing(
+    tmpfs: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real ENOSPC wherever it strikes: from no free page to enough, as if another process took
+    the room.
+    """
     monkeypatch.setattr("ckptfix.repairs.repair.free_space", lambda path: 1 << 40)
     fixture, policy, _ = SCENARIOS[name]
     folder = tmpfs / "c"
@@ -329,8 +350,8 @@ def test_another_process_with_the_lock_is_status_3(
     folder = tmp_path / "c"
     shutil.copytree(FIXTURES / "wrapper-safetensors" / "checkpoint", folder)
     program = (
-        "import sys\nfrom pathlib import Path\nfrom ckptfix.storage.lock import folder_lock\n"
-        "with folder_lock(Path(sys.argv[1])):\n    print('locked', flush=True)\n    sys.stdin.read()\n"
+        "import sys\nfrom pathlib import Path\nfrom ckptfix.storage.lock import folder_lock\nwith "
+        "folder_lock(Path(sys.argv[1])):\n    print('locked', flush=True)\n    sys.stdin.read()\n"
     )
     before = snapshot(folder)
     with subprocess.Popen(

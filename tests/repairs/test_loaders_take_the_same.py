@@ -1,4 +1,6 @@
-"""After the default repair every loader takes the weights that it took before, or it failed before."""
+"""After the default repair every loader takes the weights that it took before, or it failed
+before.
+"""
 
 import random
 import shutil
@@ -22,16 +24,19 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOLDERS = sorted((FIXTURES / "golden").iterdir()) + sorted(FIXTURES.glob("accelerate-*/*"))
 
 NAMES = (
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-    "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json",
-    "diffusion_pytorch_model.bin", "diffusion_pytorch_model.bin.index.json", "unet.safetensors.index.json",
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "pytorch_model.bin.index.json", "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.bin",
+    "diffusion_pytorch_model.bin.index.json", "unet.safetensors.index.json",
     "adapter_model.safetensors", "adapter_model.bin", "model_1.safetensors", "model_2.safetensors",
     "pytorch_model_1.bin", "model.fp16.safetensors", "model.safetensors.index.fp16.json",
 )  # fmt: skip
 
 
 def has_next_repair(root: Path) -> bool:
-    return any(line.startswith(("next: ckptfix repair", "then: ckptfix repair")) for line in words(root))
+    return any(
+        line.startswith(("next: ckptfix repair", "then: ckptfix repair")) for line in words(root)
+    )
 
 
 def words(root: Path) -> list[str]:
@@ -49,7 +54,9 @@ def test_of_golden_folders(tmp_path: Path, golden: Path) -> None:
 
 
 def any_folder(root: Path, rnd: random.Random, names: Sequence[str] = NAMES) -> None:
-    """Write families of one or several saves, of which some lost their index or have wrapped keys."""
+    """Write families of one or several saves, of which some lost their index or have wrapped
+    keys.
+    """
     for name in rnd.sample(names, rnd.randint(1, min(4, len(names)))):
         number = rnd.choice([0, 0, 1, 2])
         chain = rnd.choice(["", "", "", "module.", "module.module."])
@@ -79,7 +86,9 @@ def test_of_folders_with_several_families(tmp_path: Path, seed: int) -> None:
     assert repair(tmp_path).steps == ()
     if receipt.transaction is not None:
         undo(tmp_path)
-    assert {name: data for name, data in snapshot(tmp_path).items() if ".ckptfix" not in name} == files
+    assert {
+        name: data for name, data in snapshot(tmp_path).items() if ".ckptfix" not in name
+    } == files
 
 
 @pytest.mark.slow
@@ -104,12 +113,17 @@ def test_the_real_loaders_take_what_their_model_says(tmp_path: Path, seed: int) 
     assert value == torch.frombuffer(bytearray(expected["a.weight"]), dtype=torch.float32).mean()
 
 
-# --- the missing index next to another family -----------------------------------------------------------------
+# --- the missing index next to another family
+# -----------------------------------------------------------------
 
 STALE = [
     ("model.safetensors.index.json", "pytorch_model.bin", "transformers"),
     ("model.safetensors.index.json", "pytorch_model.bin.index.json", "transformers"),
-    ("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors", "diffusers"),
+    (
+        "diffusion_pytorch_model.safetensors.index.json",
+        "diffusion_pytorch_model.safetensors",
+        "diffusers",
+    ),
     ("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.bin", "diffusers"),
     ("pytorch_model.bin.index.json", "model.safetensors.index.json", "load_checkpoint_in_model"),
     ("unet.safetensors.index.json", "model.safetensors.index.json", "load_checkpoint_in_model"),
@@ -157,7 +171,9 @@ def test_the_index_of_equal_weights_is_written(tmp_path: Path) -> None:
 
 
 def test_a_repair_compares_every_byte_before_it_writes_the_index(tmp_path: Path) -> None:
-    """Samples show no difference; a wrapped adapter gives the repair another step, after which it looks again."""
+    """Samples show no difference; a wrapped adapter gives the repair another step, after which it
+    looks again.
+    """
     tensors = {"a": torch.zeros(1 << 16), "b": torch.zeros(1 << 16)}
     index = tmp_path / "model.safetensors.index.json"
     write(index, tensors)

@@ -1,4 +1,6 @@
-"""A file that only the checkpoints next to a folder have: ``repair`` and ``seal`` tell it as ``check`` does."""
+"""A file that only the checkpoints next to a folder have: ``repair`` and ``seal`` tell it as
+``check`` does.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -17,7 +19,9 @@ FINDING = "optimizer.bin is missing: 2 of 2 checkpoints next to it have it"
 
 @pytest.fixture
 def newest(tmp_path: Path) -> Path:
-    """Return the newest of three checkpoints of a run, without the optimizer that the others have."""
+    """Return the newest of three checkpoints of a run, without the optimizer that the others
+    have.
+    """
     for number in (1, 2, 3):
         make(tmp_path / "run" / f"checkpoint_{number}")
         root = tmp_path / "run" / f"checkpoint_{number}"
@@ -36,7 +40,9 @@ def test_a_repair_tells_what_check_tells(newest: Path, said: Said) -> None:
         assert "copy this file again, or resume from a complete checkpoint" in out
 
 
-def test_a_copy_is_judged_by_the_checkpoints_next_to_its_source(newest: Path, tmp_path: Path) -> None:
+def test_a_copy_is_judged_by_the_checkpoints_next_to_its_source(
+    newest: Path, tmp_path: Path
+) -> None:
     receipt = repair(newest, output=tmp_path / "copy")
     assert [str(finding) for finding in receipt.left] == [FINDING]
     assert receipt.status == 1
@@ -80,5 +86,7 @@ def test_a_seal_with_a_warning_says_that_verify_repeats_it(tmp_path: Path, said:
     root = make(tmp_path / "checkpoint", without=["random_states_0.pkl"])
     status, out, _ = said("seal", root)
     assert status == 0
-    assert f"verify reports what is above, too, and ends with 1\nnext: ckptfix verify {root}\n" in out
+    assert (
+        f"verify reports what is above, too, and ends with 1\nnext: ckptfix verify {root}\n" in out
+    )
     assert verify(root).status == 1

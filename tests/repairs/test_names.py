@@ -24,7 +24,9 @@ def load(path: Path) -> Any:
 
 @pytest.mark.parametrize("keys", [Keys.BARE, Keys.DDP])
 def test_only_models_are_renamed_on_request(tmp_path: Path, keys: Keys) -> None:
-    """Renamed, ``random_states_0.pkl`` loads without a word and the step and the generators are lost."""
+    """Renamed, ``random_states_0.pkl`` loads without a word and the step and the generators are
+    lost.
+    """
     write_safetensors(tmp_path / "model.safetensors", {"fc": b"1"})
     others = {
         "random_states_0.pkl": {"step": 41, "torch_manual_seed": torch.get_rng_state()},
@@ -76,7 +78,10 @@ def test_a_state_dict_with_a_number_in_it_is_left_alone(tmp_path: Path) -> None:
 def test_names_in_an_fsdp_optimizer_follow_its_model(tmp_path: Path) -> None:
     path = tmp_path / "t.pt"
     inner = "l.0._checkpoint_wrapped_module.w"
-    optimizer = {"state": {inner: {"step": torch.ones(1)}}, "param_groups": [{"lr": 0.1, "params": [inner]}]}
+    optimizer = {
+        "state": {inner: {"step": torch.ones(1)}},
+        "param_groups": [{"lr": 0.1, "params": [inner]}],
+    }
     torch.save({"model": OrderedDict({inner: torch.ones(2)}), "optimizer": optimizer}, path)
     for keys, name in ((Keys.BARE, "l.0.w"), (Keys.DDP, "module.l.0.w")):
         repair(path, policy=Policy(keys=keys))
@@ -110,7 +115,10 @@ def test_only_is_obeyed_by_keys(tmp_path: Path) -> None:
 
 def test_only_says_which_option_is_missing(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "m.safetensors", {"module.fc": b"1"}, tail=b"x")
-    for code, option in (("trailing-bytes", "--allow trailing-bytes"), ("wrapper-prefix", "--keys bare")):
+    for code, option in (
+        ("trailing-bytes", "--allow trailing-bytes"),
+        ("wrapper-prefix", "--keys bare"),
+    ):
         receipt = repair(tmp_path, policy=Policy(only=frozenset({code})))
         assert receipt.status == 1
         assert option in receipt.unplanned[0].reason
@@ -125,8 +133,13 @@ def test_a_request_that_cannot_be_met_is_status_1(tmp_path: Path) -> None:
 
 
 def test_entries_of_one_architecture_are_renamed_together(tmp_path: Path) -> None:
-    """One that must stay keeps the other: renamed in part, they would look like a conflict or a double."""
-    for name, value, tail in (("pytorch_model.bin", 1.0, b""), ("pytorch_model_1.bin", 2.0, b"\0" * 9)):
+    """One that must stay keeps the other: renamed in part, they would look like a conflict or a
+    double.
+    """
+    for name, value, tail in (
+        ("pytorch_model.bin", 1.0, b""),
+        ("pytorch_model_1.bin", 2.0, b"\0" * 9),
+    ):
         torch.save({"module.module.fc": torch.full((4,), value)}, tmp_path / name)
         with (tmp_path / name).open("ab") as file:
             file.write(tail)
@@ -138,7 +151,9 @@ def test_entries_of_one_architecture_are_renamed_together(tmp_path: Path) -> Non
 
 
 def test_nested_entries_get_one_target(tmp_path: Path) -> None:
-    """The other container speaks for all entries or for none; else equal ones would look like doubles afterwards."""
+    """The other container speaks for all entries or for none; else equal ones would look like
+    doubles afterwards.
+    """
     for name in ("model.safetensors", "model_1.safetensors"):
         write_safetensors(tmp_path / name, {"module.module.fc": b"same"})
     torch.save({"fc": torch.ones(4, dtype=torch.uint8)}, tmp_path / "pytorch_model.bin")
@@ -195,7 +210,9 @@ def test_models_n_does_not_guess_which_copy_is_the_ema(tmp_path: Path) -> None:
 
 
 def test_a_difference_between_the_samples_does_not_stop_other_repairs(tmp_path: Path) -> None:
-    """The proof after a repair goes by the comparison that read everything, not by samples of its own."""
+    """The proof after a repair goes by the comparison that read everything, not by samples of its
+    own.
+    """
     size = 8 << 20
     other = bytearray(size)
     other[size * 3 // 7] = 1
@@ -203,9 +220,12 @@ def test_a_difference_between_the_samples_does_not_stop_other_repairs(tmp_path: 
         (tmp_path / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     write_safetensors(tmp_path / "model.safetensors", {"fc": bytes(size), "b": b"1"})
     write_trained_optimizer(tmp_path / "optimizer.bin", {"b": b"1"})
-    write_safetensors(tmp_path / "model_1.safetensors", {"module.fc": bytes(other), "module.b": b"1"})
+    write_safetensors(
+        tmp_path / "model_1.safetensors", {"module.fc": bytes(other), "module.b": b"1"}
+    )
     write_safetensors(tmp_path / "model_2.safetensors", {"module.module.out": b"12"})
     receipt = repair(tmp_path, policy=Policy(allow=frozenset({"nested-prefix"})))
     assert [step.fixes for step in receipt.steps] == [("nested-prefix",)]
     assert "related-models" in [finding.code for finding in receipt.left]
-    assert "doubled-model" in [finding.code for finding in check(tmp_path).findings]  # check reads samples
+    # Check reads samples.
+    assert "doubled-model" in [finding.code for finding in check(tmp_path).findings]

@@ -80,7 +80,10 @@ def test_one_process_wraps_nothing(tmp_path: Path, processes: int, status: int) 
         assert read_safetensors_bytes(path) == wrapped(NET, "module.")
         assert "If a module of the model is itself called 'module'" in report.findings[0].advice
         assert "the keys now fit a model in one DistributedDataParallel" in receipt.advice[0]
-        assert "if a module of the model is itself called 'module', undo this repair" in receipt.advice[0]
+        assert (
+            "if a module of the model is itself called 'module', undo this repair"
+            in receipt.advice[0]
+        )
         undo(folder)
         assert read_safetensors_bytes(path) == wrapped(NET, "module.module.")
     else:
@@ -92,22 +95,35 @@ def test_one_process_wraps_nothing(tmp_path: Path, processes: int, status: int) 
 
 @pytest.mark.parametrize(
     ("options", "chain"),
-    [(["--keys", "bare"], ""), (["--keys", "ddp"], "module."), (["--allow", "nested-prefix"], "module.")],
+    [
+        (["--keys", "bare"], ""),
+        (["--keys", "ddp"], "module."),
+        (["--allow", "nested-prefix"], "module."),
+    ],
 )
 def test_a_rank_count_alone_asks(tmp_path: Path, options: list[str], chain: str) -> None:
-    """``prepare(DDP(DDP(net)))`` and ``prepare(Holder(Holder(net)))`` look for these keys; only the user knows them."""
+    """``prepare(DDP(DDP(net)))`` and ``prepare(Holder(Holder(net)))`` look for these keys; only the
+    user knows them.
+    """
     folder = ranks(tmp_path, 2)
     own = wrapped(NET, "module.module.")
     path = write_safetensors(folder / "model.safetensors", own)
     before = snapshot(folder)
     report = check(folder)
     (finding,) = report.findings
-    assert (finding.code, finding.severity, finding.action) == ("nested-prefix", Severity.WARNING, Action.ASK)
+    assert (finding.code, finding.severity, finding.action) == (
+        "nested-prefix",
+        Severity.WARNING,
+        Action.ASK,
+    )
     assert finding.as_json()["assumed"] is True
     assert (report.status, finding.is_fixable) == (1, False)
     assert "2 processes" in str(finding)
     assert "next: ckptfix repair" not in str(report)
-    for receipt in (repair(folder), repair(folder, policy=Policy(only=frozenset({"nested-prefix"})))):
+    for receipt in (
+        repair(folder),
+        repair(folder, policy=Policy(only=frozenset({"nested-prefix"}))),
+    ):
         assert (receipt.status, receipt.steps, snapshot(folder)) == (1, (), before)
         (stay,) = receipt.unplanned
         assert stay.code == "nested-prefix"
@@ -128,7 +144,9 @@ def test_migrate_asks_as_repair_does(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--keys bare"):
         migrate(folder, tmp_path / "copy", to="safetensors", keys=Keys.AUTO)
     migrate(folder, tmp_path / "copy", to="safetensors")
-    assert read_safetensors_bytes(tmp_path / "copy" / "model.safetensors") == wrapped(NET, "module.module.")
+    assert read_safetensors_bytes(tmp_path / "copy" / "model.safetensors") == wrapped(
+        NET, "module.module."
+    )
 
 
 def test_evidence_for_an_entry_decides_for_its_list(tmp_path: Path) -> None:
@@ -137,7 +155,9 @@ def test_evidence_for_an_entry_decides_for_its_list(tmp_path: Path) -> None:
     second = write_safetensors(tmp_path / "model_1.safetensors", wrapped(AVERAGE, "module.module."))
     bare = {name: torch.ones(len(data)) for name, data in NET.items()}
     torch.save(bare, tmp_path / "pytorch_model.bin")
-    assert {one.action for one in check(tmp_path).findings if one.code == "nested-prefix"} == {Action.FIX}
+    assert {one.action for one in check(tmp_path).findings if one.code == "nested-prefix"} == {
+        Action.FIX
+    }
     repair(tmp_path)
     assert read_safetensors_bytes(first) == NET
     assert read_safetensors_bytes(second) == AVERAGE
@@ -154,13 +174,18 @@ def zeros(data: bytes) -> torch.Tensor:
 
 
 def test_what_a_guarded_save_recorded_is_the_scripts_own(tmp_path: Path) -> None:
-    """The guard registers no model twice: ``prepare(DDP(Holder(net)))`` wrote these keys, and reads them."""
+    """The guard registers no model twice: ``prepare(DDP(Holder(net)))`` wrote these keys, and reads
+    them.
+    """
     folder = ranks(tmp_path, 2)
     own = wrapped(NET, "module.module.")
     path = write_safetensors(folder / "model.safetensors", own)
     files = {one.name: one.stat().st_size for one in folder.iterdir()}
     for keys, code in (
-        (key_fingerprint((name, *fingerprinted(data)) for name, data in own.items()), "wrapper-prefix"),
+        (
+            key_fingerprint((name, *fingerprinted(data)) for name, data in own.items()),
+            "wrapper-prefix",
+        ),
         ("of other keys", "nested-prefix"),
     ):
         model = ManifestEntry(index=0, file="model.safetensors", type="Holder", keys=keys)
@@ -173,7 +198,9 @@ def test_what_a_guarded_save_recorded_is_the_scripts_own(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("chain", "target"), [("", ""), ("module.", "module.")])
-def test_the_other_container_of_an_entry_is_evidence(tmp_path: Path, chain: str, target: str) -> None:
+def test_the_other_container_of_an_entry_is_evidence(
+    tmp_path: Path, chain: str, target: str
+) -> None:
     path = write_safetensors(tmp_path / "model.safetensors", wrapped(NET, "module.module."))
     torch.save(
         {f"{chain}{name}": torch.ones(len(data)) for name, data in NET.items()},
@@ -186,7 +213,9 @@ def test_the_other_container_of_an_entry_is_evidence(tmp_path: Path, chain: str,
 
 
 def test_an_export_of_the_inner_model_is_no_evidence(tmp_path: Path) -> None:
-    """A right script: ``save_state`` of two holders, and the weights of the bare model for inference next to them."""
+    """A right script: ``save_state`` of two holders, and the weights of the bare model for
+    inference next to them.
+    """
     accelerator = Accelerator(cpu=True)
     net = model = torch.nn.Linear(3, 2)
     for _ in range(2):
@@ -245,7 +274,9 @@ def test_findings_whose_advice_alternates_are_folded(tmp_path: Path) -> None:
     folder = ranks(tmp_path, 2)
     for number in range(20):
         chain = "module." if number % 2 else ""
-        write_safetensors(folder / f"model{f'_{number}' * bool(number)}.safetensors", wrapped(NET, chain))
+        write_safetensors(
+            folder / f"model{f'_{number}' * bool(number)}.safetensors", wrapped(NET, chain)
+        )
     lines = str(check(folder)).splitlines()
     assert sum("identical-models:" in text for text in lines) == 6
     assert sum("more files with identical-models" in text for text in lines) == 2

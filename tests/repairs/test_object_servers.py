@@ -1,4 +1,6 @@
-"""Repair and undo on real S3 servers: parts that the server copies, conditions, and the sizes of parts."""
+"""Repair and undo on real S3 servers: parts that the server copies, conditions, and the sizes of
+parts.
+"""
 
 import hashlib
 import threading
@@ -70,11 +72,15 @@ def test_parts_have_5_mib_and_only_they_travel(
     url = f"{running.bucket()}/checkpoint"
     store = open_store(url)
     store.upload("model.safetensors", tmp_path / "model.safetensors")
-    sha256 = hashlib.sha256(store.read("model.safetensors", 0, store.list()["model.safetensors"].size))
+    sha256 = hashlib.sha256(
+        store.read("model.safetensors", 0, store.list()["model.safetensors"].size)
+    )
     traffic = open_store(url).traffic
     is_moto = server == "moto"  # a server that would replace what another program writes meanwhile
     if is_moto:
-        with pytest.raises(UsageError, match=r"ignores conditions.*nothing was changed.*--transfer$"):
+        with pytest.raises(
+            UsageError, match=r"ignores conditions.*nothing was changed.*--transfer$"
+        ):
             repair(url)
         assert list(store.list()) == ["model.safetensors"]
     opened: list[Store] = []
@@ -106,7 +112,11 @@ def test_metadata_is_passed_on_and_comes_back(bucket: str, tmp_path: Path) -> No
     data = (tmp_path / "model.safetensors").read_bytes()
     key = "checkpoint/model.safetensors"
     store.ask(
-        "put_object", Key=key, Body=data, Metadata={"run": "seven"}, ContentType="application/x-weights"
+        "put_object",
+        Key=key,
+        Body=data,
+        Metadata={"run": "seven"},
+        ContentType="application/x-weights",
     )
     for verb in (repair, undo):
         verb(store.url)

@@ -1,4 +1,6 @@
-"""Repair and undo of checkpoints in object stores: the same objects as a repair of the same folder, killed anywhere."""
+"""Repair and undo of checkpoints in object stores: the same objects as a repair of the same folder,
+killed anywhere.
+"""
 
 import json
 import shutil
@@ -82,7 +84,9 @@ def bucket(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS | ADAPTER)
-def test_a_repair_in_a_store_is_that_of_the_folder(bucket: Cloud, tmp_path: Path, name: str) -> None:
+def test_a_repair_in_a_store_is_that_of_the_folder(
+    bucket: Cloud, tmp_path: Path, name: str
+) -> None:
     fixture, policy = (SCENARIOS | ADAPTER)[name]
     old = put(bucket, FIXTURES / fixture / "checkpoint")
     shutil.copytree(FIXTURES / fixture / "checkpoint", tmp_path / "checkpoint_7")
@@ -109,7 +113,9 @@ def test_a_repair_in_a_store_is_that_of_the_folder(bucket: Cloud, tmp_path: Path
 
 GOLDEN = Path(__file__).parents[2] / "fixtures" / "golden"
 ALLOWED = {
-    "allow": frozenset({"trailing-bytes", "index-mismatch", "wrapper-prefix", "entry-gap", "shifted-entries"})
+    "allow": frozenset(
+        {"trailing-bytes", "index-mismatch", "wrapper-prefix", "entry-gap", "shifted-entries"}
+    )
 }
 POLICIES = {"plain": {}, "bare": {"keys": Keys.BARE}, "all": ALLOWED}
 
@@ -119,7 +125,9 @@ POLICIES = {"plain": {}, "bare": {"keys": Keys.BARE}, "all": ALLOWED}
 def test_every_golden_folder_is_repaired_as_on_a_disk(
     bucket: Cloud, tmp_path: Path, case: str, policy: str
 ) -> None:
-    """The same objects, findings and words, DCP folders included; or the same refusal; and every byte back."""
+    """The same objects, findings and words, DCP folders included; or the same refusal; and every
+    byte back.
+    """
     folder = tmp_path / "checkpoint_7"
     shutil.copytree(GOLDEN / case / "checkpoint", folder)
     old = put(bucket, folder)
@@ -172,19 +180,25 @@ def test_a_dry_run_and_a_plan_change_nothing(bucket: Cloud, tmp_path: Path) -> N
     assert objects(bucket) == old
 
 
-def test_the_plan_says_which_bytes_travel(bucket: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_which_bytes_travel(
+    bucket: Cloud, capsys: pytest.CaptureFixture[str]
+) -> None:
     put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
     assert cli(["repair", URL, "--dry-run"]) == 1
     assert "between this machine and the store:" in capsys.readouterr().out
     plan = plan_repair(URL)
     assert plan.execute().transaction == 1
     assert "and the store copies" not in str(plan)
-    with pytest.raises(UsageError, match=f"^{URL}: this plan was executed before.*plan_repair anew"):
+    with pytest.raises(
+        UsageError, match=f"^{URL}: this plan was executed before.*plan_repair anew"
+    ):
         plan.execute()
 
 
 def test_a_repair_does_not_act_on_what_could_not_be_read(bucket: Cloud) -> None:
-    """The failure was caught on its way while the repair was planned, by whoever read something unimportant."""
+    """The failure was caught on its way while the repair was planned, by whoever read something
+    unimportant.
+    """
     old = put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
     plan = plan_repair(URL)
     [image] = images._session.images.values()
@@ -202,10 +216,15 @@ def test_a_repair_does_not_act_on_what_could_not_be_read(bucket: Cloud) -> None:
     assert bucket.journal() == []
 
 
-def test_a_repair_from_before_an_upload_is_in_the_way_of_no_undo(bucket: Cloud, tmp_path: Path) -> None:
-    for _ in range(2):  # two repairs of the folder; the second one of a checkpoint that was damaged again
+def test_a_repair_from_before_an_upload_is_in_the_way_of_no_undo(
+    bucket: Cloud, tmp_path: Path
+) -> None:
+    # Two repairs of the folder; the second one of a checkpoint that was damaged again.
+    for _ in range(2):
         shutil.copytree(
-            FIXTURES / "lone-nested-safetensors" / "checkpoint", tmp_path / "new", dirs_exist_ok=True
+            FIXTURES / "lone-nested-safetensors" / "checkpoint",
+            tmp_path / "new",
+            dirs_exist_ok=True,
         )
         repair(tmp_path / "new")
     old = put(bucket, tmp_path / "new")
@@ -247,7 +266,8 @@ def test_killed_at_any_request_it_is_old_or_new(bucket: Cloud, name: str, verb: 
             bucket.strike = lambda method, key, is_after: None
             for key, data in objects(bucket).items():
                 assert data in (old.get(key), new.get(key)), f"{key} is half new"
-            # What is there is named, the next run finishes or rolls back, and then all is as if nothing had happened.
+            # What is there is named, the next run finishes or rolls back, and then all is as if
+            # nothing had happened.
             with suppress(CkptfixError):
                 check(URL)
             repair(URL, policy=policy, break_lock=True)
@@ -265,12 +285,18 @@ COPIED = "run/repaired_7/"
 
 def copied(cloud: Cloud) -> Objects:
     """Return every object of the copy but the records of its upload."""
-    found = {key.removeprefix(COPIED): one for key, one in cloud.objects.items() if key.startswith(COPIED)}
+    found = {
+        key.removeprefix(COPIED): one
+        for key, one in cloud.objects.items()
+        if key.startswith(COPIED)
+    }
     return {key: read(one.body) for key, one in found.items() if key not in (UPLOAD, COMMITTED)}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_repaired_copy_is_proven_before_its_marker(bucket: Cloud, tmp_path: Path, name: str) -> None:
+def test_a_repaired_copy_is_proven_before_its_marker(
+    bucket: Cloud, tmp_path: Path, name: str
+) -> None:
     fixture, policy = SCENARIOS[name]
     put(bucket, FIXTURES / fixture / "checkpoint")
     shutil.copytree(FIXTURES / fixture / "checkpoint", tmp_path / "checkpoint_7")
@@ -322,10 +348,16 @@ def test_what_is_no_rest_of_a_copy_is_not_to_be_removed(bucket: Cloud) -> None:
 
 
 @pytest.mark.parametrize("output", [None, f"{URL}-copy"])
-def test_a_checkpoint_whose_upload_has_not_ended_is_not_repaired(bucket: Cloud, output: str | None) -> None:
-    """The upload may be under way, and would fail; and a copy would get the marker that the upload lacks."""
+def test_a_checkpoint_whose_upload_has_not_ended_is_not_repaired(
+    bucket: Cloud, output: str | None
+) -> None:
+    """The upload may be under way, and would fail; and a copy would get the marker that the upload
+    lacks.
+    """
     put(bucket, FIXTURES / "wrapper-safetensors" / "checkpoint")
-    bucket.write(f"{PREFIX}{UPLOAD}", begun_now("7", {"model.safetensors": 636, "late.bin": 1}).to_bytes())
+    bucket.write(
+        f"{PREFIX}{UPLOAD}", begun_now("7", {"model.safetensors": 636, "late.bin": 1}).to_bytes()
+    )
     before = dict(bucket.objects)
     with pytest.raises(
         UsageError, match=rf"1 of 2 files arrived.*nothing was changed; next.* FOLDER {URL}, or"
@@ -338,7 +370,10 @@ def test_a_checkpoint_whose_upload_has_not_ended_is_not_repaired(bucket: Cloud, 
     ("output", "why"),
     [
         ("s3://other/run/repaired_7", "within one bucket only"),
-        (f"{URL}/inside", f"/inside is inside the source; next: name another prefix, such as {URL}-repaired"),
+        (
+            f"{URL}/inside",
+            f"/inside is inside the source; next: name another prefix, such as {URL}-repaired",
+        ),
         ("s3://simulated/run", "/run contains the source"),
         (f"{URL}/", f"{URL} is the source itself"),
         ("repaired_7", "is not a URL"),
@@ -366,7 +401,9 @@ def test_a_copy_whose_source_is_written_meanwhile_is_removed(bucket: Cloud) -> N
     assert not copied(bucket)
 
 
-def test_what_was_cut_short_is_named_and_finished(bucket: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_cut_short_is_named_and_finished(
+    bucket: Cloud, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = put(bucket, FIXTURES / "sharded-gpt2-nested" / "checkpoint")
     names = 0
 
@@ -395,7 +432,9 @@ def test_what_was_cut_short_is_named_and_finished(bucket: Cloud, capsys: pytest.
     assert objects(bucket) == old
 
 
-def test_the_journal_of_a_folder_that_was_uploaded_is_not_taken_for_one_of_objects(bucket: Cloud) -> None:
+def test_the_journal_of_a_folder_that_was_uploaded_is_not_taken_for_one_of_objects(
+    bucket: Cloud,
+) -> None:
     put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
     bucket.write(f"{PREFIX}.ckptfix/0001.pending/plan.json", b"of a folder")
     before = objects(bucket)
@@ -416,7 +455,12 @@ def test_after_ctrl_c_the_message_names_the_state(
     def strike(method: str, key: str, is_after: bool) -> None:
         nonlocal interrupted
         is_name = "/.ckptfix/" not in key
-        if method == "complete_multipart_upload" and is_after and is_name == is_committed and not interrupted:
+        if (
+            method == "complete_multipart_upload"
+            and is_after
+            and is_name == is_committed
+            and not interrupted
+        ):
             interrupted = True
             raise KeyboardInterrupt
 
@@ -438,7 +482,9 @@ def test_after_ctrl_c_the_message_names_the_state(
 def test_ctrl_c_at_any_request_names_the_state_that_is_true(
     bucket: Cloud, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    """As when the interrupt comes with the answer to the commit: the journal is then ahead of what the run knows."""
+    """As when the interrupt comes with the answer to the commit: the journal is then ahead of what
+    the run knows.
+    """
     fixture = FIXTURES / "lone-nested-safetensors" / "checkpoint"
 
     def fresh() -> Objects:
@@ -560,7 +606,9 @@ def test_an_undo_that_lost_the_store_is_never_two(bucket: Cloud) -> None:
             words = str(error)
         bucket.strike = lambda method, key, is_after: None
         if words and "is complete" not in words:
-            assert undo(URL, break_lock=True).remaining == 1, f"refused from request {at} on: {words}"
+            assert undo(URL, break_lock=True).remaining == 1, (
+                f"refused from request {at} on: {words}"
+            )
         assert objects(bucket) == old, f"refused from request {at} on: {words}"
 
 
@@ -569,7 +617,9 @@ def test_an_undo_that_lost_the_store_is_never_two(bucket: Cloud) -> None:
 def test_a_repaired_checkpoint_is_sealed_and_undone_step_by_step(
     bucket: Cloud, capsys: pytest.CaptureFixture[str], name: str, is_encrypted: bool
 ) -> None:
-    """Each undo restores the bytes before its step, also where every write gives an object another ETag."""
+    """Each undo restores the bytes before its step, also where every write gives an object another
+    ETag.
+    """
     old = put(bucket, FIXTURES / SCENARIOS[name][0] / "checkpoint", is_encrypted=is_encrypted)
     assert repair(URL).transaction == 1
     repaired = objects(bucket)
@@ -592,7 +642,9 @@ def test_a_repaired_checkpoint_is_sealed_and_undone_step_by_step(
 
 
 @pytest.mark.slow
-def test_killed_at_any_request_a_seal_and_its_undo_leave_the_way_to_the_next_undo(bucket: Cloud) -> None:
+def test_killed_at_any_request_a_seal_and_its_undo_leave_the_way_to_the_next_undo(
+    bucket: Cloud,
+) -> None:
     def fresh() -> tuple[Objects, Objects]:
         old = put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint", is_encrypted=True)
         repair(URL)

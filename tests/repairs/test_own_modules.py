@@ -1,4 +1,6 @@
-"""DCP folders of healthy scripts whose model has a module called ``module``: a repair asks before it renames."""
+"""DCP folders of healthy scripts whose model has a module called ``module``: a repair asks before
+it renames.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +31,8 @@ BARE = Policy(keys=Keys.BARE)
 
 
 class Script:
-    """A model of which the modules called ``module`` are its own, and an optimizer that made a step.
+    """A model of which the modules called ``module`` are its own, and an optimizer that made a
+    step.
 
     ``holders``: their number. ``is_ddp``: in DistributedDataParallel.
     """
@@ -73,7 +76,9 @@ def by_torch(script: Script) -> dict[str, Any]:
 
 
 def inner_model(script: Script) -> dict[str, Any]:
-    """Save the weights of the net alone, and the optimizer as the whole model names its parameters."""
+    """Save the weights of the net alone, and the optimizer as the whole model names its
+    parameters.
+    """
     optimizer = get_optimizer_state_dict(script.whole, script.optimizer)
     return {"model": script.net.state_dict(), "optimizer": optimizer}
 
@@ -101,7 +106,9 @@ def written(folder: Path, state: dict[str, Any], *, is_split: bool) -> None:
         dcp.save(part, checkpoint_id=below)
 
 
-def parts(folder: Path, state: dict[str, Any], *, is_split: bool) -> list[tuple[Path, dict[str, Any]]]:
+def parts(
+    folder: Path, state: dict[str, Any], *, is_split: bool
+) -> list[tuple[Path, dict[str, Any]]]:
     if not is_split:
         return [(folder, state)]
     return [
@@ -173,7 +180,9 @@ def test_a_corrected_script_loads_what_the_options_rename(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("one_process")
 def test_a_script_that_lets_torch_name_both_loads_what_the_option_renames(tmp_path: Path) -> None:
-    """``ddp.state_dict()`` next to ``get_optimizer_state_dict``: bare, both are as ``get_state_dict`` names them."""
+    """``ddp.state_dict()`` next to ``get_optimizer_state_dict``: bare, both are as
+    ``get_state_dict`` names them.
+    """
     saving = Script(0, is_ddp=True)
     written(tmp_path, ddp_and_bare(saving), is_split=True)
     found = [one for one in check(tmp_path).findings if one.code == "mismatched-names"]
@@ -204,7 +213,9 @@ def test_a_script_that_lets_torch_name_both_loads_what_the_option_renames(tmp_pa
 
 @pytest.mark.slow
 def test_two_processes_of_ddp_and_fsdp_still_load(tmp_path: Path) -> None:
-    """``save_fsdp_model`` and ``dcp.save``, in two processes; afterwards by scripts of the bare model."""
+    """``save_fsdp_model`` and ``dcp.save``, in two processes; afterwards by scripts of the bare
+    model.
+    """
     accelerated, plain = tmp_path / "accelerated", tmp_path / "plain"
 
     def save(rank: int) -> None:
@@ -220,16 +231,21 @@ def test_two_processes_of_ddp_and_fsdp_still_load(tmp_path: Path) -> None:
     def load_bare(rank: int) -> None:
         dist.init_process_group("gloo")
         bare = Script(0, is_ddp=False, seed=1)
-        assert loads(plain, bare, lambda script: {"model": get_model_state_dict(script.net)}, is_split=False)
+        assert loads(
+            plain, bare, lambda script: {"model": get_model_state_dict(script.net)}, is_split=False
+        )
         _fsdp(accelerated, 0, is_save=False)
 
     assert run_ranks(2, save) == [0, 0]
     assert run_ranks(2, load) == [0, 0]
-    # No model is prepared twice for FSDP. Of the other save only the script knows how it wrapped its model.
+    # No model is prepared twice for FSDP. Of the other save only the script knows how it wrapped
+    # its model.
     for folder, severity in ((accelerated, Severity.NOTE), (plain, Severity.WARNING)):
         found = [one for one in check(folder).findings if one.code == "nested-prefix"]
         assert {(one.severity, one.action) for one in found} == {(severity, Action.ASK)}
-        assert all("saved by 2 processes" in str(one) for one in found if severity is Severity.WARNING)
+        assert all(
+            "saved by 2 processes" in str(one) for one in found if severity is Severity.WARNING
+        )
         assert repair(folder).steps == ()
     assert run_ranks(2, load) == [0, 0]
     assert [repair(folder, policy=BARE).status for folder in (accelerated, plain)] == [0, 0]

@@ -1,4 +1,6 @@
-"""The proof before a commit finds what a faulty edit would do, and what a repair would leave undone."""
+"""The proof before a commit finds what a faulty edit would do, and what a repair would leave
+undone.
+"""
 
 from pathlib import Path
 
@@ -24,7 +26,9 @@ def planned(folder: Path) -> tuple[Diagnosis, Plan, steps_to_edits.Compiled]:
 
 def prove(diagnosis: Diagnosis, plan: Plan, compiled: steps_to_edits.Compiled) -> None:
     steps, edits = tuple(compiled.steps), tuple(compiled.edits)
-    prove_repair(plan, steps, edits, (), Policy(), diagnosis.verdicts, Siblings().of(plan.folder.root))
+    prove_repair(
+        plan, steps, edits, (), Policy(), diagnosis.verdicts, Siblings().of(plan.folder.root)
+    )
 
 
 @pytest.fixture
@@ -77,7 +81,9 @@ def test_a_file_that_is_gone_is_found(nested: Path) -> None:
         prove(diagnosis, plan, compiled)
 
 
-def test_what_a_repair_leaves_undone_takes_it_back(nested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_repair_leaves_undone_takes_it_back(
+    nested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_safetensors(nested / "other.safetensors", {"module.module.x": b"1"})
     before = snapshot(nested)
 
@@ -88,7 +94,9 @@ def test_what_a_repair_leaves_undone_takes_it_back(nested: Path, monkeypatch: py
     monkeypatch.setattr(repair, "compile_plan", forgetful)
     with pytest.raises(RolledBackError, match="still something to do"):
         repair.repair(nested)
-    assert {name: data for name, data in snapshot(nested).items() if ".ckptfix" not in name} == before
+    assert {
+        name: data for name, data in snapshot(nested).items() if ".ckptfix" not in name
+    } == before
 
 
 def test_a_file_that_changes_after_the_plan_stops_the_repair(nested: Path) -> None:

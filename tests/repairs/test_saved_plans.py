@@ -1,4 +1,6 @@
-"""Saved plans: ``repair --plan`` does what ``--plan-out`` showed, or refuses and touches nothing."""
+"""Saved plans: ``repair --plan`` does what ``--plan-out`` showed, or refuses and touches
+nothing.
+"""
 
 import json
 import os
@@ -33,7 +35,9 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return shutil.copytree(FIXTURES / "student-teacher-wrapper-safetensors" / "checkpoint", tmp_path / "c")
+    return shutil.copytree(
+        FIXTURES / "student-teacher-wrapper-safetensors" / "checkpoint", tmp_path / "c"
+    )
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -59,7 +63,9 @@ def test_a_plan_changes_nothing_before_it_is_executed(folder: Path) -> None:
     "policy",
     [
         Policy(),
-        Policy(keep={Role.MODEL: 2, Role.OPTIMIZER: 1}, keys=Keys.BARE, allow=frozenset({"entry-gap"})),
+        Policy(
+            keep={Role.MODEL: 2, Role.OPTIMIZER: 1}, keys=Keys.BARE, allow=frozenset({"entry-gap"})
+        ),
         Policy(only=frozenset({"doubled-model"}), atomic=True),
     ],
 )
@@ -77,7 +83,9 @@ def test_a_saved_plan_is_applied_as_it_was_shown(folder: Path, policy: Policy) -
     assert content(folder) == content(other)
 
 
-def test_the_command_line_saves_and_applies(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_saves_and_applies(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = snapshot(folder)
     file = folder.parent / "the plan.json"
     assert run(["repair", str(folder), "--plan-out", str(file)]) == 1
@@ -101,7 +109,9 @@ def test_the_command_line_saves_and_applies(folder: Path, capsys: pytest.Capture
     told = capsys.readouterr().err
     assert "already applied" not in told
     assert "changed" in told
-    assert f"next, with the options of that plan: ckptfix repair {folder} --plan-out NEW_FILE" in told
+    assert (
+        f"next, with the options of that plan: ckptfix repair {folder} --plan-out NEW_FILE" in told
+    )
 
 
 def test_no_plan_is_written_where_there_is_nothing_to_repair(
@@ -115,7 +125,10 @@ def test_no_plan_is_written_where_there_is_nothing_to_repair(
     assert f"{file} was not written: there is no step to save" in out
     assert "--plan " not in out
     assert not file.exists()
-    assert run(["repair", str(folder), "--output", str(tmp_path / "copy"), "--plan-out", str(file)]) == 0
+    assert (
+        run(["repair", str(folder), "--output", str(tmp_path / "copy"), "--plan-out", str(file)])
+        == 0
+    )
     assert run(["repair", "--plan", str(file)]) == 0, "the plan of an unchanged copy"
     assert (tmp_path / "copy").exists()
 
@@ -123,7 +136,19 @@ def test_no_plan_is_written_where_there_is_nothing_to_repair(
 def test_a_plan_for_a_copy(folder: Path) -> None:
     before = snapshot(folder)
     file = folder.parent / "plan.json"
-    assert run(["repair", str(folder), "--output", str(folder.parent / "copy"), "--plan-out", str(file)]) == 1
+    assert (
+        run(
+            [
+                "repair",
+                str(folder),
+                "--output",
+                str(folder.parent / "copy"),
+                "--plan-out",
+                str(file),
+            ]
+        )
+        == 1
+    )
     assert run(["repair", "--plan", str(file)]) == 0
     assert snapshot(folder) == before
     assert check(folder.parent / "copy").status == 0
@@ -155,7 +180,9 @@ def remove(folder: Path) -> None:
         (remove, "model_1.safetensors is missing"),
     ],
 )
-def test_a_folder_that_changed_is_refused(folder: Path, change: Callable[[Path], None], words: str) -> None:
+def test_a_folder_that_changed_is_refused(
+    folder: Path, change: Callable[[Path], None], words: str
+) -> None:
     file = folder.parent / "plan.json"
     save_plan(plan_repair(folder), file)
     change(folder)
@@ -165,7 +192,9 @@ def test_a_folder_that_changed_is_refused(folder: Path, change: Callable[[Path],
     assert snapshot(folder) == before
 
 
-def test_a_folder_that_needs_another_plan_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_needs_another_plan_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same files, and another release that plans otherwise."""
     file = folder.parent / "plan.json"
     save_plan(plan_repair(folder), file)
@@ -185,10 +214,15 @@ def test_a_folder_that_needs_another_plan_is_refused(folder: Path, monkeypatch: 
             lambda data: data.replace(b'"keys": "auto"', b'"keys": "bare"'),
             "was changed after ckptfix wrote it",
         ),
-        (lambda data: data.replace(b'"plan_version": 1', b'"plan_version": 2'), "is of another ckptfix"),
+        (
+            lambda data: data.replace(b'"plan_version": 1', b'"plan_version": 2'),
+            "is of another ckptfix",
+        ),
     ],
 )
-def test_a_plan_that_changed_is_refused(folder: Path, edit: Callable[[bytes], bytes], words: str) -> None:
+def test_a_plan_that_changed_is_refused(
+    folder: Path, edit: Callable[[bytes], bytes], words: str
+) -> None:
     file = folder.parent / "plan.json"
     save_plan(plan_repair(folder), file)
     file.write_bytes(edit(file.read_bytes()))
@@ -223,7 +257,9 @@ def test_a_forged_plan_does_nothing_that_a_repair_would_not_do(folder: Path) -> 
         {"steps": None},
     ],
 )
-def test_a_forged_plan_that_makes_no_sense_is_refused(folder: Path, forged: dict[str, object]) -> None:
+def test_a_forged_plan_that_makes_no_sense_is_refused(
+    folder: Path, forged: dict[str, object]
+) -> None:
     file = folder.parent / "plan.json"
     save_plan(plan_repair(folder), file)
     document = {**json.loads(file.read_bytes()), **forged}
@@ -279,7 +315,9 @@ def test_killed_anywhere_the_plan_can_be_applied_again(tmp_path: Path) -> None:
     apply()
     after = content(folder)
     assert total > 10
-    for at, fault in sampled(product(range(total), (Fault.KILL_BEFORE, Fault.KILL_AFTER, Fault.TORN))):
+    for at, fault in sampled(
+        product(range(total), (Fault.KILL_BEFORE, Fault.KILL_AFTER, Fault.TORN))
+    ):
         folder, apply = fresh(f"{at} {fault.name}")
         assert strike(apply, at, fault)[0] is Outcome.KILLED
         try:

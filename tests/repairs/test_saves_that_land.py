@@ -1,4 +1,6 @@
-"""A save that lands while `repair` reads: its bytes stay, nothing is called fine, and the words name the file."""
+"""A save that lands while `repair` reads: its bytes stay, nothing is called fine, and the words
+name the file.
+"""
 
 import os
 import re
@@ -16,14 +18,16 @@ from tests.repairs.builders import snapshot
 from tests.sampling import sampled
 
 CHECKPOINT = (
-    Path(__file__).parents[2] / "fixtures/accelerate-1.15.0/student-teacher-wrapper-safetensors/checkpoint"
+    Path(__file__).parents[2]
+    / "fixtures/accelerate-1.15.0/student-teacher-wrapper-safetensors/checkpoint"
 )
 
 
 def _saves() -> dict[str, dict[str, bytes]]:
     """Return the bytes of the files that the next save wrote so far, or opened."""
     done = {
-        # Only the values of the last tensor differ, so that the save has the same damage as the one before.
+        # Only the values of the last tensor differ, so that the save has the same damage as the one
+        # before.
         name: data[:-1] + bytes([data[-1] ^ 1]) if name.endswith(".safetensors") else data
         for name, data in snapshot(CHECKPOINT).items()
     }
@@ -42,7 +46,9 @@ SAVES = _saves()
 
 
 class Struck(NamedTuple):
-    """One repair: its exit status, what it printed, and how often it read or opened a file of the checkpoint."""
+    """One repair: its exit status, what it printed, and how often it read or opened a file of the
+    checkpoint.
+    """
 
     status: int
     said: str
@@ -50,9 +56,11 @@ class Struck(NamedTuple):
 
 
 def strike(folder: Path, at: int, save: Mapping[str, bytes], *, renames: bool = False) -> Struck:
-    """Repair in a child process; the save lands right before one of the reads and openings of files.
+    """Repair in a child process; the save lands right before one of the reads and openings of
+    files.
 
-    ``renames``: as safetensors 0.8 does, the bytes are written to a temporary file that replaces the one of that name.
+    ``renames``: as safetensors 0.8 does, the bytes are written to a temporary file that replaces
+    the one of that name.
     """
     printed, counted = folder.with_name("printed"), folder.with_name("counted")
     child = os.fork()
@@ -65,13 +73,18 @@ def strike(folder: Path, at: int, save: Mapping[str, bytes], *, renames: bool = 
             looks += 1
             if looks == at:
                 for name, data in save.items():
-                    # As torch.save and safetensors up to 0.7 do: the file of that name is emptied, then written.
+                    # As torch.save and safetensors up to 0.7 do: the file of that name is emptied,
+                    # then written.
                     place = folder.with_name("temporary") if renames else folder / name
                     place.write_bytes(data)
                     place.rename(folder / name)
 
         def look_at(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "open" and isinstance(arguments[0], str) and Path(arguments[0]).parent == folder:
+            if (
+                event == "open"
+                and isinstance(arguments[0], str)
+                and Path(arguments[0]).parent == folder
+            ):
                 look()
 
         def looking(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +97,11 @@ def strike(folder: Path, at: int, save: Mapping[str, bytes], *, renames: bool = 
         try:
             os.pread, os.preadv = looking(os.pread), looking(os.preadv)
             sys.addaudithook(look_at)
-            with printed.open("w", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+            with (
+                printed.open("w", encoding="utf-8") as file,
+                redirect_stdout(file),
+                redirect_stderr(file),
+            ):
                 code = run(["repair", str(folder)])
             counted.write_text(str(looks))
         finally:
@@ -118,7 +135,10 @@ def test_a_save_that_lands_while_repair_reads(tmp_path: Path, name: str, renames
             # The save emptied the file that was moved there, and its old name is still missing.
             assert (name, renames) == ("only the file at the new name", False), (at, struck)
             assert struck.status == 3, (at, struck)
-            lost = f"cannot be rolled back: {folder / 'model_2.safetensors'}: its bytes are lost: it was moved to "
+            lost = (
+                f"cannot be rolled back: {folder / 'model_2.safetensors'}: its bytes are lost: it "
+                "was moved to "
+            )
             assert lost in struck.said, (at, struck)
             without = {path: data for path, data in before.items() if path != "model_2.safetensors"}
             assert _files(folder) == {**without, **save}, (at, struck)
@@ -138,4 +158,6 @@ def test_a_save_that_lands_while_repair_reads(tmp_path: Path, name: str, renames
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in snapshot(folder).items() if not name.startswith(".ckptfix")}
+    return {
+        name: data for name, data in snapshot(folder).items() if not name.startswith(".ckptfix")
+    }

@@ -1,4 +1,6 @@
-"""Optimizers and schedulers that were saved twice with their models: which go, and when the user is asked."""
+"""Optimizers and schedulers that were saved twice with their models: which go, and when the user is
+asked.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,13 @@ class Pair:
     """A model and its optimizer, trained or not."""
 
     def __init__(
-        self, seed: int, *, kind: str = "AdamW", named: bool = False, steps: int = 2, width: int = 3
+        self,
+        seed: int,
+        *,
+        kind: str = "AdamW",
+        named: bool = False,
+        steps: int = 2,
+        width: int = 3,
     ) -> None:
         torch.manual_seed(seed)
         self.model = torch.nn.Linear(width, 2)
@@ -61,7 +69,9 @@ def same(left: Any, right: Any) -> bool:
 def test_optimizers_go_with_their_models(
     tmp_path: Path, kind: str, named: bool, order: tuple[int, ...]
 ) -> None:
-    """Left alone, load_state gives the second model's optimizer the state of the first, without a word."""
+    """Left alone, load_state gives the second model's optimizer the state of the first, without a
+    word.
+    """
     pairs = [Pair(seed, kind=kind, named=named) for seed in range(2)]
     models = [state for pair in pairs for state in (pair.model, pair.wrapped)]
     optimizers = [pairs[number].optimizer for number in order]
@@ -71,8 +81,12 @@ def test_optimizers_go_with_their_models(
     assert codes(folder).count("doubled-states") == 4
     receipt = repair(folder)
     assert receipt.status == 0
-    assert all(map(same, loaded(folder, "optimizer"), [pair.optimizer.state_dict() for pair in pairs]))
-    assert all(map(same, loaded(folder, "scheduler"), [pair.scheduler.state_dict() for pair in pairs]))
+    assert all(
+        map(same, loaded(folder, "optimizer"), [pair.optimizer.state_dict() for pair in pairs])
+    )
+    assert all(
+        map(same, loaded(folder, "scheduler"), [pair.scheduler.state_dict() for pair in pairs])
+    )
     assert len(loaded(folder, "optimizer")) == len(loaded(folder, "scheduler")) == 2
     assert repair(folder).steps == ()
     undo(folder)
@@ -89,7 +103,9 @@ def test_two_optimizers_of_one_model_stay_two(tmp_path: Path) -> None:
         tmp_path / "c", [one.model, one.wrapped], [one.optimizer, other, one.optimizer, other]
     )
     assert repair(folder).status == 0
-    assert all(map(same, loaded(folder, "optimizer"), [one.optimizer.state_dict(), other.state_dict()]))
+    assert all(
+        map(same, loaded(folder, "optimizer"), [one.optimizer.state_dict(), other.state_dict()])
+    )
     plain = save_states(tmp_path / "d", [one.model], [one.optimizer, other])
     assert codes(plain) == []
 
@@ -98,7 +114,9 @@ def test_what_keeps_no_moments_is_asked_about(tmp_path: Path) -> None:
     """All states of plain SGD are equal: how many the script has, nobody can see."""
     pairs = [Pair(seed, kind="SGD") for seed in range(2)]
     models = [state for pair in pairs for state in (pair.model, pair.wrapped)]
-    folder = save_states(tmp_path / "c", models, [pair.optimizer for pair in pairs for _ in range(2)])
+    folder = save_states(
+        tmp_path / "c", models, [pair.optimizer for pair in pairs for _ in range(2)]
+    )
     assert codes(folder).count("identical-models") == 2
     assert repair(folder).steps == ()
     receipt = repair(folder, policy=Policy(keep={Role.MODEL: 2}))
@@ -144,7 +162,9 @@ def test_equal_moments_without_a_doubled_model_are_a_warning(tmp_path: Path) -> 
 
 def test_states_stay_with_a_doubled_model_that_stays(tmp_path: Path) -> None:
     one = Pair(0)
-    folder = save_states(tmp_path / "c", [one.model, one.wrapped], [one.optimizer] * 2, [one.scheduler])
+    folder = save_states(
+        tmp_path / "c", [one.model, one.wrapped], [one.optimizer] * 2, [one.scheduler]
+    )
     receipt = repair(folder, policy=Policy(only=frozenset({"doubled-states"})))
     assert receipt.steps == ()
     assert "a model that was saved with it twice stays" in receipt.unplanned[0].reason
@@ -164,15 +184,21 @@ def test_before_the_first_step_an_average_equals_its_model(tmp_path: Path, kind:
 @pytest.mark.parametrize("kind", ["AdamW", "Momentum", "Adagrad"])
 def test_after_a_step_it_is_a_second_prepare(tmp_path: Path, kind: str) -> None:
     pair = Pair(0, kind=kind)
-    folder = save_states(tmp_path / "c", [pair.model, pair.wrapped], [pair.optimizer], [pair.scheduler])
+    folder = save_states(
+        tmp_path / "c", [pair.model, pair.wrapped], [pair.optimizer], [pair.scheduler]
+    )
     assert codes(folder) == ["doubled-model"]
 
 
 def test_one_optimizer_without_a_step_leaves_the_average_of_its_model(tmp_path: Path) -> None:
-    """A GAN that trains its discriminator first; the generator, of the same shapes, still equals its average."""
+    """A GAN that trains its discriminator first; the generator, of the same shapes, still equals
+    its average.
+    """
     first, later = Pair(0), Pair(1, steps=0)
     folder = save_states(
-        tmp_path / "c", [first.model, later.model, later.wrapped], [first.optimizer, later.optimizer]
+        tmp_path / "c",
+        [first.model, later.model, later.wrapped],
+        [first.optimizer, later.optimizer],
     )
     assert codes(folder)[0] == "identical-models"
     receipt = repair(folder)
@@ -180,7 +206,9 @@ def test_one_optimizer_without_a_step_leaves_the_average_of_its_model(tmp_path: 
 
 
 def test_an_optimizer_that_cannot_be_read_may_be_untrained(tmp_path: Path) -> None:
-    folder = save_states(tmp_path / "c", [Pair(0).model, Pair(0).wrapped], [Pair(0, steps=0).optimizer])
+    folder = save_states(
+        tmp_path / "c", [Pair(0).model, Pair(0).wrapped], [Pair(0, steps=0).optimizer]
+    )
     with open(folder / "optimizer.bin", "r+b") as file:
         file.truncate(900)
     assert codes(folder) == ["truncated-file", "identical-models", "wrapper-prefix"]
@@ -196,7 +224,9 @@ def untrained(optimizer: Any, model: Any) -> Any:
 
 
 @pytest.mark.parametrize("is_twice", [False, True])
-def test_equal_optimizers_of_discriminators_that_have_not_begun_stay(tmp_path: Path, is_twice: bool) -> None:
+def test_equal_optimizers_of_discriminators_that_have_not_begun_stay(
+    tmp_path: Path, is_twice: bool
+) -> None:
     """Their moments are zeros, and so equal: the corrected script needs one for each model."""
     generator = Pair(0)
     critics = [Pair(seed, width=5, steps=0) for seed in (1, 2)]

@@ -1,4 +1,6 @@
-"""``undo`` gives back exactly the bytes that a repair took away, or says why it cannot and touches nothing."""
+"""``undo`` gives back exactly the bytes that a repair took away, or says why it cannot and touches
+nothing.
+"""
 
 import hashlib
 import json
@@ -29,7 +31,8 @@ def folder(tmp_path: Path) -> Path:
     write_trained_optimizer(root / "optimizer.bin", {"a": BODY, "b": b"12345678"})
     for rank in range(2):
         shutil.copy(
-            Path("fixtures/accelerate-1.15.0/wrapper-safetensors/checkpoint") / f"random_states_{rank}.pkl",
+            Path("fixtures/accelerate-1.15.0/wrapper-safetensors/checkpoint")
+            / f"random_states_{rank}.pkl",
             root,
         )
     return root
@@ -72,8 +75,12 @@ def test_a_copy_with_new_times_needs_no_force(folder: Path, tmp_path: Path) -> N
     assert contents(copy) == before
 
 
-def test_a_proof_is_hashed_in_the_pass_that_compares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every byte of a double is read to compare it; the digests for the undo cost no second read."""
+def test_a_proof_is_hashed_in_the_pass_that_compares(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte of a double is read to compare it; the digests for the undo cost no second
+    read.
+    """
     again: list[object] = []
     real = recipes.hash_parts
 
@@ -107,7 +114,9 @@ def as_of_0_4_0(folder: Path) -> None:
         if isinstance(edit[-1], dict):
             del edit[-1]["digests"]
     plan = json.dumps(body, separators=(",", ":")).encode()
-    (done / "plan.json").write_bytes(f"{hashlib.sha256(plan).hexdigest()}\n".encode() + plan + b"\n")
+    (done / "plan.json").write_bytes(
+        f"{hashlib.sha256(plan).hexdigest()}\n".encode() + plan + b"\n"
+    )
 
 
 def test_sizes_are_said_as_people_read_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Repairs of weights behind a prefix: proven by what ``from_pretrained`` loads, and undone byte for byte."""
+"""Repairs of weights behind a prefix: proven by what ``from_pretrained`` loads, and undone byte for
+byte.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +23,8 @@ def contents(root: Path) -> dict[str, bytes]:
 def inside(tensors: Tensors) -> Tensors:
     """Each layer was compiled alone, and the model wrapped."""
     return {
-        f"module.{key.replace('layers.0.', 'layers.0._orig_mod.')}": each for key, each in tensors.items()
+        f"module.{key.replace('layers.0.', 'layers.0._orig_mod.')}": each
+        for key, each in tensors.items()
     }
 
 
@@ -30,7 +33,9 @@ def inside(tensors: Tensors) -> Tensors:
 def test_prefixes(prefix: str, form: str, tmp_path: Path) -> None:
     tensors = saved(tmp_path)
     damaged = (
-        inside(tensors) if prefix == "inside" else {f"{prefix}{key}": each for key, each in tensors.items()}
+        inside(tensors)
+        if prefix == "inside"
+        else {f"{prefix}{key}": each for key, each in tensors.items()}
     )
     write(tmp_path, damaged)
     if form == "shards":
@@ -49,7 +54,10 @@ def test_prefixes(prefix: str, form: str, tmp_path: Path) -> None:
 
 def test_half_of_the_keys(tmp_path: Path) -> None:
     tensors = saved(tmp_path)
-    write(tmp_path, {f"{'module.' * (at % 2)}{key}": each for at, (key, each) in enumerate(tensors.items())})
+    write(
+        tmp_path,
+        {f"{'module.' * (at % 2)}{key}": each for at, (key, each) in enumerate(tensors.items())},
+    )
     assert load(tmp_path) == "10 random, 10 unused"
     assert repair(tmp_path).status == 0
     assert load(tmp_path) == "complete"
@@ -66,7 +74,9 @@ def test_keys_that_would_become_one_stay(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_next_to_save_state_a_repair_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_next_to_save_state_a_repair_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, {f"module.{key}": each for key, each in saved(tmp_path).items()})
     torch.save({"step": 0, "random_state": (3, (1, 2), None)}, tmp_path / "random_states_0.pkl")
     assert repair(tmp_path).steps == ()

@@ -1,4 +1,6 @@
-"""Building the simulated devices: a library of C++, made once for each torch and kept among the temporary files."""
+"""Building the simulated devices: a library of C++, made once for each torch and kept among the
+temporary files.
+"""
 
 import fcntl
 import hashlib
@@ -19,7 +21,9 @@ PATIENCE = 300.0
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler: the one that CXX names, else the first of the usual names that is there."""
+    """Return the C++ compiler: the one that CXX names, else the first of the usual names that is
+    there.
+    """
     named = os.environ.get("CXX", "").split()
     for name in (*named[:1], *COMPILERS):
         found = shutil.which(name)
@@ -33,19 +37,27 @@ def why_not() -> str:
     import torch
 
     if torch.backends.cuda.is_built() or torch.version.hip is not None:
-        return "the simulator needs a torch that is built for the CPU only: it takes the place of CUDA"
+        return (
+            "the simulator needs a torch that is built for the CPU only: it takes the place of CUDA"
+        )
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
-        return f"the simulator is written in the C++ of torch {OLDEST[0]}.{OLDEST[1]}, and this is {torch.__version__}"
+        return (
+            f"the simulator is written in the C++ of torch {OLDEST[0]}.{OLDEST[1]}, and this is "
+            f"{torch.__version__}"
+        )
     if compiler() is None:
-        return f"no C++ compiler: the simulator needs one of {', '.join(COMPILERS)}, or the variable CXX"
+        return (
+            f"no C++ compiler: the simulator needs one of {', '.join(COMPILERS)}, or the "
+            "variable CXX"
+        )
     return ""
 
 
 def built() -> Path:
     """Return the library for this torch, this compiler and these sources; build it if nobody has.
 
-    Several processes may ask at once: one builds, the others wait. RuntimeError, with the compiler's words, if it
-    cannot be built.
+    Several processes may ask at once: one builds, the others wait. RuntimeError, with the
+    compiler's words, if it cannot be built.
     """
     program = compiler()
     if program is None:
@@ -65,7 +77,9 @@ def _private_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     owner = folder.lstat()
     if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
-        raise RuntimeError(f"{folder}: others can write here, and code from it would run; remove it")
+        raise RuntimeError(
+            f"{folder}: others can write here, and code from it would run; remove it"
+        )
     return folder
 
 

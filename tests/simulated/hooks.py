@@ -1,7 +1,9 @@
-"""What pytest does with tests marked `simulated`: those of one module run together in one process with devices.
+"""What pytest does with tests marked `simulated`: those of one module run together in one process
+with devices.
 
-That process is pytest again, told which tests to run; its reports are repeated here as if they were made here. So a
-test has its usual id, its usual fixtures and its usual failure, and no case costs a process of its own.
+That process is pytest again, told which tests to run; its reports are repeated here as if they were
+made here. So a test has its usual id, its usual fixtures and its usual failure, and no case costs a
+process of its own.
 """
 
 import json
@@ -20,7 +22,9 @@ from tests.simulated.simulator import MEMORY, Simulator, running
 from tests.simulated.versions import accelerate_folder
 
 REPORTS = "CKPTFIX_SIMULATED_REPORTS"
-"""Environment variable of the process with devices: the file for its reports, one JSON object a line."""
+"""Environment variable of the process with devices: the file for its reports, one JSON object a
+line.
+"""
 
 OTHER_ACCELERATE = "1.6.0"
 PATIENCE = 420.0
@@ -53,7 +57,9 @@ _RESULTS = pytest.StashKey[dict[_World, _Results]]()
 
 
 class _Reporter:
-    """In the process with devices: hands each report over at once, for the next test may be the last."""
+    """In the process with devices: hands each report over at once, for the next test may be the
+    last.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,14 +89,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     wrong = building.why_not() if marked else ""
     for item in marked:
         if "simulated" not in item.nodeid:
-            raise pytest.UsageError(f"{item.nodeid}: its name must say that its devices are simulated")
+            raise pytest.UsageError(
+                f"{item.nodeid}: its name must say that its devices are simulated"
+            )
         item.add_marker(pytest.mark.slow)
         if wrong:
             item.add_marker(pytest.mark.skip(reason=wrong))
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Repeat the reports of a marked test from its process, which the first test of its kind starts."""
+    """Repeat the reports of a marked test from its process, which the first test of its kind
+    starts.
+    """
     if item.get_closest_marker("simulated") is None or running() is not None or building.why_not():
         return None
     hook = item.ihook
@@ -112,7 +122,8 @@ def _reports(item: pytest.Item) -> list[pytest.TestReport]:
     made = results[world].reports.get(item.nodeid, [])
     reports = [_report(fields) for fields in made]
     if all(report.when != "teardown" for report in reports):
-        # It has not come to its end: this test ended the process, or an earlier one did, or there was none.
+        # It has not come to its end: this test ended the process, or an earlier one did, or there
+        # was none.
         why = results[world].skipped
         reports.append(_skipped(item, why) if why else _failed(item, results[world].ending))
     return reports
@@ -145,7 +156,12 @@ def _world(item: pytest.Item) -> _World:
 
 def _failed(item: pytest.Item, words: str) -> pytest.TestReport:
     return pytest.TestReport(
-        nodeid=item.nodeid, location=item.location, keywords={}, outcome="failed", longrepr=words, when="call"
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords={},
+        outcome="failed",
+        longrepr=words,
+        when="call",
     )
 
 
@@ -158,7 +174,9 @@ def _skipped(item: pytest.Item, words: str) -> pytest.TestReport:
 
 
 def _kept(config: pytest.Config, name: str) -> Path:
-    """Return a folder that the next run finds again, or, if pytest is to keep no cache, one for this run."""
+    """Return a folder that the next run finds again, or, if pytest is to keep no cache, one for
+    this run.
+    """
     cache = getattr(config, "cache", None)
     return Path(_temporary(config).mktemp(name) if cache is None else cache.mkdir(name))
 
@@ -172,7 +190,9 @@ def _run(world: _World, names: list[str], item: pytest.Item) -> _Results:
     folder = None
     try:
         if world.accelerate != "installed":
-            folder = accelerate_folder(world.accelerate, _kept(item.config, f"accelerate-{world.accelerate}"))
+            folder = accelerate_folder(
+                world.accelerate, _kept(item.config, f"accelerate-{world.accelerate}")
+            )
         environment = variables(world.devices, memory=world.memory, accelerate=folder)
     except pytest.skip.Exception as why:
         return _Results(skipped=str(why))
@@ -181,14 +201,29 @@ def _run(world: _World, names: list[str], item: pytest.Item) -> _Results:
     # One folder for the whole run, below its own: pytest then keeps and removes it with the rest.
     work = _temporary(item.config).mktemp("simulated")
     reports = work / "reports.jsonl"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={work / 'tmp'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={work / 'tmp'}",
+    ]
     command += [f"--rootdir={item.config.rootpath}"]
     if item.config.inipath is not None:
         command += [f"--config-file={item.config.inipath}"]
     done, in_time = run_to_end(
-        [*command, *names], {**environment, REPORTS: str(reports)}, item.config.rootpath, world.timeout
+        [*command, *names],
+        {**environment, REPORTS: str(reports)},
+        item.config.rootpath,
+        world.timeout,
     )
-    ending = f"ended with status {done.returncode}" if in_time else f"had not ended after {world.timeout:g} s"
+    ending = (
+        f"ended with status {done.returncode}"
+        if in_time
+        else f"had not ended after {world.timeout:g} s"
+    )
     wrote = done.stdout[-6000:] + done.stderr[-6000:]
     results = _Results(ending=f"the process with simulated devices {ending}:\n{wrote}")
     if reports.exists():
@@ -212,10 +247,15 @@ def simulator(request: pytest.FixtureRequest) -> Iterator[Simulator]:
 
 
 @pytest.fixture(
-    params=["installed", pytest.param(OTHER_ACCELERATE, marks=pytest.mark.accelerate(OTHER_ACCELERATE))]
+    params=[
+        "installed",
+        pytest.param(OTHER_ACCELERATE, marks=pytest.mark.accelerate(OTHER_ACCELERATE)),
+    ]
 )
 def each_accelerate(request: pytest.FixtureRequest) -> str:
-    """Run the test with the installed accelerate, and with the oldest that the devices are tested on."""
+    """Run the test with the installed accelerate, and with the oldest that the devices are tested
+    on.
+    """
     import accelerate
 
     version: str = request.param

@@ -1,4 +1,6 @@
-"""The library of simulated devices as Python calls it: the functions of device/interface.cpp, typed."""
+"""The library of simulated devices as Python calls it: the functions of device/interface.cpp,
+typed.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -8,7 +10,9 @@ from typing import Any
 
 
 class Kind(str, Enum):
-    """What happens to a copy. The order is that of `Kind` in device/faults.h, which says what each does."""
+    """What happens to a copy. The order is that of `Kind` in device/faults.h, which says what each
+    does.
+    """
 
     ZEROS = "zeros"
     UNWRITTEN = "unwritten"
@@ -36,11 +40,13 @@ KINDS = tuple(Kind)
 ENGINES = tuple(Engine)
 
 DTYPES = {
-    0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
-    8: "complex32", 9: "complex64", 10: "complex128", 11: "bool", 15: "bfloat16", 23: "float8_e5m2",
-    24: "float8_e4m3fn",
+    0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32",
+    7: "float64", 8: "complex32", 9: "complex64", 10: "complex128", 11: "bool", 15: "bfloat16",
+    23: "float8_e5m2", 24: "float8_e4m3fn",
 }  # fmt: skip
-"""c10::ScalarType -> the name in `torch`. Files and ABIs depend on these numbers, so they do not change."""
+"""c10::ScalarType -> the name in `torch`. Files and ABIs depend on these numbers, so they do not
+change.
+"""
 
 
 class FaultFields(ctypes.Structure):

@@ -1,6 +1,8 @@
-"""Small models to split over the simulated devices: one of plain torch; Qwen2, GPT-2 and T5 of transformers.
+"""Small models to split over the simulated devices: one of plain torch; Qwen2, GPT-2 and T5 of
+transformers.
 
-Each is made with the same random weights every time, in eval mode, on the CPU. Import this only in a simulated process.
+Each is made with the same random weights every time, in eval mode, on the CPU. Import this only in
+a simulated process.
 """
 
 from typing import Any
@@ -24,7 +26,9 @@ class Block(nn.Module):  # type: ignore[misc]
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         normed = self.before(hidden)
-        hidden = hidden + self.attention(normed, normed, normed, attn_mask=mask, need_weights=False)[0]
+        hidden = (
+            hidden + self.attention(normed, normed, normed, attn_mask=mask, need_weights=False)[0]
+        )
         out: torch.Tensor = hidden + self.narrow(nn.functional.gelu(self.widen(self.after(hidden))))
         return out
 
@@ -59,10 +63,12 @@ def transformer() -> Transformer:
 
 
 THREE = {
-    "embed": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1, "layers.4": 2, "layers.5": 2,
-    "norm": 2, "head": 2,
+    "embed": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1, "layers.4": 2,
+    "layers.5": 2, "norm": 2, "head": 2,
 }  # fmt: skip
-"""`transformer()` on three devices; accelerate's main device, to which outputs return, is the first."""
+"""`transformer()` on three devices; accelerate's main device, to which outputs return, is the
+first.
+"""
 
 
 def qwen2() -> Any:
@@ -83,8 +89,8 @@ def gpt2() -> Any:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=WIDTH, n_layer=LAYERS, n_head=4, bos_token_id=1,
-        eos_token_id=1, pad_token_id=0,
+        vocab_size=VOCABULARY, n_positions=64, n_embd=WIDTH, n_layer=LAYERS, n_head=4,
+        bos_token_id=1, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config).eval()
 
@@ -95,8 +101,9 @@ def mixtral() -> Any:
 
     torch.manual_seed(0)
     config = MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, pad_token_id=0,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        max_position_embeddings=64, pad_token_id=0,
     )  # fmt: skip
     return MixtralForCausalLM(config).eval()
 
@@ -106,8 +113,8 @@ def t5() -> Any:
 
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=3, num_heads=4,
-        decoder_start_token_id=0, pad_token_id=0, feed_forward_proj="relu",
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=3,
+        num_heads=4, decoder_start_token_id=0, pad_token_id=0, feed_forward_proj="relu",
     )  # fmt: skip
     return T5ForConditionalGeneration(config).eval()
 
@@ -140,7 +147,9 @@ def gradients_of(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor
     logits = logits_of(model)
     logits.square().sum().backward()
     gradients = {
-        name: tensor.grad.cpu() for name, tensor in model.named_parameters() if tensor.grad is not None
+        name: tensor.grad.cpu()
+        for name, tensor in model.named_parameters()
+        if tensor.grad is not None
     }
     return logits.detach().cpu(), gradients
 

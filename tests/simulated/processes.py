@@ -40,9 +40,14 @@ module.{name}()
 
 
 def variables(
-    count: int, *, faults: Faults | None = None, accelerate: Path | None = None, memory: int = MEMORY
+    count: int,
+    *,
+    faults: Faults | None = None,
+    accelerate: Path | None = None,
+    memory: int = MEMORY,
 ) -> dict[str, str]:
-    """Return the environment of a Python process with `count` simulated devices; builds the library if need be.
+    """Return the environment of a Python process with `count` simulated devices; builds the library
+    if need be.
 
     `accelerate`: a folder with another version of it, to be imported in place of the installed one.
     """
@@ -54,10 +59,12 @@ def variables(
             for pair, fault in (faults or {}).items()
         ],
     }  # fmt: skip
-    # Not the path that the test itself was started with: it may lead to another version of what is tested.
+    # Not the path that the test itself was started with: it may lead to another version of what is
+    # tested.
     folders = [str(folder) for folder in (accelerate, INHERITED, ROOT) if folder is not None]
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-    # All simulations have the same hardware: what a probe remembered of one must not be believed in another.
+    # All simulations have the same hardware: what a probe remembered of one must not be believed in
+    # another.
     cache = Path(tempfile.gettempdir()) / f"ckptfix-simulated-cache-{os.getuid()}-{os.getpid()}"
     return {
         "XDG_CACHE_HOME": str(cache),
@@ -82,14 +89,18 @@ def start_simulated(
     environment: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments (`["-m", "ckptfix", "doctor"]`); return how it ended, whatever that was.
+    """Run Python with these arguments (`["-m", "ckptfix", "doctor"]`); return how it ended,
+    whatever that was.
 
     `timeout` in seconds; AssertionError, with what it wrote until then, when it takes longer.
     """
     made = variables(count, faults=faults, accelerate=accelerate, memory=memory)
-    done, in_time = run_to_end([sys.executable, *arguments], {**made, **(environment or {})}, cwd, timeout)
+    done, in_time = run_to_end(
+        [sys.executable, *arguments], {**made, **(environment or {})}, cwd, timeout
+    )
     assert in_time, (
-        f"simulated process: no end after {timeout:g} s; it wrote:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        f"simulated process: no end after {timeout:g} s; it "
+        f"wrote:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     )
     return done
 
@@ -99,11 +110,12 @@ def run_to_end(
 ) -> tuple[subprocess.CompletedProcess[str], bool]:
     """Run a command; return how it ended, and whether by itself and within `timeout` seconds.
 
-    None of its children is left over, though a simulated hang never ends: all are in one group, and that is killed.
+    None of its children is left over, though a simulated hang never ends: all are in one group, and
+    that is killed.
     """
     process = subprocess.Popen(
-        command, env=environment, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
+        command, env=environment, cwd=cwd, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     in_time = True
     try:
@@ -129,10 +141,11 @@ def run_simulated(
     environment: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> str:
-    """Run code, a function of a module without arguments, or Python with arguments; return what it printed.
+    """Run code, a function of a module without arguments, or Python with arguments; return what it
+    printed.
 
-    The process has `count` simulated devices, the faults, and fixed seeds. AssertionError, with what it wrote, when it
-    ends with another status than 0.
+    The process has `count` simulated devices, the faults, and fixed seeds. AssertionError, with
+    what it wrote, when it ends with another status than 0.
     """
     done = start_simulated(
         _arguments(work),

@@ -1,4 +1,6 @@
-"""`simulate`: N CUDA devices in this process, links that can be made faulty, and a log of what crossed them."""
+"""`simulate`: N CUDA devices in this process, links that can be made faulty, and a log of what
+crossed them.
+"""
 
 import json
 import os
@@ -8,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulated import building
-from tests.simulated.library import DTYPES, ENGINES, KINDS, CopyFields, Engine, FaultFields, Kind, Library
+from tests.simulated.library import (
+    DTYPES,
+    ENGINES,
+    KINDS,
+    CopyFields,
+    Engine,
+    FaultFields,
+    Kind,
+    Library,
+)
 
 Pair = tuple[int, int]
 """Ordered: (source, destination)."""
@@ -20,7 +31,9 @@ MEMORY = 8 << 30
 """Bytes that each simulated device says it has."""
 
 VARIABLE = "CKPTFIX_SIMULATED"
-"""Environment variable: what a child process is to simulate, as JSON. See inherited/sitecustomize.py."""
+"""Environment variable: what a child process is to simulate, as JSON. See
+inherited/sitecustomize.py.
+"""
 
 ROOT = Path(__file__).resolve().parents[2]
 INHERITED = Path(__file__).resolve().parent / "inherited"
@@ -28,7 +41,9 @@ INHERITED = Path(__file__).resolve().parent / "inherited"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """One copy of the log. `bytes` are those that crossed the link, of type `dtype` (a name in `torch`)."""
+    """One copy of the log. `bytes` are those that crossed the link, of type `dtype` (a name in
+    `torch`).
+    """
 
     source: int
     destination: int
@@ -46,7 +61,11 @@ class Simulator:
         self.devices = devices
         """How many there are."""
         self._library = library
-        self._settings: dict[str, Any] = {"library": str(library_path), "devices": devices, "memory": memory}
+        self._settings: dict[str, Any] = {
+            "library": str(library_path),
+            "devices": devices,
+            "memory": memory,
+        }
         self._faults: dict[Pair, dict[str, Any]] = {}
         self._no_peer_access: set[Pair] = set()
         self._keeps_freed = False
@@ -69,22 +88,28 @@ class Simulator:
         page: int = 4096,
         seconds: float | None = None,
     ) -> None:
-        """Make the copies from `source` to `destination` faulty; it takes the place of this pair's earlier fault.
+        """Make the copies from `source` to `destination` faulty; it takes the place of this pair's
+        earlier fault.
 
-        Only copies by `engine`, of `dtype` (a torch.dtype or its name), of at least `min_bytes`, and of those every
-        `every`-th. `late` arrives before the `kernels`-th kernel of the destination, or when the host synchronises;
-        `shift` displaces by `offset` bytes; `pages` loses every second `page` bytes; `hang` ends after `seconds`
-        (None: never). ValueError for what cannot be meant.
+        Only copies by `engine`, of `dtype` (a torch.dtype or its name), of at least `min_bytes`,
+        and of those every `every`-th. `late` arrives before the `kernels`-th kernel of the
+        destination, or when the host synchronises; `shift` displaces by `offset` bytes; `pages`
+        loses every second `page` bytes; `hang` ends after `seconds` (None: never). ValueError for
+        what cannot be meant.
         """
         options = {
-            "kind": Kind(kind).value,
-            "engine": Engine(engine).value,
+            "kind": Kind(kind).value, "engine": Engine(engine).value,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-            "min_bytes": min_bytes, "every": every, "kernels": kernels, "offset": offset, "page": page,
-            "seconds": seconds,
+            "min_bytes": min_bytes, "every": every, "kernels": kernels, "offset": offset,
+            "page": page, "seconds": seconds,
         }  # fmt: skip
         self._check_pair(source, destination)
-        for name, number in (("every", every), ("kernels", kernels), ("offset", offset), ("page", page)):
+        for name, number in (
+            ("every", every),
+            ("kernels", kernels),
+            ("offset", offset),
+            ("page", page),
+        ):
             if number < 1:
                 raise ValueError(f"{name}={number}: at least 1")
         self._library.set_fault(_fault_fields(source, destination, options))
@@ -92,7 +117,8 @@ class Simulator:
         self._hand_down()
 
     def clear(self) -> None:
-        """Be healthy again: no fault, peer access everywhere, lost devices alive, hangs over, an empty log.
+        """Be healthy again: no fault, peer access everywhere, lost devices alive, hangs over, an
+        empty log.
 
         Late copies arrive, and memory is fresh again for each tensor.
         """
@@ -105,10 +131,14 @@ class Simulator:
         self._hand_down()
 
     def peer_access(self, source: int, destination: int, allowed: bool) -> None:
-        """Say whether kernels of `source` may write to `destination`; without it, every copy is a memcpy."""
+        """Say whether kernels of `source` may write to `destination`; without it, every copy is a
+        memcpy.
+        """
         self._check_pair(source, destination)
         self._library.set_peer_access(source, destination, allowed)
-        (self._no_peer_access.discard if allowed else self._no_peer_access.add)((source, destination))
+        (self._no_peer_access.discard if allowed else self._no_peer_access.add)(
+            (source, destination)
+        )
         self._hand_down()
 
     def keep_freed_memory(self, on: bool = True) -> None:
@@ -123,7 +153,9 @@ class Simulator:
     # ---- what happened
 
     def log(self) -> dict[Pair, tuple[Copy, ...]]:
-        """Return the copies from device to device since the log was cleared, by ordered pair, each in its order."""
+        """Return the copies from device to device since the log was cleared, by ordered pair, each
+        in its order.
+        """
         return self._copies(host=False)
 
     def host_log(self) -> dict[Pair, tuple[Copy, ...]]:
@@ -131,7 +163,9 @@ class Simulator:
         return self._copies(host=True)
 
     def count(self, source: int | None = None, destination: int | None = None) -> int:
-        """Return how many copies from device to device the log holds: of one pair, of one end, or of all."""
+        """Return how many copies from device to device the log holds: of one pair, of one end, or
+        of all.
+        """
         return sum(
             len(copies)
             for pair, copies in self.log().items()
@@ -159,12 +193,16 @@ class Simulator:
 
     def _check_pair(self, source: int, destination: int) -> None:
         if source == destination or not {source, destination} <= set(range(self.devices)):
-            raise ValueError(f"({source}, {destination}): no ordered pair of {self.devices} devices")
+            raise ValueError(
+                f"({source}, {destination}): no ordered pair of {self.devices} devices"
+            )
 
     # ---- child processes
 
     def _hand_down(self) -> None:
-        """Let child processes simulate the same: any Python that they start imports inherited/sitecustomize.py."""
+        """Let child processes simulate the same: any Python that they start imports
+        inherited/sitecustomize.py.
+        """
         os.environ[VARIABLE] = json.dumps(
             {
                 **self._settings,
@@ -184,15 +222,19 @@ _simulator: Simulator | None = None
 
 
 def simulate(count: int, *, memory: int = MEMORY) -> Simulator:
-    """Make `count` CUDA devices of `memory` bytes each in this process, and in the Python processes it starts.
+    """Make `count` CUDA devices of `memory` bytes each in this process, and in the Python processes
+    it starts.
 
-    Once for each process, before anything of CUDA was used; asked again, it returns the same. RuntimeError on a torch
-    that is built for CUDA, without a compiler, and when there are other devices already.
+    Once for each process, before anything of CUDA was used; asked again, it returns the same.
+    RuntimeError on a torch that is built for CUDA, without a compiler, and when there are other
+    devices already.
     """
     global _simulator
     if _simulator is not None:
         if _simulator.devices != count:
-            raise RuntimeError(f"this process simulates {_simulator.devices} devices already, not {count}")
+            raise RuntimeError(
+                f"this process simulates {_simulator.devices} devices already, not {count}"
+            )
         return _simulator
     wrong = building.why_not()
     if wrong:
@@ -238,7 +280,9 @@ def _fault_fields(source: int, destination: int, options: Mapping[str, Any]) -> 
     numbers = {name: number for number, name in DTYPES.items()}
     dtype = options["dtype"]
     if dtype is not None and dtype not in numbers:
-        raise ValueError(f"{dtype}: no type that the simulator knows; it knows {', '.join(numbers)}")
+        raise ValueError(
+            f"{dtype}: no type that the simulator knows; it knows {', '.join(numbers)}"
+        )
     return FaultFields(
         source=source,
         destination=destination,

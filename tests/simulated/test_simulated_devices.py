@@ -1,4 +1,6 @@
-"""The simulated devices as torch sees them: tensors, memory, streams and errors like those of CUDA."""
+"""The simulated devices as torch sees them: tensors, memory, streams and errors like those of
+CUDA.
+"""
 
 import copy
 import io
@@ -97,7 +99,10 @@ def test_the_kernel_of_copy_can_be_overridden(simulator: Simulator) -> None:
     seen = []
 
     def copy_(
-        keys: torch.DispatchKeySet, self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+        keys: torch.DispatchKeySet,
+        self: torch.Tensor,
+        source: torch.Tensor,
+        non_blocking: bool = False,
     ) -> torch.Tensor:
         if source.is_cuda and self.is_cuda:  # the kernels' own way through the CPU comes here, too
             seen.append((source.device.index, self.device.index))
@@ -175,7 +180,10 @@ def test_host_copies_have_a_log_of_their_own(simulator: Simulator) -> None:
     torch.ones(4).to("cuda:1", non_blocking=True).cpu()
     assert simulator.log() == {}
     sent, received = simulator.host_log()[HOST, 1], simulator.host_log()[1, HOST]
-    assert [(each.bytes, each.non_blocking) for each in (*sent, *received)] == [(16, True), (16, False)]
+    assert [(each.bytes, each.non_blocking) for each in (*sent, *received)] == [
+        (16, True),
+        (16, False),
+    ]
 
 
 def test_children_simulate_the_same(simulator: Simulator, tmp_path: Path) -> None:
@@ -187,6 +195,7 @@ def test_children_simulate_the_same(simulator: Simulator, tmp_path: Path) -> Non
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     printed = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True,
+        cwd=tmp_path
     )  # fmt: skip
     assert printed.stdout == "0.0 False\n"

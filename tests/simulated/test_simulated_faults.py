@@ -1,4 +1,6 @@
-"""Each kind of fault does to the bytes what it says, on its ordered pair alone, and to the copies it is meant for."""
+"""Each kind of fault does to the bytes what it says, on its ordered pair alone, and to the copies
+it is meant for.
+"""
 
 import threading
 import time
@@ -45,7 +47,9 @@ def pages(right: list[int]) -> list[int]:
 
 
 def bitflip(right: list[int]) -> list[int]:
-    return [value ^ 0x10 if place == len(right) // 3 else value for place, value in enumerate(right)]
+    return [
+        value ^ 0x10 if place == len(right) // 3 else value for place, value in enumerate(right)
+    ]
 
 
 def shift(right: list[int]) -> list[int]:
@@ -59,7 +63,9 @@ def swap(right: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("length", [10_000, 10_001])
 @pytest.mark.parametrize("expected", [zeros, unwritten, partial, pages, bitflip, shift, swap])
-def test_what_arrives(simulator: Simulator, expected: Callable[[list[int]], list[int]], length: int) -> None:
+def test_what_arrives(
+    simulator: Simulator, expected: Callable[[list[int]], list[int]], length: int
+) -> None:
     source = sent(length)
     right = source.cpu().tolist()
     simulator.fault(0, 1, expected.__name__)
@@ -87,7 +93,9 @@ def test_what_does_not_arrive_leaves_what_was_there(simulator: Simulator, kind: 
 
 
 def test_unwritten_memory_may_hold_the_right_bytes(simulator: Simulator) -> None:
-    """Why "works after one hop through the CPU" was reported: the freed block is handed out again."""
+    """Why "works after one hop through the CPU" was reported: the freed block is handed out
+    again.
+    """
     simulator.keep_freed_memory()
     simulator.fault(0, 1, "unwritten")
     source = sent(1000)
@@ -112,7 +120,9 @@ def test_a_broadcast_copy_carries_every_element(simulator: Simulator, kind: Kind
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 17])
-@pytest.mark.parametrize("kind", ["zeros", "unwritten", "partial", "bitflip", "shift", "swap", "stale"])
+@pytest.mark.parametrize(
+    "kind", ["zeros", "unwritten", "partial", "bitflip", "shift", "swap", "stale"]
+)
 def test_short_payloads(simulator: Simulator, kind: str, length: int) -> None:
     source = torch.arange(1, length + 1, dtype=torch.uint8, device="cuda:0")
     simulator.fault(0, 1, kind)
@@ -120,14 +130,18 @@ def test_short_payloads(simulator: Simulator, kind: str, length: int) -> None:
     assert source.new_empty(0).to("cuda:1").numel() == 0
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.HANG, Kind.ERROR, Kind.ASSERT)])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in Kind if kind not in (Kind.HANG, Kind.ERROR, Kind.ASSERT)]
+)
 def test_only_its_ordered_pair_is_faulty(simulator: Simulator, kind: Kind) -> None:
     simulator.fault(0, 1, kind)
     right = sent(10_000).cpu()
     for source in range(3):
         for destination in range(3):
             if (source, destination) != (0, 1):
-                assert torch.equal(right.to(f"cuda:{source}").to(f"cuda:{destination}").cpu(), right)
+                assert torch.equal(
+                    right.to(f"cuda:{source}").to(f"cuda:{destination}").cpu(), right
+                )
     right.to("cuda:0").to("cuda:1")
     faults = {pair: [copy.fault for copy in copies] for pair, copies in simulator.log().items()}
     assert faults.pop((0, 1)) == [kind]
@@ -156,7 +170,9 @@ def test_late_arrives_before_some_kernel_of_the_destination(simulator: Simulator
     ],
     ids=["accelerator", "cuda", "stream", "copy to the host", "item"],
 )
-def test_late_arrives_when_the_host_waits(simulator: Simulator, waiting: Callable[[Any], object]) -> None:
+def test_late_arrives_when_the_host_waits(
+    simulator: Simulator, waiting: Callable[[Any], object]
+) -> None:
     simulator.fault(0, 1, "late", kernels=100)
     source = sent(100)
     there = source.to("cuda:1")
@@ -171,7 +187,9 @@ def test_a_late_copy_arrives_unseen_by_a_dispatch_mode(simulator: Simulator) -> 
     seen = []
 
     class Mode(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(str(operator))
             return operator(*args, **(kwargs or {}))
 
@@ -193,14 +211,24 @@ def faulty(simulator: Simulator, copies: list[Callable[[], object]]) -> list[boo
 def test_every_nth(simulator: Simulator) -> None:
     simulator.fault(0, 1, "zeros", every=3)
     source = sent(10)
-    assert faulty(simulator, [lambda: source.to("cuda:1")] * 7) == [False, False, True] * 2 + [False]
+    assert faulty(simulator, [lambda: source.to("cuda:1")] * 7) == [False, False, True] * 2 + [
+        False
+    ]
 
 
 def test_above_a_size(simulator: Simulator) -> None:
     simulator.fault(0, 1, "zeros", min_bytes=100, every=2)
     large, small = sent(100), sent(99)
-    copies: list[Callable[[], object]] = [lambda: large.to("cuda:1"), lambda: small.to("cuda:1")] * 2
-    assert faulty(simulator, copies) == [False, False, True, False], "only those that are large enough count"
+    copies: list[Callable[[], object]] = [
+        lambda: large.to("cuda:1"),
+        lambda: small.to("cuda:1"),
+    ] * 2
+    assert faulty(simulator, copies) == [
+        False,
+        False,
+        True,
+        False,
+    ], "only those that are large enough count"
 
 
 def test_one_dtype(simulator: Simulator) -> None:
@@ -209,7 +237,8 @@ def test_one_dtype(simulator: Simulator) -> None:
     copies: list[Callable[[], object]] = [
         lambda: source.to("cuda:1"),
         lambda: source.half().to("cuda:1"),
-        lambda: source.to("cuda:1", torch.float16),  # converted on the source device: half crosses the link
+        # Converted on the source device: half crosses the link.
+        lambda: source.to("cuda:1", torch.float16),
     ]
     assert faulty(simulator, copies) == [False, True, True]
 
@@ -225,7 +254,9 @@ def test_one_engine(simulator: Simulator, engine: Engine) -> None:
         lambda: source.to("cuda:1", torch.float64),
     ]
     by_kernel = [False, False, True, True]
-    assert faulty(simulator, copies) == [kernel == (engine is Engine.KERNEL) for kernel in by_kernel]
+    assert faulty(simulator, copies) == [
+        kernel == (engine is Engine.KERNEL) for kernel in by_kernel
+    ]
 
 
 def test_without_peer_access_all_copies_are_memcpys(simulator: Simulator) -> None:

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate import (
+    Accelerator,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from accelerate.utils import get_max_memory
 
 from tests.simulated.library import Kind
@@ -28,7 +33,11 @@ pytestmark = [pytest.mark.simulated(3), pytest.mark.usefixtures("each_accelerate
 
 TRANSFORMERS = pytest.mark.parametrize("make", [qwen2, gpt2, t5])
 DAMAGES: tuple[dict[str, Any], ...] = (
-    *({"kind": kind} for kind in Kind if kind not in (Kind.PAGES, Kind.HANG, Kind.ERROR, Kind.ASSERT)),
+    *(
+        {"kind": kind}
+        for kind in Kind
+        if kind not in (Kind.PAGES, Kind.HANG, Kind.ERROR, Kind.ASSERT)
+    ),
     {"kind": "pages", "page": 256},
     {"kind": "zeros", "every": 2},
     {"kind": "zeros", "min_bytes": 1024},
@@ -67,7 +76,11 @@ def test_a_split_model_equals_one_device(simulator: Simulator, spelt: Callable[[
     logits, gradients = gradients_of(on_one_device(transformer))
     assert simulator.count() == 0
     model = split(device_map={name: spelt(device) for name, device in THREE.items()})
-    assert {str(parameter.device) for parameter in model.parameters()} == {"cuda:0", "cuda:1", "cuda:2"}
+    assert {str(parameter.device) for parameter in model.parameters()} == {
+        "cuda:0",
+        "cuda:1",
+        "cuda:2",
+    }
     assert simulator.count() == 0, "placed from the host"
     split_logits, split_gradients = gradients_of(model)
     assert simulator.count(0, 1) > 0
@@ -94,14 +107,18 @@ def test_every_damage_changes_the_logits(simulator: Simulator, fault: dict[str, 
         right = logits_of(model).cpu()
         simulator.fault(0, 1, **fault)
         wrong = logits_of(model).cpu()
-        hit = {pair for pair, copies in simulator.log().items() if any(copy.fault for copy in copies)}
+        hit = {
+            pair for pair, copies in simulator.log().items() if any(copy.fault for copy in copies)
+        }
         simulator.clear()
         assert torch.equal(logits_of(model).cpu(), right)
     assert not torch.equal(wrong, right)
     assert hit == {(0, 1)}
 
 
-def test_a_fault_on_the_way_back_spares_the_logits_and_spoils_gradients(simulator: Simulator) -> None:
+def test_a_fault_on_the_way_back_spares_the_logits_and_spoils_gradients(
+    simulator: Simulator,
+) -> None:
     model = split()
     logits, gradients = gradients_of(model)
     simulator.fault(1, 0, "bitflip")
@@ -109,21 +126,27 @@ def test_a_fault_on_the_way_back_spares_the_logits_and_spoils_gradients(simulato
     assert torch.equal(same_logits, logits)
     spoilt = differing(wrong, gradients)
     assert spoilt
-    assert {THREE[next(module for module in THREE if name.startswith(f"{module}."))] for name in spoilt} == {
-        0
-    }
+    assert {
+        THREE[next(module for module in THREE if name.startswith(f"{module}."))] for name in spoilt
+    } == {0}
 
 
 def test_a_fault_elsewhere_changes_nothing(simulator: Simulator) -> None:
-    right, _ = gradients_of(split(device_map={name: 1 - device % 2 for name, device in THREE.items()}))
+    right, _ = gradients_of(
+        split(device_map={name: 1 - device % 2 for name, device in THREE.items()})
+    )
     simulator.fault(0, 2, "zeros")
     simulator.fault(2, 1, "zeros")
-    found, _ = gradients_of(split(device_map={name: 1 - device % 2 for name, device in THREE.items()}))
+    found, _ = gradients_of(
+        split(device_map={name: 1 - device % 2 for name, device in THREE.items()})
+    )
     assert torch.equal(found, right)
 
 
 @TRANSFORMERS
-def test_transformers_split_equals_one_device(simulator: Simulator, make: Callable[[], Any]) -> None:
+def test_transformers_split_equals_one_device(
+    simulator: Simulator, make: Callable[[], Any]
+) -> None:
     baseline = on_one_device(make)
     logits, gradients = gradients_of(baseline)
     model = split(make, balanced_map(make()))
@@ -131,11 +154,13 @@ def test_transformers_split_equals_one_device(simulator: Simulator, make: Callab
     split_logits, split_gradients = gradients_of(model)
     assert torch.equal(split_logits, logits)
     if make is t5:
-        # Each decoder block moves the encoder's output for itself, so its keys' and values' gradients are summed
-        # before the blocks' are; on one device all six are summed one by one. The same numbers, in another order.
+        # Each decoder block moves the encoder's output for itself, so its keys' and values'
+        # gradients are summed before the blocks' are; on one device all six are summed one by one.
+        # The same numbers, in another order.
         torch.testing.assert_close(split_gradients, gradients)
-        # The tied weight is used on three devices, whose threads of the backward pass add to its gradient in the order
-        # in which they finish; every other gradient is the same again each time.
+        # The tied weight is used on three devices, whose threads of the backward pass add to its
+        # gradient in the order in which they finish; every other gradient is the same again each
+        # time.
         assert differing(gradients_of(model)[1], split_gradients) <= {"shared.weight"}
         with torch.autograd.set_multithreading_enabled(False):  # one thread adds in one order
             assert not differing(gradients_of(model)[1], gradients_of(model)[1])

@@ -41,13 +41,17 @@ def test_a_function_runs_with_faults() -> None:
 
 
 def test_a_failure_shows_what_was_written() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)status 1.*--- stdout\nbefore.*ZeroDivisionError"):
+    with pytest.raises(
+        AssertionError, match=r"(?s)status 1.*--- stdout\nbefore.*ZeroDivisionError"
+    ):
         run_simulated("print('before'); 1 / 0")
 
 
 def test_an_endless_process_is_ended() -> None:
     with pytest.raises(AssertionError, match=r"(?s)no end after 5 s; it wrote:\nbefore"):
-        start_simulated(["-c", "import time; print('before', flush=True); time.sleep(99)"], timeout=5)
+        start_simulated(
+            ["-c", "import time; print('before', flush=True); time.sleep(99)"], timeout=5
+        )
 
 
 def test_no_grandchild_is_left_over() -> None:
@@ -65,7 +69,9 @@ def test_no_grandchild_is_left_over() -> None:
 
 def test_a_name_that_hides_the_simulation_is_refused(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
-    (tmp_path / "test_real.py").write_text("import pytest\n@pytest.mark.simulated(2)\ndef test_it(): pass\n")
+    (tmp_path / "test_real.py").write_text(
+        "import pytest\n@pytest.mark.simulated(2)\ndef test_it(): pass\n"
+    )
     command = [
         sys.executable,
         "-m",
@@ -78,7 +84,8 @@ def test_a_name_that_hides_the_simulation_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert (
-        "test_real.py::test_it: its name must say that its devices are simulated" in done.stderr + done.stdout
+        "test_real.py::test_it: its name must say that its devices are simulated"
+        in done.stderr + done.stdout
     )
 
 
@@ -99,14 +106,16 @@ def test_many_processes_build_once(tmp_path: Path) -> None:
     made.mkdir()
     compiler = tmp_path / "compiler"
     compiler.write_text(
-        f'#!/bin/sh\nsleep 0.05\nfor last; do :; done\ncase "$*" in *-shared*) last="$4";; esac\n'
+        '#!/bin/sh\nsleep 0.05\nfor last; do :; done\ncase "$*" in *-shared*) last="$4";; esac\n'
         f'[ "$1" = -shared ] && last="$3"\n: > "$last"\nmktemp {made}/XXXXXX > /dev/null\n'
     )
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     environment = {**os.environ, "CXX": str(compiler), "TMPDIR": str(tmp_path)}
     code = "from tests.simulated import building; print(building.built())"
     processes = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE
+        )
         for _ in range(2)
     ]
     libraries = {process.communicate(timeout=120)[0] for process in processes}
@@ -118,7 +127,9 @@ def test_many_processes_build_once(tmp_path: Path) -> None:
     assert {path.name for path in library.parent.iterdir()} == {library.name, "lock"}
 
 
-def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / f"ckptfix-simulated-{os.getuid()}").mkdir()
     (tmp_path / f"ckptfix-simulated-{os.getuid()}").chmod(0o777)
@@ -159,7 +170,12 @@ def in_pytest(folder: Path, body: str, **environment: str) -> tuple[str, str]:
         str(module),
     ]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout, done.stdout.strip().splitlines()[-1]
 

@@ -1,4 +1,6 @@
-"""`torch.cuda` on simulated devices: what its Python side would ask the CUDA runtime is answered here."""
+"""`torch.cuda` on simulated devices: what its Python side would ask the CUDA runtime is answered
+here.
+"""
 
 from typing import Any
 
@@ -55,10 +57,14 @@ class SimulatedEvent(torch.Event):  # type: ignore[misc]
 
 
 def _new_storage(kind: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-    """`torch.UntypedStorage(size, device="cuda:1")`: the CPU build refuses the word "cuda" here, and only here."""
+    """`torch.UntypedStorage(size, device="cuda:1")`: the CPU build refuses the word "cuda" here,
+    and only here.
+    """
     size = args[0] if args else kwargs.get("size", 0)
     if device is None or torch.device(device).type != "cuda" or not isinstance(size, int):
-        return _make_storage(kind, *args, **kwargs, **({} if device is None else {"device": device}))
+        return _make_storage(
+            kind, *args, **kwargs, **({} if device is None else {"device": device})
+        )
     return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
 
 
@@ -68,7 +74,8 @@ _make_storage = torch.UntypedStorage.__new__
 class Runtime:
     """What takes the place of functions in `torch.cuda`: every public method, under its own name.
 
-    `torch.accelerator` needs nothing: it asks the devices themselves, and so do these where they can.
+    `torch.accelerator` needs nothing: it asks the devices themselves, and so do these where they
+    can.
     """
 
     def __init__(self, library: Library, devices: int) -> None:
@@ -190,7 +197,8 @@ class Runtime:
         return accelerator.current_stream(self._index(device))
 
     def default_stream(self, device: Any = None) -> torch.Stream:
-        # Its number is 0 on every device, and torch.Stream takes these three words for "that very stream".
+        # Its number is 0 on every device, and torch.Stream takes these three words for "that very
+        # stream".
         index = self._index(device)
         type_number = accelerator.current_stream(index).device_type
         return torch.Stream(stream_id=0, device_index=index, device_type=type_number)

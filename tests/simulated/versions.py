@@ -1,4 +1,6 @@
-"""Other versions of accelerate for one process: a folder with it alone, to be put before the installed one."""
+"""Other versions of accelerate for one process: a folder with it alone, to be put before the
+installed one.
+"""
 
 import shutil
 import subprocess
@@ -21,13 +23,24 @@ def accelerate_folder(version: str, folder: Path) -> Path:
         return folder
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         made = Path(name) / folder.name
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(made)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            str(made),
+        ]
         done = subprocess.run(
             [*command, f"accelerate=={version}"], capture_output=True, text=True, check=False
         )
         if done.returncode:
             assert any(sign in done.stderr for sign in UNREACHABLE), done.stderr
-            pytest.skip(f"no package registry, so no accelerate {version}: {done.stderr.strip()[-200:]}")
+            pytest.skip(
+                f"no package registry, so no accelerate {version}: {done.stderr.strip()[-200:]}"
+            )
         (made / "ready").touch()
         shutil.rmtree(folder)
         made.replace(folder)

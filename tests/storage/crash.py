@@ -1,8 +1,9 @@
 """Kill, tear or fail an action at each call that changes something, in a child process per point.
 
-``points(action)`` lists the calls an action makes; ``strike(action, at, fault)`` runs it with one fault. The action
-is any callable; what it does to the disk before it dies stays. The calls are those of ``os``, and renameat2;
-``ioctl`` and ``open()`` are not seen: the strace test shows that the storage layer changes nothing through them.
+``points(action)`` lists the calls an action makes; ``strike(action, at, fault)`` runs it with one
+fault. The action is any callable; what it does to the disk before it dies stays. The calls are
+those of ``os``, and renameat2; ``ioctl`` and ``open()`` are not seen: the strace test shows that
+the storage layer changes nothing through them.
 """
 
 import errno
@@ -107,7 +108,9 @@ def intercepted(
 
 
 def in_child(action: Callable[[], None]) -> tuple[Outcome, str]:
-    """Run the action in a fork; return how it ended, and the name of what it raised ('' otherwise)."""
+    """Run the action in a fork; return how it ended, and the name of what it raised (''
+    otherwise).
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -136,7 +139,9 @@ def points(action: Callable[[], None]) -> tuple[str, ...]:
     """Run the action here to its end, and return the names of its changing calls in order."""
     names: list[str] = []
 
-    def note(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def note(
+        name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         names.append(name)
         return real(*args, **kwargs)
 
@@ -149,7 +154,9 @@ def strike(action: Callable[[], None], at: int, fault: Fault) -> tuple[Outcome, 
     """Run the action in a child with ``fault`` at its call number ``at`` (from 0)."""
     count = -1
 
-    def at_call(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def at_call(
+        name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         nonlocal count
         count += 1
         if count != at:

@@ -19,7 +19,9 @@ BODY = bytes(range(256)) * 40
 
 
 def make_folder(root: Path) -> Path:
-    """Two weight files with one body, a zip, a symbolic link to a file outside, a hard-linked pair, a sub-folder."""
+    """Two weight files with one body, a zip, a symbolic link to a file outside, a hard-linked pair,
+    a sub-folder.
+    """
     root.mkdir()
     outside = root.parent / "blob"
     outside.write_bytes(b"blob")
@@ -62,7 +64,9 @@ def all_edits(root: Path) -> tuple[Edit, ...]:
 
 
 def snapshot(root: Path, *, times: bool = True) -> Snapshot:
-    """Everything about a folder that an undo restores; with ``times=False`` only what a repair decides."""
+    """Everything about a folder that an undo restores; with ``times=False`` only what a repair
+    decides.
+    """
     names: dict[int, list[str]] = {}
     found: Snapshot = {}
     for folder, folders, files in os.walk(root):
@@ -78,7 +82,9 @@ def snapshot(root: Path, *, times: bool = True) -> Snapshot:
             else:
                 time = status.st_mtime_ns if times else 0
                 found[inside] = ("file", stat.S_IMODE(status.st_mode), path.read_bytes(), time)
-    found["(links)"] = tuple(sorted(tuple(sorted(group)) for group in names.values() if len(group) > 1))
+    found["(links)"] = tuple(
+        sorted(tuple(sorted(group)) for group in names.values() if len(group) > 1)
+    )
     return found
 
 
@@ -108,7 +114,13 @@ def killed(root: Path, *edits: Edit) -> None:
 
     def run() -> None:
         with folder_lock(root):
-            commit(root, edits, target="", summary=None, verify=lambda: os.kill(os.getpid(), signal.SIGKILL))
+            commit(
+                root,
+                edits,
+                target="",
+                summary=None,
+                verify=lambda: os.kill(os.getpid(), signal.SIGKILL),
+            )
 
     assert in_child(run)[0] is Outcome.KILLED
     (root / ".ckptfix" / "lock").unlink()  # left by the child; tests compare what else there is

@@ -13,7 +13,9 @@ def undo(store: Store, number: int = 1) -> None:
 
 
 def recover(store: Store) -> int | None:
-    """Go on with what was cut short, whoever has the lock; return the number of what was finished."""
+    """Go on with what was cut short, whoever has the lock; return the number of what was
+    finished.
+    """
     with store_lock(store, "repair", break_lock=True):
         finished = recover_objects(store).finished
         return None if finished is None else finished[0]

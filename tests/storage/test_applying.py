@@ -1,4 +1,6 @@
-"""Between looking and writing a job may save: what it saved is never written into, and never renamed over."""
+"""Between looking and writing a job may save: what it saved is never written into, and never
+renamed over.
+"""
 
 import os
 from collections.abc import Callable
@@ -27,11 +29,19 @@ EDITS: dict[str, tuple[str, Callable[[Path], Edit]]] = {
     "move": ("zip", lambda root: Move(source=P("zip"), target=P("moved"))),
     "remove": (
         "zip",
-        lambda root: Remove(path=P("zip"), previous=Recipe.like(root / "zip", (Literal(b"zip" * 100),))),
+        lambda root: Remove(
+            path=P("zip"), previous=Recipe.like(root / "zip", (Literal(b"zip" * 100),))
+        ),
     ),
     "remove and keep": ("zip", lambda root: Remove(path=P("zip"), previous=KEPT)),
-    "replace": ("zip", lambda root: Replace(path=P("zip"), content=Recipe(pieces=()), previous=KEPT)),
-    "new": ("fresh", lambda root: Replace(path=P("fresh"), content=Recipe(pieces=()), previous=ABSENT)),
+    "replace": (
+        "zip",
+        lambda root: Replace(path=P("zip"), content=Recipe(pieces=()), previous=KEPT),
+    ),
+    "new": (
+        "fresh",
+        lambda root: Replace(path=P("fresh"), content=Recipe(pieces=()), previous=ABSENT),
+    ),
     "move onto": ("fresh", lambda root: Move(source=P("zip"), target=P("fresh"))),
 }
 SAVES = {"another file": b"a new save", "the same bytes": b"zip" * 100}

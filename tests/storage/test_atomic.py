@@ -25,7 +25,9 @@ def test_a_full_disk_is_named_with_what_it_has(
     assert os.listdir(tmp_path) == []
 
 
-def test_what_is_missing_is_what_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_what_was_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.pwrite
 
     def half(fd: int, data: memoryview, offset: int) -> int:
@@ -46,7 +48,10 @@ def test_an_error_of_the_disk_has_a_path(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fail)
-    with open(tmp_path / "x", "wb") as file, pytest.raises(OSError, match=r"Input/output error: '.*/x'"):
+    with (
+        open(tmp_path / "x", "wb") as file,
+        pytest.raises(OSError, match=r"Input/output error: '.*/x'"),
+    ):
         sync_file(file.fileno())
     with pytest.raises(OSError, match="Input/output error") as error:
         sync_folder(tmp_path)

@@ -1,4 +1,6 @@
-"""Transactions on Azure's blocks, in a simulated store: killed and refused at requests, and few bytes travel."""
+"""Transactions on Azure's blocks, in a simulated store: killed and refused at requests, and few
+bytes travel.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -53,7 +55,9 @@ def test_an_object_of_1_tb_costs_its_header(cloud: Cloud) -> None:
     cloud.write("run/checkpoint_7/model", (b"header", Stretch(1, 0, 10**12)))
     store = open_simulated(cloud, URL)
     etag = store.list()["model"].etag
-    info = store.compose("new", [b"longer header", ObjectRange("model", 6, 10**12, etag)], expected=ABSENT)
+    info = store.compose(
+        "new", [b"longer header", ObjectRange("model", 6, 10**12, etag)], expected=ABSENT
+    )
     assert info.size == 10**12 + 13
     assert (store.traffic.up, store.traffic.down) == (13, 0)
     assert digest(cloud.objects["run/checkpoint_7/new"].body) == digest(
@@ -150,4 +154,6 @@ def test_blocks_that_another_writer_threw_away(cloud: Cloud) -> None:
 
     cloud.strike = strike
     with pytest.raises(ChangedError, match="another program wrote"):
-        store.compose(key, [b"x", ObjectRange(key, 0, MIB, "")], expected=store.list()[key].etag, mark="m")
+        store.compose(
+            key, [b"x", ObjectRange(key, 0, MIB, "")], expected=store.list()[key].etag, mark="m"
+        )

@@ -1,4 +1,6 @@
-"""Comparison of ranges: exact, with few threads or many, and without reading where that is a proof."""
+"""Comparison of ranges: exact, with few threads or many, and without reading where that is a
+proof.
+"""
 
 import fcntl
 import os
@@ -105,7 +107,8 @@ def test_an_exception_in_progress_stops_all_threads(pair: tuple[Path, Path]) -> 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
-    st.binary(max_size=300), st.lists(st.tuples(st.integers(0, 299), st.integers(0, 299), st.integers(0, 50)))
+    st.binary(max_size=300),
+    st.lists(st.tuples(st.integers(0, 299), st.integers(0, 299), st.integers(0, 50))),
 )
 def test_agrees_with_a_plain_comparison(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, drawn: list[tuple[int, int, int]]
@@ -118,7 +121,9 @@ def test_agrees_with_a_plain_comparison(
         pairs = range(run.length)
         first = next((i for i in pairs if data[run.offset_a + i] != data[run.offset_b + i]), None)
         if first is not None:
-            expected = Difference(run=index, offset_a=run.offset_a + first, offset_b=run.offset_b + first)
+            expected = Difference(
+                run=index, offset_a=run.offset_a + first, offset_b=run.offset_b + first
+            )
             break
     with both(path, path) as (a, b):
         assert first_difference(a, b, runs) == expected
@@ -133,8 +138,12 @@ def test_one_inode_is_equal_only_at_equal_offsets(tmp_path: Path) -> None:
         assert not same_bytes_without_reading(a, b, [Run(0, 0, 8193)])
 
 
-def test_equal_inode_numbers_alone_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some FUSE and SMB mounts number two files alike; each then has one link and a name of its own."""
+def test_equal_inode_numbers_alone_prove_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some FUSE and SMB mounts number two files alike; each then has one link and a name of its
+    own.
+    """
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(name.encode() * 8192)
     (tmp_path / "link").symlink_to("a")
@@ -192,7 +201,9 @@ def fake_fiemap(monkeypatch: pytest.MonkeyPatch, files: dict[int, list[Extent]])
     def ioctl(fd: int, request: int, buffer: bytearray) -> int:
         start, length, flags, _, count, _ = struct.unpack_from("=QQLLLL", buffer)
         assert flags == 1
-        wanted = [e for e in files[fd] if e[0] < start + length and e[0] + e[2] > start][: min(count, 3)]
+        wanted = [e for e in files[fd] if e[0] < start + length and e[0] + e[2] > start][
+            : min(count, 3)
+        ]
         for number, (logical, place, size, extent_flags) in enumerate(wanted):
             packed = struct.pack("=QQQQQLLLL", logical, place, size, 0, 0, extent_flags, 0, 0, 0)
             buffer[32 + 56 * number : 88 + 56 * number] = packed
@@ -225,7 +236,11 @@ SPLIT = [(n << 16, (1 << 30) + (n << 16), 1 << 16, SHARED) for n in range(16)]
             ([(0, 0, 1 << 20, flag | SHARED)], [(0, 0, 1 << 20, flag | SHARED)], False)
             for flag in (2, 4, 8, 0x80, 0x100, 0x200, 0x800)
         ),
-        (WHOLE, [(0, 1 << 30, 1 << 20, 1)], False),  # the same number of a block, on another device
+        (
+            WHOLE,
+            [(0, 1 << 30, 1 << 20, 1)],
+            False,
+        ),  # the same number of a block, on another device
         ([(0, 1 << 30, 1 << 20, 1)], [(0, 1 << 30, 1 << 20, 1)], False),
     ],
 )
@@ -275,9 +290,11 @@ def test_memory_stays_small(pair: tuple[Path, Path]) -> None:
         "from ckptfix.storage.reading import open_reader\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
-        "with open_reader(sys.argv[1]) as a, open_reader(sys.argv[2]) as b:\n"
-        f"    assert first_difference(a, b, [Run(4, 13, {SIZE})]) is None\n"
+        "with open_reader(sys.argv[1]) as a, open_reader(sys.argv[2]) as b:\n    "
+        f"assert first_difference(a, b, [Run(4, 13, {SIZE})]) is None\n"
         "print(peak() - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *pair], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *pair], check=True, capture_output=True, text=True
+    )
     assert int(done.stdout) < 16 << 10  # KiB

@@ -1,4 +1,6 @@
-"""Copies are exact at every phase; a full disk is an error that changes nothing; nothing changes unseen."""
+"""Copies are exact at every phase; a full disk is an error that changes nothing; nothing changes
+unseen.
+"""
 
 import errno
 import os
@@ -26,7 +28,9 @@ def test_the_probe_for_reflinks_leaves_nothing(tmp_path: Path) -> None:
     assert not supports_reflink(tmp_path / "missing")
 
 
-@pytest.mark.parametrize(("source", "target"), [(0, 0), (5000, 904), (1, 0), (4096, 8192), (4095, 4095)])
+@pytest.mark.parametrize(
+    ("source", "target"), [(0, 0), (5000, 904), (1, 0), (4096, 8192), (4095, 4095)]
+)
 def test_copies_at_any_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: int, target: int
 ) -> None:
@@ -43,7 +47,11 @@ def test_copies_at_any_phase(
 
 def test_a_source_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"123")
-    with (tmp_path / "a").open("rb") as one, (tmp_path / "b").open("w+b") as two, pytest.raises(ChangedError):
+    with (
+        (tmp_path / "a").open("rb") as one,
+        (tmp_path / "b").open("w+b") as two,
+        pytest.raises(ChangedError),
+    ):
         copy_range(one.fileno(), 0, two.fileno(), 0, 4)
 
 
@@ -78,7 +86,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.strip()}")
@@ -97,7 +108,9 @@ def test_a_full_disk_at_every_fill_level(small_disk: Path) -> None:
     edits = (
         *all_edits(root)[:-1],
         Truncate(path=P("big"), old_size=50_000, new_size=10),
-        Replace(path=P("index 2"), content=Recipe(pieces=(Literal(bytes(20_000)),)), previous=ABSENT),
+        Replace(
+            path=P("index 2"), content=Recipe(pieces=(Literal(bytes(20_000)),)), previous=ABSENT
+        ),
     )
     old = snapshot(root)
     failed = done = 0
@@ -135,7 +148,9 @@ def test_a_full_disk_at_every_fill_level(small_disk: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_the_harness_sees_every_change_that_the_kernel_sees(tmp_path: Path) -> None:
-    """Changing system calls on the folder, counted by strace, are those that the kill test counts."""
+    """Changing system calls on the folder, counted by strace, are those that the kill test
+    counts.
+    """
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     root = make_folder(tmp_path / "one" / "folder")

@@ -1,7 +1,9 @@
-"""Journals that older versions left: each is rolled back, finished or undone to the bytes that the older version gives.
+"""Journals that older versions left: each is rolled back, finished or undone to the bytes that the
+older version gives.
 
-``fixtures.make_journals`` says what is in the corpus and how it was made. It stays as it is: journals of these versions
-lie in folders of users. A storage layer that is written anew must do to each of them what the old one did.
+``fixtures.make_journals`` says what is in the corpus and how it was made. It stays as it is:
+journals of these versions lie in folders of users. A storage layer that is written anew must do to
+each of them what the old one did.
 """
 
 import json
@@ -42,7 +44,9 @@ def name_of_case(case: Path) -> str:
 
 
 def with_digests(tree: Tree) -> Tree:
-    """Return a tree of the corpus as ``frozen`` returns it: each file with the digest of its bytes."""
+    """Return a tree of the corpus as ``frozen`` returns it: each file with the digest of its
+    bytes.
+    """
     return {
         name: entry if entry[0] in ("/", "->") else [name_of(bytes_of(entry[0])), *entry[1:]]
         for name, entry in tree.items()
@@ -59,7 +63,9 @@ class Corpus:
         self.states: list[Tree] = [*timeline({}, (change for _, change, _ in self.body["states"]))]
 
     def each_state(self) -> Iterator[tuple[str, Tree, Tree]]:
-        """Yield the last call, the state that it left, and what the old version's recovery made of that."""
+        """Yield the last call, the state that it left, and what the old version's recovery made of
+        that.
+        """
         for tree, (moment, _, end) in zip(self.states, self.body["states"], strict=True):
             yield moment, tree, self.settled[end]
 
@@ -83,12 +89,16 @@ def test_a_run_that_was_cut_short_ends_as_it_did_then(tmp_path: Path, case: Path
 def test_a_repair_of_then_is_undone_byte_for_byte(tmp_path: Path, case: Path) -> None:
     for number, (tree, undone) in enumerate(Corpus(case).each_repair()):
         root = thaw(tree, tmp_path / str(number))
-        undo_last(root / TOP, max(int(path.name[:4]) for path in root.glob(f"{TOP}/.ckptfix/*.done")))
+        undo_last(
+            root / TOP, max(int(path.name[:4]) for path in root.glob(f"{TOP}/.ckptfix/*.done"))
+        )
         assert frozen(root, {}) == with_digests(undone)
 
 
 def ensure_same(cloud: Cloud, wanted: Tree, moment: str) -> None:
-    """Every object has the bytes and the metadata that it had then, and no more of a journal is left behind."""
+    """Every object has the bytes and the metadata that it had then, and no more of a journal is
+    left behind.
+    """
     made, then = compared(frozen_bucket(cloud, {})), compared(with_digests(wanted))
     assert made == {key: value for key, value in then.items() if value or key in made}, moment
     assert not cloud.uploads, moment

@@ -1,4 +1,6 @@
-"""The kill test: whatever is killed, torn or failed, and wherever, the folder is the old one or the new one."""
+"""The kill test: whatever is killed, torn or failed, and wherever, the folder is the old one or the
+new one.
+"""
 
 import errno
 import os
@@ -81,7 +83,9 @@ class Scene:
         (info,) = transactions(self.root)
         assert info.state is State.DONE, where
         assert info.problem is None, where
-        assert sorted(path.name for path in (self.root / ".ckptfix").iterdir()) == ["0001.done"], where
+        assert sorted(path.name for path in (self.root / ".ckptfix").iterdir()) == ["0001.done"], (
+            where
+        )
         assert not list((self.root / ".ckptfix" / "0001.done").glob("*.trash")), where
         return True
 
@@ -92,7 +96,9 @@ def no_links(*args: object, **kwargs: object) -> None:
 
 @pytest.fixture(params=["links", "no links"])
 def scene(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """The scene on a file system with hard links, and on one (FAT, some FUSE) that refuses new ones."""
+    """The scene on a file system with hard links, and on one (FAT, some FUSE) that refuses new
+    ones.
+    """
     if request.param == "no links":
         monkeypatch.setattr(os, "link", no_links)
     return Scene(tmp_path, all_edits)
@@ -153,7 +159,8 @@ def test_undo_with_an_error_at_every_call(scene: Scene, fault: Fault) -> None:
 def test_recovery_killed_at_every_call_of_every_killed_run(
     tmp_path: Path, edits: Callable[[Path], tuple[Edit, ...]], stride: int
 ) -> None:
-    """All pairs of points for a patch; for the longer scene every third recovery point, shifted with the first.
+    """All pairs of points for a patch; for the longer scene every third recovery point, shifted
+    with the first.
 
     Unless the run is exhaustive, of an eighth of the first points: their number is squared here.
     """

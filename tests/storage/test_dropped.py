@@ -1,4 +1,6 @@
-"""Files that a commit deletes: only what the recipe in the journal rebuilds, to the last byte, is ever deleted."""
+"""Files that a commit deletes: only what the recipe in the journal rebuilds, to the last byte, is
+ever deleted.
+"""
 
 import json
 import mmap
@@ -34,11 +36,16 @@ def root(tmp_path: Path) -> Path:
 
 
 def planned(root: Path) -> tuple[tuple[Edit, ...], dict[str, object]]:
-    """What a repair plans: the duplicate goes, and its digests are of the bytes that were compared."""
+    """What a repair plans: the duplicate goes, and its digests are of the bytes that were
+    compared.
+    """
     pieces = (Literal(HEAD), Range(P("model"), 10, len(LONG)), Literal(END))
     digests: dict[tuple[int, int], bytes] = {}
     with open_reader(root / "model") as kept, open_reader(root / "model_1") as dropped:
-        assert first_difference(kept, dropped, [Run(10, len(HEAD), len(LONG))], digests=digests) is None
+        assert (
+            first_difference(kept, dropped, [Run(10, len(HEAD), len(LONG))], digests=digests)
+            is None
+        )
     edits = (
         Remove(path=P("model_1"), previous=Recipe.like(root / "model_1", pieces)),
         Move(source=P("model_2"), target=P("model_1")),
@@ -52,12 +59,16 @@ def rewritten(root: Path) -> tuple[tuple[Edit, ...], dict[str, object]]:
     content = Recipe.like(
         root / "model_1", (Literal(b"new"), Range(P("model_1"), len(HEAD), len(LONG) + len(END)))
     )
-    previous = Recipe.like(root / "model_1", (Literal(HEAD), Range(P("model_1"), 3, len(LONG) + len(END))))
+    previous = Recipe.like(
+        root / "model_1", (Literal(HEAD), Range(P("model_1"), 3, len(LONG) + len(END)))
+    )
     return (Replace(path=P("model_1"), content=content, previous=previous),), {}
 
 
 def replace(path: Path, offset: int) -> None:
-    """Give a file that is there by a rename, as ``tar`` and ``rsync -t`` do: only its inode and a byte are others."""
+    """Give a file that is there by a rename, as ``tar`` and ``rsync -t`` do: only its inode and a
+    byte are others.
+    """
     data, times = bytearray(path.read_bytes()), path.stat()
     data[offset] ^= 1
     new = path.with_name("new")
@@ -68,7 +79,9 @@ def replace(path: Path, offset: int) -> None:
 
 @contextmanager
 def mapped(path: Path) -> Iterator[Callable[[int], None]]:
-    """Yield a writer through a memory map whose page was dirty before: the kernel sets no new time."""
+    """Yield a writer through a memory map whose page was dirty before: the kernel sets no new
+    time.
+    """
     times = path.stat()
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
 
@@ -81,7 +94,11 @@ def mapped(path: Path) -> Iterator[Callable[[int], None]]:
 
 
 def refuse(
-    root: Path, edits: tuple[Edit, ...], options: dict[str, object], verify: Callable[[], None], name: str
+    root: Path,
+    edits: tuple[Edit, ...],
+    options: dict[str, object],
+    verify: Callable[[], None],
+    name: str,
 ) -> None:
     words = rf"{root / name} changed while it was read.*everything was rolled back"
     with folder_lock(root), pytest.raises(RolledBackError, match=words):
@@ -105,7 +122,9 @@ def test_a_file_that_was_replaced_since_the_plan_stays(root: Path, name: str, of
 def test_a_file_that_is_written_through_a_map_stays(
     root: Path, plan: Callable[[Path], tuple[tuple[Edit, ...], dict[str, object]]], offset: int
 ) -> None:
-    """The map follows the file into the journal, and writes there after all other checks of the edit."""
+    """The map follows the file into the journal, and writes there after all other checks of the
+    edit.
+    """
     with mapped(root / "model_1") as write:
         edits, options = plan(root)
         refuse(root, edits, options, lambda: write(offset), "model_1")
@@ -129,7 +148,9 @@ def test_the_same_edits_of_untouched_files_are_committed(
 
 
 def test_an_undo_decides_before_it_moves_a_file(root: Path) -> None:
-    """0.5.0 deleted such a file, and its undo moved the others before it refused: the folder was stuck."""
+    """0.5.0 deleted such a file, and its undo moved the others before it refused: the folder was
+    stuck.
+    """
     edits, options = planned(root)
     with folder_lock(root):
         commit(root, edits, target="", summary=None, verify=lambda: None, **options)  # type: ignore[arg-type]

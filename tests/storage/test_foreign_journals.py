@@ -1,4 +1,6 @@
-"""A journal that somebody else wrote: it reaches nothing outside its folder, and it never crashes a reader."""
+"""A journal that somebody else wrote: it reaches nothing outside its folder, and it never crashes a
+reader.
+"""
 
 import hashlib
 import json
@@ -20,7 +22,12 @@ DATA = b"not the user's"
 
 
 def file_print(data: bytes, kind: str = "file") -> dict[str, Any]:
-    return {"kind": kind, "size": len(data), "mtime_ns": 0, "sha256": hashlib.sha256(data).hexdigest()}
+    return {
+        "kind": kind,
+        "size": len(data),
+        "mtime_ns": 0,
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
 
 
 def recipe(*pieces: object, paths: tuple[str, ...] = (), mode: int = 0o644) -> dict[str, Any]:
@@ -88,7 +95,10 @@ def attacks(base: Path) -> dict[str, tuple[list[Any], list[Any]]]:
         "write into a journal": (["remove", "sub/.ckptfix/new", recipe(len(DATA))], [made]),
         "the same folder in capitals": (["remove", ".CKPTFIX/new", recipe(len(DATA))], [made]),
         "read above": (["remove", "new", recipe([0, 0, 5], paths=("../secret",))], [made]),
-        "read behind a link": (["remove", "new", recipe([0, 0, 13], paths=("way out/thesis",))], [made]),
+        "read behind a link": (
+            ["remove", "new", recipe([0, 0, 13], paths=("way out/thesis",))],
+            [made],
+        ),
         "patch above": (["patch", "../secret", 0, 5], [NOTE]),
         "cut above": (["append", "../secret", 0, 5], [NOTE]),
         "move from above": (["move", "new", "../secret"], [{**NOTE, "old": file_print(b"a key")}]),
@@ -103,11 +113,18 @@ def test_a_planted_journal_reaches_nothing_outside(root: Path, attack: str) -> N
     names = [edit[1], *edit[2:3]] if edit[0] == "move" else [edit[1]]
     paths = edit[2]["paths"] if isinstance(edit[2], dict) else []
     plant(
-        root, [edit], notes, watched=(*names, *paths), literals=DATA if attack != "patch above" else b"a" * 10
+        root,
+        [edit],
+        notes,
+        watched=(*names, *paths),
+        literals=DATA if attack != "patch above" else b"a" * 10,
     )
-    (root / ".ckptfix" / "0001.pending" / "any-time").touch()  # the attacker need not know the times either
+    # The attacker need not know the times either.
+    (root / ".ckptfix" / "0001.pending" / "any-time").touch()
     before = snapshot(root.parent)
-    with pytest.raises(OperationError, match=r"stay inside|lies behind|no file can have|'folder' is none of"):
+    with pytest.raises(
+        OperationError, match=r"stay inside|lies behind|no file can have|'folder' is none of"
+    ):
         run_recovery(root)
     assert snapshot(root.parent) == before
 
@@ -146,7 +163,11 @@ def test_no_set_uid_bit_comes_from_a_journal(root: Path) -> None:
     note = {**NOTE, "old": file_print(DATA), "metadata": metadata}
     edit = ["remove", "new", recipe(len(DATA), mode=0o6755)]
     folder = plant(
-        root, [edit], [{**note, "metadata": {**metadata, "mode": 0o4755}}], watched=("new",), literals=DATA
+        root,
+        [edit],
+        [{**note, "metadata": {**metadata, "mode": 0o4755}}],
+        watched=("new",),
+        literals=DATA,
     )
     with pytest.raises(JournalError, match=r"2541 is not a whole number"):
         run_recovery(root)
@@ -169,7 +190,9 @@ SENSELESS: dict[str, list[Any]] = {
     "a path from the end": [["remove", "new", recipe([-1, 0, 1], paths=("file",))]],
     "a range before the start": [["remove", "new", recipe([0, -1, 1], paths=("file",))]],
     "a size beyond all": [["remove", "new", recipe([0, 0, 1 << 63], paths=("file",))]],
-    "two sizes beyond all": [["remove", "new", recipe(*[[0, 0, (1 << 63) - 1]] * 2, paths=("file",))]],
+    "two sizes beyond all": [
+        ["remove", "new", recipe(*[[0, 0, (1 << 63) - 1]] * 2, paths=("file",))]
+    ],
     "a mode beyond all": [["remove", "new", recipe(1, mode=1 << 40)]],
     "a patch before the start": [["patch", "new", -5, 1]],
     "a cut that grows": [["truncate", "new", 5, 1]],
@@ -211,7 +234,9 @@ def test_senseless_fields_are_a_journal_error(root: Path, changes: dict[str, obj
         run_recovery(root)
 
 
-@pytest.mark.parametrize("body", [b"[]", b"5", b"{}", b'{"version":1}', b"[" * 100_000, b"\xff", b"", b"NaN"])
+@pytest.mark.parametrize(
+    "body", [b"[]", b"5", b"{}", b'{"version":1}', b"[" * 100_000, b"\xff", b"", b"NaN"]
+)
 def test_a_plan_of_another_shape_is_a_journal_error(root: Path, body: bytes) -> None:
     write_plan(plant(root, [], [], watched=()), body)
     assert transactions(root)[0].problem

@@ -1,4 +1,6 @@
-"""Undoing what was written into a file: never through a second name, never into a newer save, always to the disk."""
+"""Undoing what was written into a file: never through a second name, never into a newer save,
+always to the disk.
+"""
 
 import errno
 import os
@@ -142,12 +144,16 @@ def test_a_file_that_is_gone_or_a_link_is_a_journal_error(root: Path, kind: str)
 
 @pytest.mark.parametrize("kind", IN_PLACE)
 def test_after_a_failed_sync_everything_is_written_again(root: Path, kind: str) -> None:
-    """The kernel forgets that pages are dirty when writing them failed; reading them proves nothing."""
+    """The kernel forgets that pages are dirty when writing them failed; reading them proves
+    nothing.
+    """
     do(root, (IN_PLACE[kind],))
     inode = (root / "model").stat().st_ino
     failed: list[str] = []
 
-    def fail_once(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def fail_once(
+        name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if name == "fsync" and os.fstat(args[0]).st_ino == inode and not failed:
             failed.append(name)
             raise OSError(errno.EIO, "the disk is ill")
@@ -157,7 +163,9 @@ def test_after_a_failed_sync_everything_is_written_again(root: Path, kind: str) 
         undo_last(root)
     calls: list[str] = []
 
-    def note(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def note(
+        name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if name in ("pwrite", "ftruncate") and os.fstat(args[0]).st_ino == inode:
             calls.append(name)
         return real(*args, **kwargs)

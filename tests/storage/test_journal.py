@@ -108,7 +108,9 @@ def test_one_edit_and_back(root: Path, number: int) -> None:
 def test_the_tail_of_an_append_is_written_when_the_rest_is_on_disk(root: Path) -> None:
     calls: list[object] = []
 
-    def note(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def note(
+        name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         calls.append((name, bytes(args[1]), args[2]) if name == "pwrite" else name)
         return real(*args, **kwargs)
 
@@ -121,7 +123,9 @@ def test_the_tail_of_an_append_is_written_when_the_rest_is_on_disk(root: Path) -
 
 def test_replace_with_a_recipe_rebuilds_the_old_file_from_the_new_one(root: Path) -> None:
     old = snapshot(root)
-    content = Recipe.like(root / "model", (Literal(b"longer header!"), Range(P("model"), 10, len(BODY))))
+    content = Recipe.like(
+        root / "model", (Literal(b"longer header!"), Range(P("model"), 10, len(BODY)))
+    )
     back = Recipe.like(root / "model", (Literal(b"old header"), Range(P("model"), 14, len(BODY))))
     do(root, (Replace(path=P("model"), content=content, previous=back),))
     assert (root / "model").read_bytes() == b"longer header!" + BODY
@@ -202,7 +206,9 @@ WRONG: dict[str, Callable[[Path], Edit]] = {
     "nothing to move": lambda root: Move(source=P("none"), target=P("some")),
     "nothing to remove": lambda root: Remove(path=P("none"), previous=KEPT),
     "not new": lambda root: Replace(path=P("zip"), content=Recipe(pieces=()), previous=ABSENT),
-    "recipe of another size": lambda root: Remove(path=P("zip"), previous=Recipe(pieces=(Literal(b"1"),))),
+    "recipe of another size": lambda root: Remove(
+        path=P("zip"), previous=Recipe(pieces=(Literal(b"1"),))
+    ),
     "range beyond the end": lambda root: Replace(
         path=P("new"), content=Recipe(pieces=(Range(P("zip"), 299, 2),)), previous=ABSENT
     ),
@@ -258,7 +264,8 @@ def test_a_recipe_of_another_file_deletes_nothing(root: Path) -> None:
     """A recipe that does not make the file that was dropped is found before the commit."""
     (root / "model").write_bytes(b"old header" + bytes(300_000))
     (root / "model_1").write_bytes(b"X" + bytes(300_000))
-    recipe = Recipe.like(root / "model_1", (Literal(b"X"), Range(P("model"), 0, 300_000)))  # a wrong one
+    # A wrong one.
+    recipe = Recipe.like(root / "model_1", (Literal(b"X"), Range(P("model"), 0, 300_000)))
     before = without_journal(snapshot(root))
     with pytest.raises(RolledBackError, match="everything was rolled back"):
         do(root, (Remove(path=P("model_1"), previous=recipe),))
@@ -320,7 +327,9 @@ def test_an_unfinished_transaction_stops_new_ones(root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["plan.json", "literals", "steps"])
 def test_a_damaged_journal_touches_nothing(root: Path, name: str) -> None:
-    """Every byte of the plan and of the literals flipped, one at a time; of the steps, the line breaks removed."""
+    """Every byte of the plan and of the literals flipped, one at a time; of the steps, the line
+    breaks removed.
+    """
     pending = interrupt(root, PATCH)
     data = (pending / name).read_bytes()
     before = snapshot(root)["model"]
@@ -345,7 +354,9 @@ def test_a_journal_of_another_version_is_refused(root: Path) -> None:
     pending = interrupt(root, PATCH)
     body = json.loads((pending / "plan.json").read_bytes().partition(b"\n")[2])
     text = json.dumps(body | {"version": 2}).encode()
-    (pending / "plan.json").write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text + b"\n")
+    (pending / "plan.json").write_bytes(
+        hashlib.sha256(text).hexdigest().encode() + b"\n" + text + b"\n"
+    )
     with pytest.raises(JournalError, match="another version"):
         run_recovery(root)
 
@@ -371,7 +382,10 @@ def test_names_that_are_no_text_survive(root: Path) -> None:
     odd = os.fsdecode(b"model\xff\n.bin")
     (root / odd).write_bytes(b"12")
     old = snapshot(root)
-    do(root, (Patch(path=P(odd), offset=0, old=b"1", new=b"2"), Move(source=P(odd), target=P("m"))))
+    do(
+        root,
+        (Patch(path=P(odd), offset=0, old=b"1", new=b"2"), Move(source=P(odd), target=P("m"))),
+    )
     undo_last(root)
     assert snapshot(root) == old
 
@@ -397,7 +411,11 @@ def test_many_pieces_are_fast_and_exact(root: Path) -> None:
     )
     body = (root / "model").read_bytes()
     expected = b"".join(
-        piece.data if isinstance(piece, Literal) else body[piece.offset : piece.offset + piece.length]
+        (
+            piece.data
+            if isinstance(piece, Literal)
+            else body[piece.offset : piece.offset + piece.length]
+        )
         for piece in pieces
     )
     (root / "many").write_bytes(expected)
@@ -413,8 +431,14 @@ def test_a_commit_that_is_taken_back_is_durably_pending_first(root: Path) -> Non
     calls: list[str] = []
     failed: list[bool] = []
 
-    def at_call(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        path = os.readlink(f"/proc/self/fd/{args[0]}") if name in ("fsync", "pwrite") else str(args[-1])
+    def at_call(
+        name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        path = (
+            os.readlink(f"/proc/self/fd/{args[0]}")
+            if name in ("fsync", "pwrite")
+            else str(args[-1])
+        )
         if calls and calls[-1].endswith("0001.done") and not failed:
             failed.append(True)
             raise OSError(errno.EIO, "the disk is ill")
@@ -428,7 +452,9 @@ def test_a_commit_that_is_taken_back_is_durably_pending_first(root: Path) -> Non
 
 
 def test_nobody_else_reads_the_journal(root: Path) -> None:
-    """It holds bytes of files that others may not read, and of files in folders that they may not enter."""
+    """It holds bytes of files that others may not read, and of files in folders that they may not
+    enter.
+    """
     os.chmod(root / "zip", 0o600)
     modes = set()
 
@@ -436,7 +462,9 @@ def test_nobody_else_reads_the_journal(root: Path) -> None:
         pending = root / ".ckptfix" / "0001.pending"
         modes.add(pending.stat().st_mode & 0o777)
         modes.update(
-            path.lstat().st_mode & 0o077 for path in pending.iterdir() if path.suffix in ("", ".tail")
+            path.lstat().st_mode & 0o077
+            for path in pending.iterdir()
+            if path.suffix in ("", ".tail")
         )
 
     umask = os.umask(0)
@@ -463,7 +491,9 @@ def open_the_way_to(root: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_another_user_may_check_and_edit_but_not_undo(root: Path) -> None:
-    """A group folder: a repair by one user is no damage to the next, who repairs other things in it."""
+    """A group folder: a repair by one user is no damage to the next, who repairs other things in
+    it.
+    """
     do(root, (PATCH,))
     open_the_way_to(root)
     for path in (root.parent, root, root / ".ckptfix", root / "zip"):
@@ -521,12 +551,16 @@ def folders_and_choices(
 ) -> tuple[dict[str, tuple[str, bytes]], list[tuple[int, int, int, bytes]]]:
     kinds = st.tuples(st.sampled_from(["file", "file", "link", "hard"]), st.binary(max_size=40))
     folder = draw(st.dictionaries(st.sampled_from(NAMES), kinds, min_size=1))
-    choice = st.tuples(st.integers(0, 5), st.integers(0, 99), st.integers(0, 99), st.binary(max_size=20))
+    choice = st.tuples(
+        st.integers(0, 5), st.integers(0, 99), st.integers(0, 99), st.binary(max_size=20)
+    )
     return folder, draw(st.lists(choice, max_size=8))
 
 
 def _edit(root: Path, choice: tuple[int, int, int, bytes]) -> Edit | None:
-    """Turn numbers into an edit that fits the folder as it is now; None when there is no such edit."""
+    """Turn numbers into an edit that fits the folder as it is now; None when there is no such
+    edit.
+    """
     kind, first, second, data = choice
     there = sorted(path.name for path in root.iterdir() if path.name != ".ckptfix")
     free = [name for name in NAMES if name not in there]
@@ -541,7 +575,9 @@ def _edit(root: Path, choice: tuple[int, int, int, bytes]) -> Edit | None:
         old = body[start : start + len(data)]
         return Patch(path=path, offset=start, old=old, new=data[: len(old)])
     if kind == 1 and in_place:
-        return Append(path=path, old_size=full.stat().st_size, data=data, tail=second % (len(data) + 1))
+        return Append(
+            path=path, old_size=full.stat().st_size, data=data, tail=second % (len(data) + 1)
+        )
     if kind == 2 and in_place:
         size = full.stat().st_size
         return Truncate(path=path, old_size=size, new_size=second % (size + 1))
@@ -558,7 +594,9 @@ def _edit(root: Path, choice: tuple[int, int, int, bytes]) -> Edit | None:
         if in_place and others:
             other = root / others[second % len(others)]
             body, twin = full.read_bytes(), other.read_bytes()
-            shared = next((n for n in range(len(body)) if body[n : n + 1] != twin[n : n + 1]), len(body))
+            shared = next(
+                (n for n in range(len(body)) if body[n : n + 1] != twin[n : n + 1]), len(body)
+            )
             pieces = (Range(P(other.name), 0, shared), Literal(body[shared:]))
             return Remove(path=path, previous=Recipe.like(full, pieces))
         return Remove(path=path, previous=KEPT)
@@ -574,7 +612,9 @@ def test_undo_after_commit_is_the_identity(
     drawn: tuple[dict[str, tuple[str, bytes]], list[tuple[int, int, int, bytes]]],
     split: int,
 ) -> None:
-    """Random folders and edits, in two transactions; a twin that is edited step by step tells what fits next."""
+    """Random folders and edits, in two transactions; a twin that is edited step by step tells what
+    fits next.
+    """
     folder, choices = drawn
     with tempfile.TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as base:
         root, twin = Path(base, "root"), Path(base, "twin")
@@ -593,7 +633,8 @@ def test_undo_after_commit_is_the_identity(
             if edit is not None:
                 do(twin, (edit,))
                 edits.append(edit)
-        # a twin's modes are those of the edits, and its links end where a Replace begins: compare bytes only
+        # a twin's modes are those of the edits, and its links end where a Replace begins: compare
+        # bytes only
         states = [snapshot(root)]
         for part in (edits[:split], edits[split:]):
             do(root, part)

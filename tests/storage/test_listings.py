@@ -30,7 +30,16 @@ def test_a_listing_is_a_mapping_with_folders() -> None:
 
 
 def test_what_no_folder_can_hold_is_a_misfit_where_it_lies() -> None:
-    keys = ["x/a//b", "x/a/c", "x/model", "x/model/part", "y/ok", "x/slash/", "y/../up", "deep/" * 900 + "x"]
+    keys = [
+        "x/a//b",
+        "x/a/c",
+        "x/model",
+        "x/model/part",
+        "y/ok",
+        "x/slash/",
+        "y/../up",
+        "deep/" * 900 + "x",
+    ]
     listing = Listing([(key, info(1)) for key in keys], 10)
     assert sorted(listing) == ["x/a/c", "x/model/part", "y/ok"]
     assert len(listing) == 3

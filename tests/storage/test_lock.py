@@ -18,7 +18,10 @@ from tests.storage.crash import Outcome, in_child
 
 def test_a_second_process_is_told_who_holds_it(tmp_path: Path) -> None:
     def second() -> None:
-        with pytest.raises(LockedError, match=f"process {parent} is working"), folder_lock(tmp_path):
+        with (
+            pytest.raises(LockedError, match=f"process {parent} is working"),
+            folder_lock(tmp_path),
+        ):
             pass
 
     parent = os.getpid()

@@ -1,4 +1,6 @@
-"""Transactions on objects, killed, refused and raced at every request: every name is the old object or the new one."""
+"""Transactions on objects, killed, refused and raced at every request: every name is the old object
+or the new one.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -48,7 +50,9 @@ HEAD, NEW_HEAD = b"old header " * 100, b"new header, which is longer " * 100
 
 
 def fill(cloud: Cloud) -> None:
-    """Write two shards with an index, a duplicate, an entry to be moved, and what nothing changes."""
+    """Write two shards with an index, a duplicate, an entry to be moved, and what nothing
+    changes.
+    """
     for number, name in enumerate(SHARDS):
         cloud.write(PREFIX + name, (HEAD, Stretch(number, 0, 40 * MIB)), owner="a user")
     cloud.write(PREFIX + str(INDEX), b'{"old": 1}')
@@ -62,13 +66,17 @@ def fill(cloud: Cloud) -> None:
 
 
 def anew(cloud: Cloud, *, is_encrypted: bool = False) -> None:
-    """Make the bucket new. Its parts are small: in a sweep over hundreds of points megabytes take time, not sense."""
+    """Make the bucket new. Its parts are small: in a sweep over hundreds of points megabytes take
+    time, not sense.
+    """
     cloud.__init__(1 << 12, is_encrypted=is_encrypted)  # type: ignore[misc]
     fill(cloud)
 
 
 def edits() -> list[Edit]:
-    """Rename in both shards, write their index, drop a duplicate, move the next entry to its place."""
+    """Rename in both shards, write their index, drop a duplicate, move the next entry to its
+    place.
+    """
     made: list[Edit] = []
     for name in SHARDS:
         path = PurePosixPath(name)
@@ -103,7 +111,9 @@ def shown(staged: object) -> Iterator[None]:
     yield
 
 
-def commit(store: Store, *, verify: Callable[[], None] = lambda: None, break_lock: bool = False) -> int:
+def commit(
+    store: Store, *, verify: Callable[[], None] = lambda: None, break_lock: bool = False
+) -> int:
     infos = store.list()
 
     def read_planned(key: str, offset: int, length: int) -> bytes:
@@ -143,13 +153,16 @@ def old_names() -> dict[str, str]:
     return fresh.names()
 
 
-def test_all_names_change_and_an_undo_restores_every_byte(cloud: Cloud, store: SimulatedStore) -> None:
+def test_all_names_change_and_an_undo_restores_every_byte(
+    cloud: Cloud, store: SimulatedStore
+) -> None:
     before = {key: one.body for key, one in cloud.objects.items()}
     assert commit(store) == 1
     assert cloud.names() == NEW
     # Of what the recipes rebuild nothing is kept; what they do not know stays until the undo.
     assert cloud.journal() == [
-        PREFIX + ".ckptfix/0001.objects/" + name for name in ("kept/6", "kept/7", "plan", "state.json")
+        PREFIX + ".ckptfix/0001.objects/" + name
+        for name in ("kept/6", "kept/7", "plan", "state.json")
     ]
     assert not cloud.uploads
     assert cloud.objects[PREFIX + SHARDS[0]].metadata["owner"] == "a user"
@@ -157,7 +170,9 @@ def test_all_names_change_and_an_undo_restores_every_byte(cloud: Cloud, store: S
     assert {key: digest(one.body) for key, one in cloud.objects.items()} == {
         key: digest(body) for key, body in before.items()
     }
-    assert read(cloud.objects[PREFIX + "optimizer_1.bin"].body) == read(before[PREFIX + "optimizer_1.bin"])
+    assert read(cloud.objects[PREFIX + "optimizer_1.bin"].body) == read(
+        before[PREFIX + "optimizer_1.bin"]
+    )
     assert cloud.objects[PREFIX + SHARDS[0]].metadata["owner"] == "a user"
 
 
@@ -165,7 +180,8 @@ def test_few_bytes_travel(cloud: Cloud) -> None:
     fill(cloud)
     store = open_simulated(cloud, URL)
     commit(store)
-    assert store.traffic.down < 2 * 5.2 * MIB + (1 << 16)  # the first part of each shard has at least 5 MiB
+    # The first part of each shard has at least 5 MiB.
+    assert store.traffic.down < 2 * 5.2 * MIB + (1 << 16)
     assert store.traffic.up < 2 * 5.2 * MIB + (1 << 16)
 
 
@@ -193,10 +209,13 @@ def test_an_earlier_repair_waits_for_a_later_one(store: SimulatedStore) -> None:
     path = PurePosixPath("optimizer.bin")
     with store_lock(store, "repair") as lock:
         commit_objects(
-            store, [Remove(path=path, previous=KEPT)], store.list(), lock=lock, target="optimizer.bin",
-            summary=[], indexes=(), read=lambda *_: b"", show=shown, verify=lambda: None,
+            store, [Remove(path=path, previous=KEPT)], store.list(), lock=lock,
+            target="optimizer.bin", summary=[], indexes=(), read=lambda *_: b"", show=shown,
+            verify=lambda: None,
         )  # fmt: skip
-    with pytest.raises(ChangedError, match=r"undo 2 first: ckptfix undo s3://simulated/run/checkpoint_7/opt"):
+    with pytest.raises(
+        ChangedError, match=r"undo 2 first: ckptfix undo s3://simulated/run/checkpoint_7/opt"
+    ):
         undo(store, 1)
 
 
@@ -225,7 +244,9 @@ def requests_of(action: Callable[[SimulatedStore], object], *, undoing: bool) ->
     return cloud.requests - before
 
 
-def points(action: Callable[[SimulatedStore], object], *, undoing: bool) -> Iterator[tuple[int, bool]]:
+def points(
+    action: Callable[[SimulatedStore], object], *, undoing: bool
+) -> Iterator[tuple[int, bool]]:
     count = requests_of(action, undoing=undoing)
     for at in sampled(range(1, count + 1)):
         yield at, False
@@ -250,7 +271,9 @@ def test_the_copy_of_a_deleted_duplicate_goes_though_its_run_was_killed(
     cloud.strike = lambda method, key, is_after: None
     assert any("/kept/" in key for key in cloud.journal())
     recover(store)
-    assert cloud.journal() == [PREFIX + ".ckptfix/0001.objects/" + name for name in ("plan", "state.json")]
+    assert cloud.journal() == [
+        PREFIX + ".ckptfix/0001.objects/" + name for name in ("plan", "state.json")
+    ]
     undo(store)
     assert cloud.names() == old_names()
 
@@ -277,7 +300,10 @@ def test_killed_at_any_request_the_next_run_finishes_or_rolls_back(cloud: Cloud,
             assert cloud.names() == (NEW if undoing else old), "a name changed before the commit"
         recover(store)
         names = cloud.names()
-        assert names in (old, NEW), f"a mixture after the next run ({verb}, request {at}, after: {is_after})"
+        assert names in (
+            old,
+            NEW,
+        ), f"a mixture after the next run ({verb}, request {at}, after: {is_after})"
         if not undoing:
             assert (names == NEW) == (stage in ("commit", "done")), (
                 "rolled back after the commit, or finished before it"
@@ -294,7 +320,9 @@ def test_killed_at_any_request_the_next_run_finishes_or_rolls_back(cloud: Cloud,
 
 @pytest.mark.slow
 def test_killed_again_while_it_recovers(cloud: Cloud) -> None:
-    """Killed in the middle of the names, and again at every request of the run that finishes them."""
+    """Killed in the middle of the names, and again at every request of the run that finishes
+    them.
+    """
     old = old_names()
     anew(cloud)
     store = open_simulated(cloud, URL)
@@ -342,7 +370,13 @@ def failure_of(action: Callable[[], object]) -> OperationError | None:
     return None
 
 
-CONDITIONAL = {"put_object", "complete_multipart_upload", "upload_part_copy", "get_object", "delete_object"}
+CONDITIONAL = {
+    "put_object",
+    "complete_multipart_upload",
+    "upload_part_copy",
+    "get_object",
+    "delete_object",
+}
 FAULTS = {
     "500": (500, "InternalError"),
     "503": (503, "SlowDown"),
@@ -355,7 +389,9 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("times", [1, 99])
-def test_a_fault_at_any_request_leaves_no_mixture_behind(cloud: Cloud, fault: str, times: int) -> None:
+def test_a_fault_at_any_request_leaves_no_mixture_behind(
+    cloud: Cloud, fault: str, times: int
+) -> None:
     old = old_names()
     finished = 0
     requests = requests_of(commit, undoing=False)
@@ -384,7 +420,9 @@ def test_a_fault_at_any_request_leaves_no_mixture_behind(cloud: Cloud, fault: st
         finished += cloud.names() == NEW
     assert finished or times == 99
     if times == 1 and fault in ("500", "503", "409"):
-        assert finished == len(sampled(range(1, requests + 1))), "a fault that passes must not end the repair"
+        assert finished == len(sampled(range(1, requests + 1))), (
+            "a fault that passes must not end the repair"
+        )
 
 
 @pytest.mark.parametrize("method", ["put_object", "complete_multipart_upload"])
@@ -418,13 +456,17 @@ def test_an_object_that_another_program_deletes_during_the_commit_is_named(
             cloud.objects.pop(key, None)
 
     cloud.strike = strike
-    with pytest.raises(JournalError, match=f"{name}: another program deleted this object") as caught:
+    with pytest.raises(
+        JournalError, match=f"{name}: another program deleted this object"
+    ) as caught:
         commit(store)
     assert "run the same command again to finish" in str(caught.value)
 
 
 def test_a_conflict_that_ends_an_upload_is_no_success(cloud: Cloud, store: SimulatedStore) -> None:
-    """S3 answers 409 while another program writes there; the upload is gone then, and what is there is not ours."""
+    """S3 answers 409 while another program writes there; the upload is gone then, and what is there
+    is not ours.
+    """
     size = 8 << 12
     store.put("b", b"y" * size)
     info = store.stat("b")
@@ -468,7 +510,9 @@ def test_the_parts_of_killed_uploads_go(cloud: Cloud) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_a_lost_answer_is_no_other_writer(cloud: Cloud, is_encrypted: bool) -> None:
-    """The connection is cut after the server has done its work: at every request, the repair finishes."""
+    """The connection is cut after the server has done its work: at every request, the repair
+    finishes.
+    """
     for at in sampled(range(1, requests_of(commit, undoing=False) + 1)):
         anew(cloud, is_encrypted=is_encrypted)
         store = open_simulated(cloud, URL)
@@ -492,7 +536,9 @@ def test_a_lost_answer_is_no_other_writer(cloud: Cloud, is_encrypted: bool) -> N
 
 @pytest.mark.slow
 def test_another_writer_stops_the_repair_before_anything_is_changed(cloud: Cloud) -> None:
-    """A job saves an object at any request before the commit: its bytes stay, and all others are as they were."""
+    """A job saves an object at any request before the commit: its bytes stay, and all others are as
+    they were.
+    """
     old = old_names()
     for at in sampled(range(1, requests_of(commit, undoing=False) + 1)):
         anew(cloud)
@@ -542,7 +588,9 @@ def test_one_repair_at_a_time(cloud: Cloud, store: SimulatedStore) -> None:
 
 
 def test_a_lock_that_is_taken_over_stops_its_old_owner(cloud: Cloud, store: SimulatedStore) -> None:
-    """A run that was held for dead goes on, while another one has taken over, rolled back, and repaired."""
+    """A run that was held for dead goes on, while another one has taken over, rolled back, and
+    repaired.
+    """
     other, numbers = open_simulated(cloud, URL), list[int]()
     with pytest.raises(JournalError, match="finishes or rolls back"):
         commit(store, verify=lambda: numbers.append(commit(other, break_lock=True)))
@@ -556,7 +604,9 @@ def test_a_lock_that_is_taken_over_stops_its_old_owner(cloud: Cloud, store: Simu
 def test_a_lock_that_is_taken_over_stops_its_old_owner_between_two_names(
     cloud: Cloud, store: SimulatedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its undo was finished meanwhile, and repaired again: some names are in the state again that it expects."""
+    """Its undo was finished meanwhile, and repaired again: some names are in the state again that
+    it expects.
+    """
     commit(store)
     was_taken: list[bool] = []
 
@@ -578,7 +628,9 @@ def test_a_lock_that_is_taken_over_stops_its_old_owner_between_two_names(
     assert cloud.names() == old_names()
 
 
-def test_a_lock_is_named_with_its_owner_age_and_command(cloud: Cloud, store: SimulatedStore) -> None:
+def test_a_lock_is_named_with_its_owner_age_and_command(
+    cloud: Cloud, store: SimulatedStore
+) -> None:
     cloud.strike = KillAt(12, is_after=True)
     with suppress(Killed):
         commit(store)
@@ -596,7 +648,9 @@ def test_a_lock_is_named_with_its_owner_age_and_command(cloud: Cloud, store: Sim
 
 
 @pytest.mark.parametrize("name", [SHARDS[0], "optimizer.bin", "optimizer_2.bin"])
-def test_an_undo_refuses_after_another_write(cloud: Cloud, store: SimulatedStore, name: str) -> None:
+def test_an_undo_refuses_after_another_write(
+    cloud: Cloud, store: SimulatedStore, name: str
+) -> None:
     commit(store)
     cloud.write(PREFIX + name, b"a new save")
     before = cloud.names()
@@ -629,14 +683,17 @@ def test_an_undo_that_would_restore_other_bytes_is_refused_before_anything(
     shifted = Replace(
         path=path,
         content=Recipe(pieces=(Literal(NEW_HEAD), Range(path, len(HEAD), 40 * MIB))),
-        previous=Recipe(pieces=(Literal(HEAD), Range(path, len(NEW_HEAD) + 1, 40 * MIB - 1), Literal(b"x"))),
+        previous=Recipe(
+            pieces=(Literal(HEAD), Range(path, len(NEW_HEAD) + 1, 40 * MIB - 1), Literal(b"x"))
+        ),
     )
     infos = store.list()
     for edit in (wrong, shifted):
         with store_lock(store, "repair") as lock, pytest.raises(OperationError, match="restore"):
             commit_objects(
                 store, [edit], infos, lock=lock, target="", summary=[], indexes=(), show=shown,
-                read=lambda key, offset, length: store.read(key, offset, length), verify=lambda: None,
+                read=lambda key, offset, length: store.read(key, offset, length),
+                verify=lambda: None,
             )  # fmt: skip
     assert cloud.names() == old_names()
     assert cloud.journal() == []
@@ -649,7 +706,9 @@ def test_every_exhaustive_point_is_one_request() -> None:
     assert issubclass(LockedError, CkptfixError)
 
 
-def test_an_index_follows_its_files_and_the_manifest_everything(cloud: Cloud, store: SimulatedStore) -> None:
+def test_an_index_follows_its_files_and_the_manifest_everything(
+    cloud: Cloud, store: SimulatedStore
+) -> None:
     order: list[str] = []
 
     def strike(method: str, key: str, is_after: bool) -> None:
@@ -658,7 +717,12 @@ def test_an_index_follows_its_files_and_the_manifest_everything(cloud: Cloud, st
             order.append(key.removeprefix(PREFIX))
 
     def ranks(names: list[str]) -> list[int]:
-        late = {str(INDEX): 1, "states/.metadata": 1, "optimizer_2.bin": 2, ".ckptfix/manifest.json": 3}
+        late = {
+            str(INDEX): 1,
+            "states/.metadata": 1,
+            "optimizer_2.bin": 2,
+            ".ckptfix/manifest.json": 3,
+        }
         return [late.get(name, 0) for name in names]
 
     cloud.strike = strike
@@ -667,7 +731,12 @@ def test_an_index_follows_its_files_and_the_manifest_everything(cloud: Cloud, st
     assert ranks(order) == sorted(ranks(order))
     order.clear()
     undo(store)
-    back = {"states/__ckptfix_0.distcp": 2, "optimizer_2.bin": 0, str(INDEX): 1, "states/.metadata": 1}
+    back = {
+        "states/__ckptfix_0.distcp": 2,
+        "optimizer_2.bin": 0,
+        str(INDEX): 1,
+        "states/.metadata": 1,
+    }
     found = [3 if name.endswith("manifest.json") else back.get(name, 0) for name in order]
     assert found == sorted(found)
 
@@ -688,7 +757,9 @@ def test_a_writer_during_the_proof_stops_the_repair_before_the_commit(
 def test_an_object_that_another_program_wrote_after_the_commit_is_left_alone(
     cloud: Cloud, store: SimulatedStore, name: str
 ) -> None:
-    """Killed right after the commit; then a job writes an object of the very size that the new one has."""
+    """Killed right after the commit; then a job writes an object of the very size that the new one
+    has.
+    """
 
     def strike(method: str, key: str, is_after: bool) -> None:
         if is_after and stage_of(open_simulated(quiet, URL), 1) == "commit":
@@ -701,7 +772,11 @@ def test_an_object_that_another_program_wrote_after_the_commit_is_left_alone(
         commit(store)
     cloud.strike = lambda method, key, is_after: None
     assert cloud.names() == old_names()
-    sizes = {SHARDS[0]: len(NEW_HEAD) + 40 * MIB, "optimizer_1.bin": 12, "states/__ckptfix_0.distcp": 9}
+    sizes = {
+        SHARDS[0]: len(NEW_HEAD) + 40 * MIB,
+        "optimizer_1.bin": 12,
+        "states/__ckptfix_0.distcp": 9,
+    }
     cloud.write(PREFIX + name, (Stretch(99, 0, sizes.get(name, 12)),))
     foreign = cloud.names()[PREFIX + name]
     for _ in range(2):

@@ -97,7 +97,9 @@ def test_after_an_error_every_descriptor_is_closed(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_threads_write_one_file_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_write_one_file_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copying, "_IN_FLIGHT", 2 * MIB)
     with Pacer() as pacer:
         fd = pacer.create(tmp_path / "file")

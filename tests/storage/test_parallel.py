@@ -1,4 +1,6 @@
-"""Every task is done once by the pool of threads, and it has ended when it returns, also after an error."""
+"""Every task is done once by the pool of threads, and it has ended when it returns, also after an
+error.
+"""
 
 import os
 import signal
@@ -146,7 +148,8 @@ def test_an_interrupt_of_who_takes_results_ends_long_tasks() -> None:
 
     def tasks() -> Iterator[int]:
         for number in range(9):
-            if number == 6:  # with two tasks for each thread, who takes results waits for the first of them
+            # With two tasks for each thread, who takes results waits for the first of them.
+            if number == 6:
                 is_waiting.set()
             yield number
 
@@ -204,8 +207,12 @@ def test_of_those_that_wait_for_a_store_one_computes(fails: bool) -> None:
 
 
 @pytest.mark.parametrize("hashes", [False, True])
-def test_threads_begin_once_a_task_lets_others_go_on(hashes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that only compute take the interpreter from each other. What is done in ``waiting`` does not count."""
+def test_threads_begin_once_a_task_lets_others_go_on(
+    hashes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that only compute take the interpreter from each other. What is done in ``waiting``
+    does not count.
+    """
     wall = computed = 0.0
     monkeypatch.setattr("ckptfix.storage.parallel.perf_counter", lambda: wall)
     monkeypatch.setattr("ckptfix.storage.parallel.thread_time", lambda: computed)

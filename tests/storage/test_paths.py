@@ -25,7 +25,9 @@ NAMES = st.lists(BYTES.map(lambda name: name.replace(b"\0", b"'")), min_size=30,
 def test_bash_reads_back_every_name(names: list[bytes]) -> None:
     words = " ".join(shell_path(os.fsdecode(name)) for name in names)
     assert escape(words) == words
-    read = subprocess.run(["bash", "-c", f"printf '%s\\0' {words}"], capture_output=True, check=True).stdout
+    read = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {words}"], capture_output=True, check=True
+    ).stdout
     expected = [b"./" + name if name.startswith(b"-") else name for name in names]
     assert read.split(b"\0")[:-1] == expected
 

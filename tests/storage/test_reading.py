@@ -1,4 +1,6 @@
-"""Stretches of files: read in order, through few buffers, and out of the page cache again where nobody needs them."""
+"""Stretches of files: read in order, through few buffers, and out of the page cache again where
+nobody needs them.
+"""
 
 import ctypes
 import mmap

@@ -37,7 +37,9 @@ def make(root: Path) -> Path:
 
 def whole_file_edits(root: Path) -> dict[str, tuple[str, Edit]]:
     """Edits by name, with the path where the new file is afterwards."""
-    longer = Recipe.like(root / "model", (Literal(b"a new, longer head"), Range(P("model"), 8, SIZE)))
+    longer = Recipe.like(
+        root / "model", (Literal(b"a new, longer head"), Range(P("model"), 8, SIZE))
+    )
     back = Recipe.like(root / "model", (Literal(b"old head"), Range(P("model"), 18, SIZE)))
     return {
         "replace by recipe": ("model", Replace(path=P("model"), content=longer, previous=back)),
@@ -64,7 +66,9 @@ def test_recovery_keeps_a_newer_save_with_the_same_size_and_ends(root: Path, kin
     killed(root, edit)
     save_again(root / name)
     before = snapshot(root)
-    with pytest.raises(JournalError, match=r"was written to: its time is .*ckptfix undo --force .*rm -r"):
+    with pytest.raises(
+        JournalError, match=r"was written to: its time is .*ckptfix undo --force .*rm -r"
+    ):
         run_recovery(root)
     assert snapshot(root) == before
 
@@ -124,7 +128,9 @@ def test_force_once_is_not_force_for_ever(root: Path) -> None:
     do(root, (whole_file_edits(root)["move"][1],))
     (root / ".ckptfix" / "0001.done" / "any-time").touch()
 
-    def save(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def save(
+        name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         done = real(*args, **kwargs)
         if name == "rename" and str(args[1]).endswith(".pending"):
             save_again(root / "new")
@@ -179,7 +185,9 @@ def test_a_killed_run_whose_moved_file_was_replaced_goes_back(root: Path) -> Non
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])
-def test_a_save_of_both_names_after_a_kill_is_all_that_is_left(root: Path, is_renamed: bool) -> None:
+def test_a_save_of_both_names_after_a_kill_is_all_that_is_left(
+    root: Path, is_renamed: bool
+) -> None:
     killed(root, Move(source=P("model"), target=P("new")))
     for name in ("model", "new"):
         if is_renamed:
@@ -193,14 +201,20 @@ def test_a_save_of_both_names_after_a_kill_is_all_that_is_left(root: Path, is_re
     assert not (root / ".ckptfix").exists()
 
 
-def test_a_save_that_overwrites_a_moved_file_is_named_until_it_wrote_the_old_name_too(root: Path) -> None:
-    """torch.save and safetensors 0.7 empty the file at a name. A save that ends writes all names again."""
+def test_a_save_that_overwrites_a_moved_file_is_named_until_it_wrote_the_old_name_too(
+    root: Path,
+) -> None:
+    """torch.save and safetensors 0.7 empty the file at a name. A save that ends writes all names
+    again.
+    """
     said = save_during(root, lambda: (root / "new").write_bytes(b"a new save"))
     lost = (
-        rf"{root / 'model'}: its bytes are lost: it was moved to {root / 'new'}, where a save wrote over it; "
+        rf"{root / 'model'}: its bytes are lost: it was moved to {root / 'new'}, where a save"
+        r" wrote over it; "
     )
     assert re.search(
-        rf"new changed while it was read: .*, and cannot be rolled back: {lost}.*next: wait .*ckptfix undo",
+        rf"new changed while it was read: .*, and cannot be rolled back: {lost}.*next: wait"
+        r" .*ckptfix undo",
         said,
     )
     with pytest.raises(JournalError, match=lost):
@@ -250,7 +264,9 @@ def test_a_save_while_a_replaced_file_is_put_back_is_kept(root: Path) -> None:
     """Killed with the previous file beside the new one; then a job saves at their name."""
     _, edit = whole_file_edits(root)["replace and keep"]
 
-    def crash(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def crash(
+        name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if name == "rename" and str(args[1]).endswith("model"):
             os.kill(os.getpid(), 9)
         return real(*args, **kwargs)
@@ -270,7 +286,9 @@ def test_a_save_while_a_replaced_file_is_put_back_is_kept(root: Path) -> None:
 
 
 def test_a_save_onto_the_name_of_a_dropped_file_is_kept(root: Path) -> None:
-    """The undo was killed before it built the file again; what a job saves there meanwhile stays."""
+    """The undo was killed before it built the file again; what a job saves there meanwhile
+    stays.
+    """
     recipe = Recipe.like(root / "other", (Literal(b"other"), Range(P("model"), 8, SIZE)))
     do(root, (Remove(path=P("other"), previous=recipe),))
     (root / ".ckptfix" / "0001.done").rename(root / ".ckptfix" / "0001.pending")
@@ -307,7 +325,9 @@ def test_nothing_begun_nothing_touched(root: Path) -> None:
 
 
 def test_a_new_file_taken_away_by_hand_is_not_missed(root: Path) -> None:
-    """Its maker moved the newer save out of the folder, as the message asks: the previous file comes back."""
+    """Its maker moved the newer save out of the folder, as the message asks: the previous file
+    comes back.
+    """
     for kind in ("replace and keep", "new"):
         old = snapshot(root)
         name, edit = whole_file_edits(root)[kind]
@@ -358,7 +378,9 @@ def test_the_repeat_of_a_killed_roll_back_syncs_the_folder(root: Path) -> None:
     """A new file goes by a rename; killed right after it, only the next run can make it durable."""
     do(root, (whole_file_edits(root)["new"][1],))
 
-    def crash(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def crash(
+        name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         done = real(*args, **kwargs)
         if name == "rename" and str(args[1]).endswith(".new"):
             os.kill(os.getpid(), 9)
@@ -372,7 +394,9 @@ def test_the_repeat_of_a_killed_roll_back_syncs_the_folder(root: Path) -> None:
     assert not (root / "new").exists()
     synced: list[int] = []
 
-    def note(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def note(
+        name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if name == "fsync":
             synced.append(os.fstat(args[0]).st_ino)
         return real(*args, **kwargs)

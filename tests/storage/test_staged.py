@@ -1,4 +1,6 @@
-"""Temporary files and folders: killed at any call, the old or the new one is there, and the next writer cleans up."""
+"""Temporary files and folders: killed at any call, the old or the new one is there, and the next
+writer cleans up.
+"""
 
 import hashlib
 import os
@@ -45,17 +47,26 @@ def test_only_what_dead_writers_left_is_swept(tmp_path: Path) -> None:
     for purpose in (staged.SAVING, staged.WRITING):
         gone += [ours(purpose, machine, dead), ours(purpose, machine, os.getpid())]
         gone += [ours(purpose, "a-host-that-is-no-more-1", 7, 2 * DAY)]
-        kept += [ours(purpose, machine, alive, 2 * DAY), ours(purpose, "another-host-1", 7, DAY / 2)]
+        kept += [
+            ours(purpose, machine, alive, 2 * DAY),
+            ours(purpose, "another-host-1", 7, DAY / 2),
+        ]
         # the same host name and process number, in another container
         kept += [ours(purpose, machine.rpartition("-")[0] + "-1", dead)]
         # another machine of the same name: the first namespace has one number everywhere
         kept += [ours(purpose, machine.rpartition(".")[0], dead)]
         # no process can have such a number, so nobody wrote it; asking for it raised OverflowError
-        kept += [ours(purpose, machine, 99999999999999, 2 * DAY), ours(purpose, machine, 0, 2 * DAY)]
+        kept += [
+            ours(purpose, machine, 99999999999999, 2 * DAY),
+            ours(purpose, machine, 0, 2 * DAY),
+        ]
     file = tmp_path / f"{staged.WRITING}a-host-that-is-no-more-1+7+{KEY}+report.html"
     file.touch()
     os.utime(file, (time.time() - 2 * DAY,) * 2)
-    kept += [left_over(tmp_path, ".ckptfix-mine", 2 * DAY), left_over(tmp_path, "c.ckptfix-1", 2 * DAY)]
+    kept += [
+        left_over(tmp_path, ".ckptfix-mine", 2 * DAY),
+        left_over(tmp_path, "c.ckptfix-1", 2 * DAY),
+    ]
     sweep(tmp_path)
     assert not any(path.exists() for path in (*gone, file))
     assert all(path.exists() for path in kept)
@@ -69,14 +80,18 @@ def test_what_versions_before_left_is_swept_when_it_is_old(tmp_path: Path) -> No
     kept = [left_over(tmp_path, name.format(alive), 2 * DAY) for name in names]
     kept += [left_over(tmp_path, name.format(dead - 1), DAY / 2) for name in names]
     # its copies had such names, and so has what a user dates
-    kept += [left_over(tmp_path, f".llama.ckptfix-{number}", 2 * DAY) for number in (dead, 20241122)]
+    kept += [
+        left_over(tmp_path, f".llama.ckptfix-{number}", 2 * DAY) for number in (dead, 20241122)
+    ]
     sweep(tmp_path)
     assert not any(path.exists() for path in gone)
     assert all(path.exists() for path in kept)
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints"])
-def test_an_old_checkpoint_that_a_version_before_moved_aside_comes_back(tmp_path: Path, inside: str) -> None:
+def test_an_old_checkpoint_that_a_version_before_moved_aside_comes_back(
+    tmp_path: Path, inside: str
+) -> None:
     output = tmp_path / inside / "c"
     output.parent.mkdir(exist_ok=True)
     key = hashlib.sha256(os.fsencode(os.path.realpath(output))).hexdigest()[:16]
@@ -91,7 +106,9 @@ def test_an_old_checkpoint_that_a_version_before_moved_aside_comes_back(tmp_path
     sweep(tmp_path)
     assert (output / "model.safetensors").read_text() == "old"
     assert not (tmp_path / names[0]).exists()
-    assert (tmp_path / names[1] / "old" / "model.safetensors").exists(), "nobody knows where it belongs"
+    assert (tmp_path / names[1] / "old" / "model.safetensors").exists(), (
+        "nobody knows where it belongs"
+    )
 
 
 @pytest.mark.parametrize("where", ["../c", "/tmp/ckptfix-never", "sub/../../c", ""])
@@ -163,7 +180,9 @@ def test_a_folder_killed_at_any_call_is_the_old_or_the_new_one(
                 (output / "model.safetensors").write_text("old")
             action = writing(output, name=name, exists=exists)
             ended |= strike(action, at, fault)[0] is Outcome.FINISHED
-            assert not inside or set(os.listdir(output.parent)) <= {"c"}, "Accelerate takes every name there"
+            assert not inside or set(os.listdir(output.parent)) <= {"c"}, (
+                "Accelerate takes every name there"
+            )
             sweep(parent)
             file = output if name else output / "model.safetensors"
             there = file.read_text() if file.exists() else None
@@ -185,7 +204,9 @@ def test_what_came_to_the_output_meanwhile_stays(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["c", "theirs"]
 
 
-def test_check_names_a_staging_folder_with_the_checkpoint_that_was_to_be_replaced(tmp_path: Path) -> None:
+def test_check_names_a_staging_folder_with_the_checkpoint_that_was_to_be_replaced(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / f"{staged.WRITING}{staged.this_machine()}+{dead_pid()}+{KEY}+c"
     staging = Staging(folder, tmp_path / "c")
     for path in (staging.new, folder / "old"):

@@ -1,4 +1,6 @@
-"""The plan is balanced and the same everywhere; a failure ends all within seconds; results outlive their process."""
+"""The plan is balanced and the same everywhere; a failure ends all within seconds; results outlive
+their process.
+"""
 
 import json
 import os
@@ -219,7 +221,9 @@ def test_an_error_of_one_ends_the_work_of_all() -> None:
 
 @pytest.mark.slow
 def test_who_explains_every_error_does_not_explain_a_stop() -> None:
-    """The code of a unit may turn any ``Exception`` into its own; a stop must come through to say why."""
+    """The code of a unit may turn any ``Exception`` into its own; a stop must come through to say
+    why.
+    """
 
     def read_all(numbers: Sequence[int], done: Done, progress: Progress) -> None:
         for _ in numbers:
@@ -234,7 +238,9 @@ def test_who_explains_every_error_does_not_explain_a_stop() -> None:
             raise OSError(5, "Input/output error", "model.safetensors")
 
         try:
-            team.share("a", units_of([1] * 20000), read_all if team.leads else doing(fail), None, None)
+            team.share(
+                "a", units_of([1] * 20000), read_all if team.leads else doing(fail), None, None
+            )
         except Exception as error:
             team.agree(error)
             raise
@@ -310,7 +316,9 @@ def test_a_process_without_a_sign_of_life_ends_the_others(monkeypatch: pytest.Mo
     store = MemoryStore()
     team = JoinedTeam(0, 2, store, timeout=1)
     store.set("ckptfix/name/1", b"rank 1 (process 7 on node2)")
-    with pytest.raises(TeamError, match=r"rank 1 \(process 7 on node2\) failed.*no sign of life for 1 s"):
+    with pytest.raises(
+        TeamError, match=r"rank 1 \(process 7 on node2\) failed.*no sign of life for 1 s"
+    ):
         team.share("a", units_of([1, 1]), doing(lambda number: 0), None, None)
     team._over.set()
 
@@ -321,7 +329,9 @@ def test_a_leader_without_a_sign_of_life_ends_the_others(monkeypatch: pytest.Mon
     store = MemoryStore()
     team = JoinedTeam(1, 2, store, timeout=1)
     store.set("ckptfix/name/0", b"rank 0 (process 7 on node1)")
-    with pytest.raises(TeamError, match=r"rank 0 \(process 7 on node1\) failed.*no sign of life for 1 s"):
+    with pytest.raises(
+        TeamError, match=r"rank 0 \(process 7 on node1\) failed.*no sign of life for 1 s"
+    ):
         team.told(lambda: None)
     team._over.set()
 
@@ -334,7 +344,9 @@ def test_a_store_that_takes_connections_and_never_answers_ends_the_work() -> Non
     team._first = "rank 0 (process 7 on node1)"
     stopped = threading.Event()
     threading.Timer(0.2, lambda: setattr(store, "check", lambda keys: stopped.wait())).start()
-    with pytest.raises(TeamError, match=r"rank 0 \(process 7 on node1\), or .* is stopped or lost.*for 1 s"):
+    with pytest.raises(
+        TeamError, match=r"rank 0 \(process 7 on node1\), or .* is stopped or lost.*for 1 s"
+    ):
         team.told(lambda: None)
     team._over.set()
     stopped.set()
@@ -343,7 +355,9 @@ def test_a_store_that_takes_connections_and_never_answers_ends_the_work() -> Non
 def test_time_in_which_a_process_was_stopped_is_no_silence_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Slurm suspends a job for hours: when all go on, the first to look must not take the others for dead."""
+    """Slurm suspends a job for hours: when all go on, the first to look must not take the others
+    for dead.
+    """
     monkeypatch.setattr(joined_team, "_LOOKS", 0.01)
     store, jump = MemoryStore(), [0.0]
     store.set("ckptfix/alive/1", b"[5, false, 0]")
@@ -358,7 +372,9 @@ def test_time_in_which_a_process_was_stopped_is_no_silence_of_the_others(
 
 
 @pytest.mark.slow
-def test_a_process_that_reads_nothing_is_named_and_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_reads_nothing_is_named_and_not_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(joined_team, "_STALLED", 0.5)
     monkeypatch.setattr(joined_team, "_LOOKS", 0.05)
     told: list[str] = []
@@ -416,10 +432,14 @@ def test_lines_that_were_cut_short_are_ignored(tmp_path: Path) -> None:
         path.write_bytes(data[:length])
         known = PartialResults(tmp_path).known("a", units)
         whole = data[:length].count(b"\n")
-        assert {number: one.result for number, one in known.items()} == dict(enumerate(range(whole)))
-    path.write_bytes(data[:80] + bytes(500) + b"\n")  # as a file system leaves it after a loss of power
+        assert {number: one.result for number, one in known.items()} == dict(
+            enumerate(range(whole))
+        )
+    # As a file system leaves it after a loss of power.
+    path.write_bytes(data[:80] + bytes(500) + b"\n")
     assert PartialResults(tmp_path).known("a", units).keys() <= {0}
-    path.write_bytes(data.replace(b", 1, ", b", 7, "))  # another number, and the JSON is as good as it was
+    # Another number, and the JSON is as good as it was.
+    path.write_bytes(data.replace(b", 1, ", b", 7, "))
     assert PartialResults(tmp_path).known("a", units).keys() == {0, 2}
 
 
@@ -427,14 +447,22 @@ def test_a_unit_of_a_file_that_changed_is_another_unit(tmp_path: Path) -> None:
     results, unit = PartialResults(tmp_path), Unit("key", 5, (Identity("file", 1, 2, 3),))
     results.add("a", unit, "old", is_final=True)
     assert results.known("a", [unit])[0].result == "old"
-    for change in ({"size": 9}, {"mtime_ns": 9}, {"inode": 9}, {"changed_ns": 9}, {"name": "other"}):
+    for change in (
+        {"size": 9},
+        {"mtime_ns": 9},
+        {"inode": 9},
+        {"changed_ns": 9},
+        {"name": "other"},
+    ):
         assert not results.known("a", [unit._replace(files=(unit.files[0]._replace(**change),))])
     assert not results.known("b", [unit])
     assert not results.known("a", [unit._replace(key="other")])
 
 
 def test_a_file_that_was_copied_over_with_its_time_is_another_unit(tmp_path: Path) -> None:
-    """As ``cp -p`` of a backup over a damaged file does: name, size, time and inode are those of before."""
+    """As ``cp -p`` of a backup over a damaged file does: name, size, time and inode are those of
+    before.
+    """
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     before, status = Units().of(path, 5), path.stat()
@@ -457,14 +485,19 @@ def test_results_of_another_command_are_not_mixed(tmp_path: Path) -> None:
     PartialResults(tmp_path / "partial").begin(request)
     PartialResults(tmp_path / "partial").begin(request._replace(shares=3))
     with pytest.raises(OperationError, match=r"another command: ckptfix seal a in /;.*rm -r"):
-        PartialResults(tmp_path / "partial").begin(request._replace(params={"paths": ["b"], "force": False}))
+        PartialResults(tmp_path / "partial").begin(
+            request._replace(params={"paths": ["b"], "force": False})
+        )
     PartialResults(tmp_path / "older").begin(request._replace(version="0.4.9"))
     with pytest.raises(OperationError, match=r"seal a in / by version 0\.4\.9 \(this is "):
         PartialResults(tmp_path / "older").begin(request)
     for name in ("mine.txt", "mine.results.jsonl"):
         (tmp_path / "partial" / name).write_text("stays")
     PartialResults(tmp_path / "partial").remove()
-    assert {path.name for path in (tmp_path / "partial").iterdir()} == {"mine.txt", "mine.results.jsonl"}
+    assert {path.name for path in (tmp_path / "partial").iterdir()} == {
+        "mine.txt",
+        "mine.results.jsonl",
+    }
 
 
 def test_a_command_that_left_no_results_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -518,5 +551,7 @@ def test_one_process_goes_on_too(tmp_path: Path) -> None:
 
 def test_a_node_that_does_not_see_the_folder_of_the_leader_is_named(tmp_path: Path) -> None:
     joined_team.ensure_seen(tmp_path, "next: this")
-    with pytest.raises(OperationError, match=r"staging: .* does not see this folder, .*; next: this"):
+    with pytest.raises(
+        OperationError, match=r"staging: .* does not see this folder, .*; next: this"
+    ):
         joined_team.ensure_seen(tmp_path / "staging", "next: this")

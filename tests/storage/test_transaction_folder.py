@@ -1,4 +1,6 @@
-"""The list of steps is all or nothing: a short one, a long one or a shared one is never taken for the whole."""
+"""The list of steps is all or nothing: a short one, a long one or a shared one is never taken for
+the whole.
+"""
 
 import os
 import shutil
@@ -49,7 +51,9 @@ def test_a_roll_back_refuses_more_lines_than_edits(root: Path) -> None:
 
 
 def test_a_snapshot_of_hard_links_has_a_journal_of_its_own(root: Path) -> None:
-    """As ``cp -al`` makes them: an undo in one of the two must leave the journal of the other whole."""
+    """As ``cp -al`` makes them: an undo in one of the two must leave the journal of the other
+    whole.
+    """
     old = snapshot(root)
     do(root, EDITS)
     copy = root.parent / "snapshot"

@@ -34,7 +34,9 @@ def test_a_file_that_a_later_recipe_reads_stays_as_it_is(root: Path) -> None:
         commit(root, (drop_double(root),), target="", summary=None, verify=lambda: None)
     assert transactions(root)[1].watched == (P("model_1"), P("model"))
     before = snapshot(root)
-    with pytest.raises(ChangedError, match=rf"needs model as it is now; undo 2 first: ckptfix undo {root}$"):
+    with pytest.raises(
+        ChangedError, match=rf"needs model as it is now; undo 2 first: ckptfix undo {root}$"
+    ):
         undo_last(root, 1)
     assert snapshot(root) == before
     undo_last(root, 2)
@@ -46,7 +48,9 @@ def test_an_earlier_recipe_does_not_bind_a_later_undo(root: Path) -> None:
     old = snapshot(root)
     do(root, (drop_double(root),))
     do(root, (Patch(path=P("model"), offset=0, old=b"old", new=b"NEW"),))
-    with pytest.raises(ChangedError, match=rf"changed model too; undo 2 first: ckptfix undo {root}/model$"):
+    with pytest.raises(
+        ChangedError, match=rf"changed model too; undo 2 first: ckptfix undo {root}/model$"
+    ):
         undo_last(root, 1)
     undo_last(root, 2)
     undo_last(root, 1)
@@ -116,9 +120,16 @@ def later_edits(root: Path) -> dict[str, tuple[Edit, ...]]:
             Patch(path=P("model"), offset=MIDDLE, old=KEPT_MODEL[MIDDLE : MIDDLE + 2], new=b"##"),
         ),
         "append": (Append(path=P("model"), old_size=len(KEPT_MODEL), data=b"directory"),),
-        "truncate": (Truncate(path=P("model"), new_size=MIDDLE + 200_009, old_size=len(KEPT_MODEL)),),
-        "replace": (Replace(path=P("model"), content=content, previous=Recipe.like(root / "model", back)),),
-        "move": (Move(source=P("model_2"), target=P("model_1")), Move(source=P("model"), target=P("moved"))),
+        "truncate": (
+            Truncate(path=P("model"), new_size=MIDDLE + 200_009, old_size=len(KEPT_MODEL)),
+        ),
+        "replace": (
+            Replace(path=P("model"), content=content, previous=Recipe.like(root / "model", back)),
+        ),
+        "move": (
+            Move(source=P("model_2"), target=P("model_1")),
+            Move(source=P("model"), target=P("moved")),
+        ),
         "new": (Replace(path=P("new"), content=Recipe(pieces=(head,)), previous=ABSENT),),
     }
 
@@ -133,7 +144,10 @@ def test_undo_refuses_when_a_byte_changed_that_it_would_restore(
     kept = root / ("moved" if then == "move" else "model")
     flip(kept, MIDDLE - 100_000)
     before = snapshot(root)
-    words = rf"{kept}: changed since repair 1: .* restore model_1 with other bytes.*ckptfix undo {root}"
+    words = (
+        rf"{kept}: changed since repair 1: .* restore model_1 with other bytes.*ckptfix undo"
+        rf" {root}"
+    )
     with folder_lock(root), pytest.raises(ChangedError, match=words):
         undo(root, 1, force=force)
     assert snapshot(root) == before
@@ -153,13 +167,18 @@ def test_undo_of_a_copied_and_touched_folder_needs_no_force(tmp_path: Path, then
 
 
 def test_a_newer_save_with_frozen_ends_is_no_copy(tmp_path: Path) -> None:
-    """A training step later: every layer between the ends differs. Nothing of a move has a digest."""
+    """A training step later: every layer between the ends differs. Nothing of a move has a
+    digest.
+    """
     root = make_long(tmp_path / "folder")
     do(root, (Move(source=P("model_2"), target=P("moved")),))
     body = (root / "moved").read_bytes()
     (root / "moved").write_bytes(body[:70_000] + bytes(len(body) - 140_000) + body[-70_000:])
     before = snapshot(root)
-    with folder_lock(root), pytest.raises(ChangedError, match="pages between its ends have another sha256"):
+    with (
+        folder_lock(root),
+        pytest.raises(ChangedError, match="pages between its ends have another sha256"),
+    ):
         undo(root, 1, force=True)
     assert snapshot(root) == before
 
@@ -173,7 +192,9 @@ def as_of_0_4_0(root: Path) -> None:
         if isinstance(edit[-1], dict):
             edit[-1].pop("digests", None)
     plan = json.dumps(body, separators=(",", ":")).encode()
-    (done / "plan.json").write_bytes(hashlib.sha256(plan).hexdigest().encode() + b"\n" + plan + b"\n")
+    (done / "plan.json").write_bytes(
+        hashlib.sha256(plan).hexdigest().encode() + b"\n" + plan + b"\n"
+    )
 
 
 def test_a_journal_of_0_4_0_is_undone(tmp_path: Path) -> None:
@@ -191,7 +212,9 @@ def test_what_a_journal_of_0_4_0_cannot_prove_needs_force(tmp_path: Path) -> Non
     as_of_0_4_0(root)
     os.utime(root / "model", ns=(5, 5))
     before = snapshot(root)
-    with pytest.raises(ChangedError, match=r"cannot be proven .* 0\.4\.0 or older.*ckptfix undo --force"):
+    with pytest.raises(
+        ChangedError, match=r"cannot be proven .* 0\.4\.0 or older.*ckptfix undo --force"
+    ):
         undo_last(root)
     assert snapshot(root) == before
     with folder_lock(root):
@@ -209,7 +232,9 @@ def test_force_never_accepts_other_ends_in_a_journal_of_0_4_0(tmp_path: Path) ->
 
 
 def test_a_file_that_comes_back_from_a_kept_one(tmp_path: Path) -> None:
-    """The file that stays has a second name, so its old self is in the journal and gives the bytes."""
+    """The file that stays has a second name, so its old self is in the journal and gives the
+    bytes.
+    """
     root = make_long(tmp_path / "folder")
     os.link(root / "model", root / "second name")
     old = without_journal(snapshot(root))
@@ -221,8 +246,12 @@ def test_a_file_that_comes_back_from_a_kept_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", ["0.kept", "1.kept", "2.tail"])
 @pytest.mark.parametrize("damage", ["gone", "cut"])
-def test_nothing_is_undone_without_all_that_the_journal_kept(root: Path, kept: str, damage: str) -> None:
-    """``cp -rL`` leaves out a kept link to a neighbour: an undo moved two files back, and could not go on."""
+def test_nothing_is_undone_without_all_that_the_journal_kept(
+    root: Path, kept: str, damage: str
+) -> None:
+    """``cp -rL`` leaves out a kept link to a neighbour: an undo moved two files back, and could not
+    go on.
+    """
     size = (root / "zip").stat().st_size
     edits = (
         Remove(path=P("model_1"), previous=KEPT),

@@ -1,8 +1,8 @@
 """Azurite, where it is installed, behind a proxy that copies blocks for it, which Azurite cannot.
 
-``npm install azurite`` and ``pip install adlfs``. Azurite checks the signature of every request, then answers 501 to
-Put Block From URL. The proxy then does what Azure documents: it reads the range of the source with the address and
-condition of the request, and sends it as a block.
+``npm install azurite`` and ``pip install adlfs``. Azurite checks the signature of every request,
+then answers 501 to Put Block From URL. The proxy then does what Azure documents: it reads the range
+of the source with the address and condition of the request, and sends it as a block.
 """
 
 import base64
@@ -34,12 +34,23 @@ def _variable(endpoint: str) -> str:
 
 @contextmanager
 def azurite(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Proxy]]:
-    """Start Azurite, which this process finds in its environment; yield the URL of a container, and the proxy."""
+    """Start Azurite, which this process finds in its environment; yield the URL of a container, and
+    the proxy.
+    """
     program = shutil.which("azurite-blob")
     if program is None or missing("adlfs"):
-        pytest.skip("azurite-blob or adlfs is not installed: npm install azurite; pip install adlfs")
+        pytest.skip(
+            "azurite-blob or adlfs is not installed: npm install azurite; pip install adlfs"
+        )
     port = free_port()
-    command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence"]
+    command = [
+        program,
+        "--blobHost",
+        "127.0.0.1",
+        "--blobPort",
+        str(port),
+        "--inMemoryPersistence",
+    ]
     with (
         started([*command, "--skipApiVersionCheck"], port, folder) as endpoint,
         proxied(endpoint) as proxy,
@@ -89,7 +100,9 @@ class _Copies:
 
 
 def access(permissions: Any, generate: Any) -> str:
-    """Return a signature of a user for the container, made with the functions of the client library."""
+    """Return a signature of a user for the container, made with the functions of the client
+    library.
+    """
     from datetime import datetime, timedelta, timezone
 
     granted = permissions(read=True, write=True, delete=True, list=True, create=True, add=True)

@@ -1,4 +1,6 @@
-"""A proxy between a client and a server of a store on the loopback address, which breaks the requests it is told to."""
+"""A proxy between a client and a server of a store on the loopback address, which breaks the
+requests it is told to.
+"""
 
 import http.client
 import threading
@@ -10,7 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 PASSING = ("cut", "cut in the body", "500", "503", "late", "short")
-"""Faults that pass by themselves when a request is sent again. "lost" is one, too: the server did what it was asked."""
+"""Faults that pass by themselves when a request is sent again. "lost" is one, too: the server did
+what it was asked.
+"""
 
 LASTING = ("gone", "500", "503", "expired", "denied", "short", "changed")
 """Faults that stay from a request on."""
@@ -21,19 +25,27 @@ _CODES = {
     "503": (503, "SlowDown", "Please reduce your request rate."),
     "expired": (400, "ExpiredToken", "The provided token has expired."),
     "denied": (403, "AccessDenied", "Access Denied"),
-    "changed": (412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"),
+    "changed": (
+        412,
+        "PreconditionFailed",
+        "At least one of the pre-conditions you specified did not hold",
+    ),
 }
 
 Choice = Callable[[int, str, str], str | None]
-"""Takes the number of a request from 0 on, its method and its path with the query; returns a fault."""
+"""Takes the number of a request from 0 on, its method and its path with the query; returns a fault.
+"""
 
 Reply = tuple[int, list[tuple[str, str]], bytes]
 Stand = Callable[[str, Message, Reply], Reply]
-"""Takes the path, the headers and the reply of the server to a request; returns the reply that goes to the client."""
+"""Takes the path, the headers and the reply of the server to a request; returns the reply that goes
+to the client.
+"""
 
 
 class Proxy:
-    """A proxy. ``endpoint``: its address; ``choose``: which requests break; ``asked``: all requests so far.
+    """A proxy. ``endpoint``: its address; ``choose``: which requests break; ``asked``: all requests
+    so far.
 
     ``stand_in``: answers for the server what the server cannot do.
     """
@@ -52,7 +64,9 @@ class Proxy:
 
             def setup(self) -> None:
                 super().setup()
-                self.server_side = http.client.HTTPConnection(str(place.hostname), place.port, timeout=30)
+                self.server_side = http.client.HTTPConnection(
+                    str(place.hostname), place.port, timeout=30
+                )
 
             def finish(self) -> None:
                 self.server_side.close()
@@ -77,7 +91,10 @@ class Proxy:
                     return
                 if fault in _CODES:
                     status, code, said = _CODES[fault]
-                    text = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{said}</Message></Error>'
+                    text = (
+                        "<?xml "
+                        f'version="1.0"?><Error><Code>{code}</Code><Message>{said}</Message></Error>'
+                    )
                     self.answer(status, [("Content-Type", "application/xml")], text.encode())
                     return
                 self.server_side.request(self.command, self.path, body, dict(self.headers))
@@ -94,11 +111,18 @@ class Proxy:
                     return
                 if fault == "short" and self.command == "GET" and "list-type" not in self.path:
                     data = data[: len(data) // 2]
-                status, headers, data = proxy.stand_in(self.path, self.headers, (reply.status, headers, data))
+                status, headers, data = proxy.stand_in(
+                    self.path, self.headers, (reply.status, headers, data)
+                )
                 self.answer(status, headers, data, cut=fault == "cut in the body")
 
             def answer(
-                self, status: int, headers: list[tuple[str, str]], data: bytes, *, cut: bool = False
+                self,
+                status: int,
+                headers: list[tuple[str, str]],
+                data: bytes,
+                *,
+                cut: bool = False,
             ) -> None:
                 self.send_response_only(status)
                 for name, value in headers:
@@ -128,7 +152,9 @@ class Proxy:
 def proxied(target: str) -> Iterator[Proxy]:
     """Run a proxy in front of a server."""
     proxy = Proxy(target)
-    thread = threading.Thread(target=proxy.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=proxy.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield proxy

@@ -2,8 +2,8 @@
 
 Ministack holds conditions and checksums, moto the least size of parts.
 
-They are processes, started when a test first asks for one, and ended with the run. Tests that need one are skipped by
-name where it, or s3fs, is not installed.
+They are processes, started when a test first asks for one, and ended with the run. Tests that need
+one are skipped by name where it, or s3fs, is not installed.
 """
 
 import importlib.util
@@ -63,7 +63,9 @@ _START = 60.0  # seconds
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. ``endpoint``: its address. ``variables``: the environment in which a process finds it."""
+    """A running server. ``endpoint``: its address. ``variables``: the environment in which a
+    process finds it.
+    """
 
     name: str
     endpoint: str
@@ -134,7 +136,8 @@ def _wait(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
         except OSError:
             time.sleep(0.05)
     raise RuntimeError(
-        f"the server did not answer within {_START:.0f} s: {log.read_text(errors='replace')[-2000:]}"
+        f"the server did not answer within {_START:.0f} s: "
+        f"{log.read_text(errors='replace')[-2000:]}"
     )
 
 
@@ -158,7 +161,13 @@ def moto_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def _chosen(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)
-    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "HTTP_PROXY", "http_proxy"):
+    for name in (
+        "AWS_PROFILE",
+        "AWS_SESSION_TOKEN",
+        "AWS_ENDPOINT_URL",
+        "HTTP_PROXY",
+        "http_proxy",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(stores, "PATIENCE", QUICK)
     return server
@@ -186,7 +195,9 @@ def bucket(ministack: Server) -> str:
 def started(command: Sequence[str], port: int, folder: Path) -> Iterator[str]:
     """Start a server of another store than S3, wait until it answers, and yield its address."""
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder
+        )
     try:
         for _ in range(300):
             try:
@@ -212,7 +223,9 @@ def upload_folder(folder: Path, url: str) -> Store:
     """Upload all files below a folder, and return the store of the URL."""
     store = open_store(url)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    stores.together(files, lambda path: store.put(str(path.relative_to(folder)), path.read_bytes()), 16)
+    stores.together(
+        files, lambda path: store.put(str(path.relative_to(folder)), path.read_bytes()), 16
+    )
     return store
 
 

@@ -1,7 +1,8 @@
-"""Azure in memory, behind the one method through which ``AzureStore`` sends requests: for kills without Azurite.
+"""Azure in memory, behind the one method through which ``AzureStore`` sends requests: for kills
+without Azurite.
 
-The objects are those of ``simulated_s3``: new bytes and stretches of patterns. Conditions, blocks, sizes, ETags and
-metadata are those that Azure documents.
+The objects are those of ``simulated_s3``: new bytes and stretches of patterns. Conditions, blocks,
+sizes, ETags and metadata are those that Azure documents.
 """
 
 from datetime import datetime, timezone
@@ -69,15 +70,24 @@ class SimulatedAzure(AzureStore):
     def _facts(self, path: str) -> Any:
         one = self.cloud.objects[path]
         settings = dict.fromkeys(
-            ("content_type", "content_encoding", "content_language", "content_disposition", "cache_control")
+            (
+                "content_type",
+                "content_encoding",
+                "content_language",
+                "content_disposition",
+                "cache_control",
+            )
         )
         return SimpleNamespace(
             name=path, size=length_of(one.body), etag=f'"{one.etag}"', metadata=dict(one.metadata),
-            last_modified=datetime.fromtimestamp(one.modified, timezone.utc), blob_tier="Hot", blob_tier_inferred=True,
-            content_settings=SimpleNamespace(**settings), encryption_scope=None, tag_count=None,
+            last_modified=datetime.fromtimestamp(one.modified, timezone.utc), blob_tier="Hot",
+            blob_tier_inferred=True, content_settings=SimpleNamespace(**settings),
+            encryption_scope=None, tag_count=None,
         )  # fmt: skip
 
-    def _on_list_blobs(self, path: str, name_starts_with: str, token: str = "", **words: Any) -> Any:
+    def _on_list_blobs(
+        self, path: str, name_starts_with: str, token: str = "", **words: Any
+    ) -> Any:
         names = sorted(name for name in self.cloud.objects if name.startswith(name_starts_with))
         return [self._facts(name) for name in names], None
 
@@ -114,7 +124,11 @@ class SimulatedAzure(AzureStore):
         self.cloud.uploads[f"{path}\0{block_id}"] = {"body": body}
 
     def _on_commit_block_list(
-        self, path: str, block_list: list[str], metadata: dict[str, str] | None = None, **words: Any
+        self,
+        path: str,
+        block_list: list[str],
+        metadata: dict[str, str] | None = None,
+        **words: Any,
     ) -> dict[str, str]:
         if any(f"{path}\0{name}" not in self.cloud.uploads for name in block_list):
             raise Refusal(400, "InvalidBlockList")

@@ -1,7 +1,9 @@
-"""A small hub on the loopback address: repositories in memory, with the requests that reading and committing need.
+"""A small hub on the loopback address: repositories in memory, with the requests that reading and
+committing need.
 
-Repository and tree, files by ranges, the question how a file is stored, LFS uploads, and commits with their parent. It
-answers as huggingface.co documents and as ``huggingface_hub`` expects; it is no server of Hugging Face.
+Repository and tree, files by ranges, the question how a file is stored, LFS uploads, and commits
+with their parent. It answers as huggingface.co documents and as ``huggingface_hub`` expects; it is
+no server of Hugging Face.
 """
 
 import base64
@@ -29,7 +31,9 @@ LARGE = 2000  # bytes of a file that git does not hold
 REPO = "me/run"
 
 Strike = Callable[[str, str], str | None]
-"""Takes method and path of a request; returns a status to answer with, "cut" before or "lost" after it is done."""
+"""Takes method and path of a request; returns a status to answer with, "cut" before or "lost" after
+it is done.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,10 @@ class File:
         data = self.data
         if self.is_large:
             sha256 = hashlib.sha256(data).hexdigest()
-            data = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(data)}\n".encode()
+            data = (
+                f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize "
+                f"{len(data)}\n".encode()
+            )
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
     @property
@@ -58,7 +65,9 @@ Tree = dict[str, File]
 
 
 class Hub:
-    """A hub with one repository. ``commits``: the trees by commit, oldest first; ``titles``: their first lines."""
+    """A hub with one repository. ``commits``: the trees by commit, oldest first; ``titles``: their
+    first lines.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -93,7 +102,9 @@ class Hub:
             self._add(tree, title)
 
     def file(self, path: str, data: bytes) -> File:
-        """Return a file as the hub stores it: the tensors of a checkpoint, and what is long, are large."""
+        """Return a file as the hub stores it: the tensors of a checkpoint, and what is long, are
+        large.
+        """
         is_large = bool(data) and (len(data) > LARGE or path.endswith((".safetensors", ".bin")))
         if is_large:
             self.large[hashlib.sha256(data).hexdigest()] = data
@@ -117,8 +128,8 @@ class Hub:
                 match = re.fullmatch(pattern, place.path)
                 if match and method == name.partition("_")[0].upper():
                     found: Answer = getattr(self, f"_on_{name}")(
-                        *map(unquote, match.groups()), headers=headers, body=body, endpoint=endpoint,
-                        query=parse_qs(place.query),
+                        *map(unquote, match.groups()), headers=headers, body=body,
+                        endpoint=endpoint, query=parse_qs(place.query),
                     )  # fmt: skip
                     return found
         code = "RepoNotFound" if REPO not in place.path else "EntryNotFound"
@@ -130,7 +141,9 @@ class Hub:
         sha = self.head if revision == "main" else revision
         return _json({"id": REPO, "sha": sha, "siblings": []})
 
-    def _on_get_tree(self, revision: str, below: str, *, query: Any, endpoint: str, **words: Any) -> "Answer":
+    def _on_get_tree(
+        self, revision: str, below: str, *, query: Any, endpoint: str, **words: Any
+    ) -> "Answer":
         tree = self.at(revision)
         if tree is None:
             return _refusal(404, "RevisionNotFound")
@@ -197,7 +210,9 @@ class Hub:
         objects = []
         for one in json.loads(body)["objects"]:
             known = one["oid"] in self.large
-            action = {} if known else {"actions": {"upload": {"href": f"{endpoint}/lfs/{one['oid']}"}}}
+            action = (
+                {} if known else {"actions": {"upload": {"href": f"{endpoint}/lfs/{one['oid']}"}}}
+            )
             objects.append({"oid": one["oid"], "size": one["size"], **action})
         return _json({"transfer": "basic", "objects": objects})
 
@@ -207,7 +222,9 @@ class Hub:
         self.sent += len(body)
         return Answer(200, b"", {})
 
-    def _on_post_commit(self, revision: str, *, body: bytes, endpoint: str, **words: Any) -> "Answer":
+    def _on_post_commit(
+        self, revision: str, *, body: bytes, endpoint: str, **words: Any
+    ) -> "Answer":
         [header, *operations] = [json.loads(line) for line in body.splitlines()]
         parent = header["value"].get("parentCommit")
         if parent is not None and parent != self.head:
@@ -257,7 +274,9 @@ def _json(value: object) -> Answer:
 
 
 def _refusal(status: int, code: str) -> Answer:
-    return Answer(status, b"{}", {"X-Error-Code": code, "Content-Type": "application/json"} if code else {})
+    return Answer(
+        status, b"{}", {"X-Error-Code": code, "Content-Type": "application/json"} if code else {}
+    )
 
 
 def _part(data: bytes, headers: Any, told: dict[str, str]) -> Answer:
@@ -282,7 +301,8 @@ def running() -> Iterator[tuple[Hub, str]]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = 30
-        wbufsize = -1  # head and body in one packet, or the client's system waits 40 ms for the second
+        # Head and body in one packet, or the client's system waits 40 ms for the second.
+        wbufsize = -1
         disable_nagle_algorithm = True
 
         def log_message(self, *arguments: object) -> None:
@@ -329,7 +349,9 @@ def running() -> Iterator[tuple[Hub, str]]:
 
     server = Server(("127.0.0.1", 0), Handler)
     endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield hub, endpoint
@@ -351,6 +373,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         http = importlib.import_module("huggingface_hub.utils._http")
-        monkeypatch.setattr(http, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+        monkeypatch.setattr(
+            http, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time)
+        )
         monkeypatch.setattr(stores, "PATIENCE", QUICK)
         yield hub

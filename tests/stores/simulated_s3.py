@@ -1,8 +1,10 @@
-"""S3 in memory, behind the one method through which ``S3Store`` sends requests: for kills, faults and objects of 1 TB.
+"""S3 in memory, behind the one method through which ``S3Store`` sends requests: for kills, faults
+and objects of 1 TB.
 
-An object is a list of pieces, so that a copy of 5 GiB costs nothing: new bytes, and stretches of patterns, whose bytes
-are computed where they are read. Conditions, sizes of parts, ETags and metadata are those of S3. The real servers of
-``servers`` prove that the requests themselves are right; this one strikes thousands of points.
+An object is a list of pieces, so that a copy of 5 GiB costs nothing: new bytes, and stretches of
+patterns, whose bytes are computed where they are read. Conditions, sizes of parts, ETags and
+metadata are those of S3. The real servers of ``servers`` prove that the requests themselves are
+right; this one strikes thousands of points.
 """
 
 import hashlib
@@ -64,7 +66,9 @@ class Stretch(NamedTuple):
 
 
 class Hash(NamedTuple):
-    """The hash of some bytes as a number in base 256: that of a + b follows from those of a and b."""
+    """The hash of some bytes as a number in base 256: that of a + b follows from those of a
+    and b.
+    """
 
     value: int
     length: int
@@ -133,9 +137,11 @@ class Object:
 
 
 class Cloud:
-    """A bucket. ``strike`` is called before and after each request and may raise: a kill, or a fault.
+    """A bucket. ``strike`` is called before and after each request and may raise: a kill, or a
+    fault.
 
-    ``is_encrypted``: as with the keys of SSE-KMS no ETag follows from bytes, and each write has another one.
+    ``is_encrypted``: as with the keys of SSE-KMS no ETag follows from bytes, and each write has
+    another one.
     """
 
     def __init__(self, least_part: int = 5 << 20, *, is_encrypted: bool = False) -> None:
@@ -161,7 +167,9 @@ class Cloud:
         return secrets.token_hex(16) if self.is_encrypted else plain
 
     def names(self) -> dict[str, str]:
-        """Return the digest of every object but those of the journal; the manifest is one of them."""
+        """Return the digest of every object but those of the journal; the manifest is one of
+        them.
+        """
         return {
             key: digest(one.body)
             for key, one in self.objects.items()
@@ -218,8 +226,14 @@ class SimulatedStore(S3Store):
     def _on_list_objects_v2(
         self, Prefix: str, Delimiter: str = "", ContinuationToken: str = "", MaxKeys: int = 1000
     ) -> Any:
-        keys = sorted(key for key in self.cloud.objects if key.startswith(Prefix) and key > ContinuationToken)
-        page: dict[str, Any] = {"Contents": [], "CommonPrefixes": [], "IsTruncated": len(keys) > 1000}
+        keys = sorted(
+            key for key in self.cloud.objects if key.startswith(Prefix) and key > ContinuationToken
+        )
+        page: dict[str, Any] = {
+            "Contents": [],
+            "CommonPrefixes": [],
+            "IsTruncated": len(keys) > 1000,
+        }
         folders: set[str] = set()
         for key in keys[:1000]:
             rest = key[len(Prefix) :]
@@ -276,12 +290,16 @@ class SimulatedStore(S3Store):
             raise self._refuse(404, "NoSuchUpload", method)
         return self.cloud.uploads[name]
 
-    def _on_upload_part(self, Key: str, UploadId: str, PartNumber: int, Body: bytes, ContentMD5: str) -> Any:
+    def _on_upload_part(
+        self, Key: str, UploadId: str, PartNumber: int, Body: bytes, ContentMD5: str
+    ) -> Any:
         self._upload_of(UploadId, "upload_part")["parts"][PartNumber] = (bytes(Body),)
         return {"ETag": f'"{self.cloud.etag(digest((bytes(Body),)))}"'}
 
     def _on_list_multipart_uploads(self, Prefix: str) -> Any:
-        below = {name: one for name, one in self.cloud.uploads.items() if one["key"].startswith(Prefix)}
+        below = {
+            name: one for name, one in self.cloud.uploads.items() if one["key"].startswith(Prefix)
+        }
         return {"Uploads": [{"Key": one["key"], "UploadId": name} for name, one in below.items()]}
 
     def _on_list_parts(self, Key: str, UploadId: str, MaxParts: int) -> Any:
@@ -341,7 +359,10 @@ def refusal(status: int, code: str, method: str = "put_object") -> Exception:
     """Return the error that the client library raises for an answer of the server."""
     from botocore.exceptions import ClientError
 
-    answer: Any = {"Error": {"Code": code, "Message": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    answer: Any = {
+        "Error": {"Code": code, "Message": code},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
     error: Exception = ClientError(answer, method)
     return error
 
@@ -357,7 +378,9 @@ def open_simulated(cloud: Cloud, url: str) -> SimulatedStore:
 @pytest.fixture
 def cloud(monkeypatch: pytest.MonkeyPatch) -> Cloud:
     """Return an empty bucket; a request that fails is sent again at once."""
-    pytest.importorskip("botocore", reason="botocore is not installed: pip install 'ckptfix[test-stores]'")
+    pytest.importorskip(
+        "botocore", reason="botocore is not installed: pip install 'ckptfix[test-stores]'"
+    )
     monkeypatch.setattr(stores, "PATIENCE", Patience(attempts=3, first_wait=0, longest_wait=0))
     return Cloud()
 

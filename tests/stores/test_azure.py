@@ -1,6 +1,8 @@
-"""Azure on Azurite, where it is installed: conditions, blocks, properties that are passed on, repair and undo.
+"""Azure on Azurite, where it is installed: conditions, blocks, properties that are passed on,
+repair and undo.
 
-Azurite copies no blocks: the proxy of ``azurite`` stands in for it, and nothing else of the store is simulated.
+Azurite copies no blocks: the proxy of ``azurite`` stands in for it, and nothing else of the store
+is simulated.
 """
 
 import base64
@@ -82,7 +84,9 @@ def test_conditions_hold(store: AzureStore) -> None:
 
 def test_blocks_are_composed_and_pinned(store: AzureStore) -> None:
     old = store.put("old #1 %41", bytes(range(256)) * 10)
-    made = store.compose("new", [b"head", ObjectRange("old #1 %41", 3, 2000, old.etag), b"tail"], mark="7-0")
+    made = store.compose(
+        "new", [b"head", ObjectRange("old #1 %41", 3, 2000, old.etag), b"tail"], mark="7-0"
+    )
     assert store.read("new", 0, made.size) == b"head" + (bytes(range(256)) * 10)[3:2003] + b"tail"
     assert (store.mark("new"), store.mark("old #1 %41")) == ("7-0", "")
     assert store.compose("none", [b""], expected=ABSENT, mark="7-1").size == 0
@@ -149,7 +153,9 @@ def test_an_answer_that_was_lost_is_no_failure(store: AzureStore, proxy: Proxy) 
         return None
 
     proxy.choose = choose
-    new = store.compose("new", [b"x", ObjectRange("old", 0, 3, old.etag)], expected=ABSENT, mark="m")
+    new = store.compose(
+        "new", [b"x", ObjectRange("old", 0, 3, old.etag)], expected=ABSENT, mark="m"
+    )
     put = store.put("put", b"some bytes", expected=ABSENT)
     assert len(lost) == 2
     assert store.list() == {"old": old, "new": new, "put": put}
@@ -181,7 +187,9 @@ def test_what_passes_is_tried_again(store: AzureStore, proxy: Proxy, fault: str)
 def test_messages_lead_on_and_hold_no_key(
     store: AzureStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="container nobox does not exist; next: az storage container list"):
+    with pytest.raises(
+        UsageError, match="container nobox does not exist; next: az storage container list"
+    ):
         open_store("az://nobox/x").list()
     store.put("a", b"abc")
     with pytest.raises(StoreError, match="az://box/"):
@@ -259,7 +267,8 @@ def test_only_the_header_travels(store: AzureStore, tmp_path: Path, proxy: Proxy
         assert verb(store.url).steps
         requests, up, down = traffic.requests - requests, traffic.up - up, traffic.down - down
         print(
-            f"{verb.__name__}: {requests} requests, {up} B up, {down} B down, {copies.nbytes - copied} B copied"
+            f"{verb.__name__}: {requests} requests, {up} B up, {down} B down, "
+            f"{copies.nbytes - copied} B copied"
         )
         assert copies.nbytes - copied > 2 * 23 * MIB
         assert max(up, down) < MIB // 2

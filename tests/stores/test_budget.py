@@ -21,7 +21,11 @@ __all__ = ["bucket", "ministack", "ministack_process"]
 @pytest.mark.parametrize("make", [safetensors_shards, torch_shards])
 @pytest.mark.parametrize("where", ["memory", "s3"])
 def test_200_shards(where: str, make: object, request: pytest.FixtureRequest) -> None:
-    top = f"memory://{os.urandom(6).hex()}" if where == "memory" else request.getfixturevalue("bucket")
+    top = (
+        f"memory://{os.urandom(6).hex()}"
+        if where == "memory"
+        else request.getfixturevalue("bucket")
+    )
     url = f"{top}/checkpoint"
     store = open_store(url)
     files = dict(make(SHARDS, 600_000 if where == "memory" else 200_000))  # type: ignore[operator]
@@ -44,11 +48,16 @@ def test_200_shards(where: str, make: object, request: pytest.FixtureRequest) ->
 
 
 def test_positions_by_the_directory_are_those_of_the_local_headers(tmp_path: Path) -> None:
-    """A check of a store reads no local header that lies far off: what it goes by instead must be the same."""
+    """A check of a store reads no local header that lies far off: what it goes by instead must be
+    the same.
+    """
     import torch
 
     sizes = [1, 63, 64, 5000, 70_001, 300_000, 17, 123_457]
-    torch.save({f"layer.{n}.{'x' * n}": torch.rand(size) for n, size in enumerate(sizes)}, tmp_path / "a.bin")
+    torch.save(
+        {f"layer.{n}.{'x' * n}": torch.rand(size) for n, size in enumerate(sizes)},
+        tmp_path / "a.bin",
+    )
     url = f"memory://{os.urandom(6).hex()}/run"
     open_store(url).put("a.bin", (tmp_path / "a.bin").read_bytes())
     with open_reader(tmp_path / "a.bin") as reader:
@@ -73,7 +82,9 @@ def test_what_a_sparing_check_leaves_out_is_said_and_found_with_data() -> None:
     torch.save({f"layer.{n}": torch.rand(200_000) for n in range(6)}, buffer)
     data = bytearray(buffer.getvalue())
     with ZipFile(buffer) as archive:
-        at = next(one.header_offset for one in archive.infolist() if one.filename.endswith("data/3"))
+        at = next(
+            one.header_offset for one in archive.infolist() if one.filename.endswith("data/3")
+        )
     data[at : at + 4] = b"\0\0\0\0"
     url = f"memory://{os.urandom(6).hex()}/run"
     open_store(url).put("pytorch_model.bin", bytes(data))

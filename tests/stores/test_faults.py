@@ -1,4 +1,6 @@
-"""Faults between client and server: a verb gives the right result, or ends with exit status 3 and what to do next."""
+"""Faults between client and server: a verb gives the right result, or ends with exit status 3 and
+what to do next.
+"""
 
 import json
 import shutil
@@ -26,7 +28,8 @@ pytestmark = pytest.mark.slow
 
 PATIENT = Patience(attempts=3, first_wait=0.01, longest_wait=0.02, connect=5, answer=5)
 HASTY = PATIENT._replace(answer=0.4)
-"""For answers that come too late on purpose: on a busy machine the others take half a second, too."""
+"""For answers that come too late on purpose: on a busy machine the others take half a second, too.
+"""
 
 
 @pytest.fixture
@@ -56,12 +59,17 @@ VERBS = {
 def test_a_fault_at_any_request_is_survived_or_said(
     verb: str, proxy: Proxy, url: str, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def result(choose: Callable[[int], str | None], patience: Patience = PATIENT) -> tuple[int, str, str]:
+    def result(
+        choose: Callable[[int], str | None], patience: Patience = PATIENT
+    ) -> tuple[int, str, str]:
         monkeypatch.setattr(stores, "PATIENCE", patience)
         proxy.asked.clear()
         proxy.choose = lambda number, method, path: choose(number)
         shutil.rmtree(tmp_path / "new", ignore_errors=True)
-        words = [url if word == "AT" else tmp_path / "new" if word == "NEW" else word for word in VERBS[verb]]
+        words = [
+            url if word == "AT" else tmp_path / "new" if word == "NEW" else word
+            for word in VERBS[verb]
+        ]
         done = said(*words)
         assert not Path(images._session.folder or "none").exists(), "an image was left behind"
         return done
@@ -76,7 +84,8 @@ def test_a_fault_at_any_request_is_survived_or_said(
         assert _content(tmp_path / "new") == written
     for kind, at in sampled([(kind, at) for kind in LASTING for at in range(count)]):
         status, out, err = result(from_then_on(kind, at))
-        if (status, out, err) != good:  # a fault at a request that nobody makes, or that asks nothing
+        # A fault at a request that nobody makes, or that asks nothing.
+        if (status, out, err) != good:
             assert status == 3, (kind, at, out, err)
             assert "s3://" in err, (kind, at, err)
             assert "next: " in err, (kind, at, err)
@@ -86,7 +95,9 @@ def test_a_fault_at_any_request_is_survived_or_said(
 def test_a_fault_at_any_request_of_a_scrub_is_survived_or_said(
     proxy: Proxy, bucket: str, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is clean that was not read, neither in this run nor in the next one, which goes by the state."""
+    """Nothing is clean that was not read, neither in this run nor in the next one, which goes by
+    the state.
+    """
     monkeypatch.setattr("ckptfix.cli.scrub.threads_for", lambda paths: 1)
     runs = tmp_path / "runs"
     for name in ("run_1", "run_2"):
@@ -99,7 +110,9 @@ def test_a_fault_at_any_request_of_a_scrub_is_survived_or_said(
     state = tmp_path / "state.sqlite"
 
     def scrubbed(*options: object) -> tuple[int, dict[str, tuple[Any, ...]], str]:
-        """Return the status, of each checkpoint its verdict and what was read, now or before, and messages."""
+        """Return the status, of each checkpoint its verdict and what was read, now or before, and
+        messages.
+        """
         status, out, _ = said("scrub", url, "--state", state, "--format", "jsonl", *options)
         documents = [json.loads(line) for line in out.splitlines()]
         ones = [one for one in documents if "path" in one]
@@ -165,7 +178,10 @@ def _content(folder: Path) -> dict[str, bytes]:
     ("fault", "words"),
     [
         ("expired", "the credential has expired; next: renew it"),
-        ("denied", "this credential may not do that (ListObjectsV2); next: aws sts get-caller-identity"),
+        (
+            "denied",
+            "this credential may not do that (ListObjectsV2); next: aws sts get-caller-identity",
+        ),
         ("503", "503 SlowDown"),
         ("gone", "the store did not answer 3 times"),
     ],
@@ -192,7 +208,8 @@ def test_a_stale_listing_is_noticed(proxy: Proxy, url: str, said: Said) -> None:
     def choose(number: int, method: str, path: str) -> None:
         if key in path and "list-type" not in path and method == "GET" and not replaced:
             real.put(key, b"another object, of another size")
-            replaced.append(path)  # only now: where a busy machine lost the write, the client asks again
+            # Only now: where a busy machine lost the write, the client asks again.
+            replaced.append(path)
 
     replaced: list[str] = []
     proxy.choose = choose
@@ -223,7 +240,9 @@ def test_a_write_whose_answer_was_lost_is_not_taken_for_anothers(proxy: Proxy, b
 
 
 def test_a_file_that_nobody_reads_may_fail(proxy: Proxy, url: str, said: Said) -> None:
-    """Only what a verb reads by itself counts: the ends of other files in the folder are read on the chance."""
+    """Only what a verb reads by itself counts: the ends of other files in the folder are read on
+    the chance.
+    """
     open_store(url).put("events.out.tfevents.1", b"log" * 100)
     good = said("check", url)
     proxy.choose = lambda number, method, path: "denied" if "tfevents" in path else None

@@ -1,4 +1,6 @@
-"""Fleets in stores: a listing is as good as the folders, and what lies unchanged is neither opened nor made."""
+"""Fleets in stores: a listing is as good as the folders, and what lies unchanged is neither opened
+nor made.
+"""
 
 import json
 import os
@@ -36,7 +38,9 @@ def url() -> str:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """Two runs of checkpoints: sealed ones, one in another, and one that lacks what its neighbours have."""
+    """Two runs of checkpoints: sealed ones, one in another, and one that lacks what its neighbours
+    have.
+    """
     for number in range(1, 5):
         folder = shutil.copytree(CLEAN, tmp_path / "runs" / "one" / f"checkpoint_{number}")
         weights = bytearray((folder / "model.safetensors").read_bytes())
@@ -55,8 +59,15 @@ def documents(said: Said, *arguments: object) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_a_listing_is_looked_through_as_folders_are(runs: Path, url: str, said: Said, tmp_path: Path) -> None:
-    for name in ("interrupted-save-mixed", "staging-folder", "doubled-model", "truncated-file-dcp"):
+def test_a_listing_is_looked_through_as_folders_are(
+    runs: Path, url: str, said: Said, tmp_path: Path
+) -> None:
+    for name in (
+        "interrupted-save-mixed",
+        "staging-folder",
+        "doubled-model",
+        "truncated-file-dcp",
+    ):
         shutil.copytree(FIXTURES / "golden" / name, runs / name)
     zero = next((FIXTURES / "deepspeed-0.18.2").glob("*/checkpoint"))
     shutil.copytree(zero / "pytorch_model", runs / "engine" / "global_step5")
@@ -67,7 +78,9 @@ def test_a_listing_is_looked_through_as_folders_are(runs: Path, url: str, said: 
     here, there = (documents(said, "check", "-r", where) for where in (runs, url))
     for one in (*here, *there):  # a store is spared the local headers, and says so
         words = one.get("not_checked", [])
-        one["not_checked"] = [text for text in words if not text.startswith("local headers of records")]
+        one["not_checked"] = [
+            text for text in words if not text.startswith("local headers of records")
+        ]
         if "counts" in one:
             one["counts"]["not_checked"] = len(one["not_checked"])
     assert json.loads(json.dumps(here).replace(str(runs), url)) == there
@@ -110,15 +123,22 @@ def test_what_is_unchanged_is_known_by_the_listing_alone(
 
 
 def test_what_is_due_is_read_of_what_is_unchanged(runs: Path, said: Said) -> None:
-    """A unit that no run has read yet is known, so that the listing and the state alone say that it is due."""
+    """A unit that no run has read yet is known, so that the listing and the state alone say that it
+    is due.
+    """
     first = documents(said, "scrub", runs, "--read-data-subset", "0/3")[-1]["summary"]["data"]
     assert (first["files"], first["read"] + first["never"]) == (6, 6)
     left = [
-        documents(said, "scrub", runs, "--read-data-subset", f"{number}/3", "--max-age", "1d")[-1]["summary"]
+        documents(said, "scrub", runs, "--read-data-subset", f"{number}/3", "--max-age", "1d")[-1][
+            "summary"
+        ]
         for number in (1, 2)
     ]
     assert first["read"] + sum(one["data"]["read"] for one in left) == 6
-    assert (left[-1]["data"]["never"], left[-1]["data"]["before"]) == (0, 6 - left[-1]["data"]["read"])
+    assert (left[-1]["data"]["never"], left[-1]["data"]["before"]) == (
+        0,
+        6 - left[-1]["data"]["read"],
+    )
     last = documents(said, "scrub", runs, "--max-age", "1d")[-1]["summary"]
     assert (last["kept"], last["data"]["read"], last["data"]["before"]) == (6, 0, 6)
 
@@ -157,7 +177,10 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_counted(
     monkeypatch.setattr("ckptfix.cli.scrub.threads_for", lambda paths: 1)
     monkeypatch.setattr(images, "_made", rotated)
     *ones, last = documents(said, "scrub", url)
-    verdicts = {one["path"].removeprefix(f"{url}/"): one.get("verdict", one.get("error", "")) for one in ones}
+    verdicts = {
+        one["path"].removeprefix(f"{url}/"): one.get("verdict", one.get("error", ""))
+        for one in ones
+    }
     assert verdicts["one/checkpoint_1"] == "removed"
     assert verdicts["one/checkpoint_2"] == "clean"
     assert "optimizer.bin changed while it was read" in verdicts["two"]
@@ -178,7 +201,9 @@ def test_an_object_that_no_folder_can_hold_is_of_its_checkpoint(url: str, said: 
         assert "could not finish: '/model.bin'" in out
 
 
-def test_no_folder_is_left_behind(runs: Path, url: str, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_is_left_behind(
+    runs: Path, url: str, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upload_folder(runs, url)
     assert said("check", "-r", url)[0] == 1
     assert not Path(images._session.folder).exists()

@@ -1,4 +1,6 @@
-"""The Hugging Face hub, against a small one on this machine: reads at one commit, and one commit for many writes."""
+"""The Hugging Face hub, against a small one on this machine: reads at one commit, and one commit
+for many writes.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -63,7 +65,11 @@ def test_listings_and_ranges(hub: Hub, store: HubStore) -> None:
     }
     assert store.list()["b/c/d.bin"].etag == hashlib.sha256(BIG).hexdigest()
     assert {key: store.stat(key) for key in store.list()} == store.list()
-    assert (store.stat("b"), store.stat("none"), open_store(f"{URL}/none").list()) == (None, None, {})
+    assert (store.stat("b"), store.stat("none"), open_store(f"{URL}/none").list()) == (
+        None,
+        None,
+        {},
+    )
     assert store.folders() == ["b"]
     assert open_store(f"hf://{REPO}").folders() == ["run"]
     assert open_store(f"hf://{REPO}/run").folders() == ["checkpoint_7", "checkpoint_70"]
@@ -257,7 +263,9 @@ def test_bytes_that_must_travel_are_asked_for(hub: Hub) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["cut", "lost", "500", "403"])
-def test_a_repair_whose_hub_fails_from_a_request_on_is_whole_or_not_there(hub: Hub, fault: str) -> None:
+def test_a_repair_whose_hub_fails_from_a_request_on_is_whole_or_not_there(
+    hub: Hub, fault: str
+) -> None:
     fill(hub, FIXTURES / "lone-nested-train" / "checkpoint")
     before = hub.tree
     asked = len(hub.asked)
@@ -291,8 +299,12 @@ def test_a_repair_whose_hub_fails_from_a_request_on_is_whole_or_not_there(hub: H
 
 def test_a_repair_that_meets_another_commit_changes_nothing(hub: Hub) -> None:
     fill(hub, FIXTURES / "lone-nested-train" / "checkpoint")
-    hub.strike = lambda method, path: hub.write({"README": b"in between"}) if "/commit/" in path else None
-    with pytest.raises(ChangedError, match=r"another commit came since .* nothing was changed; next: "):
+    hub.strike = lambda method, path: (
+        hub.write({"README": b"in between"}) if "/commit/" in path else None
+    )
+    with pytest.raises(
+        ChangedError, match=r"another commit came since .* nothing was changed; next: "
+    ):
         repair(URL, transfer=True)
     assert hub.titles == ["begin", "by hand", "by hand"]
 
@@ -312,6 +324,8 @@ def test_seal_and_upload_are_one_commit_each(hub: Hub, tmp_path: Path) -> None:
         upload(GOLDEN, other)
     upload(GOLDEN, other, overwrite=True)
     assert len(hub.titles) == 6
-    names = {path.removeprefix("other/checkpoint_1/") for path in hub.tree if path.startswith("other/")}
+    names = {
+        path.removeprefix("other/checkpoint_1/") for path in hub.tree if path.startswith("other/")
+    }
     files = {str(path.relative_to(GOLDEN)) for path in GOLDEN.rglob("*") if path.is_file()}
     assert {name for name in names if not name.startswith(".ckptfix/")} == files

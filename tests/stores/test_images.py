@@ -84,7 +84,8 @@ def test_every_range_is_read_as_it_is(url: str, name: str, size: int) -> None:
             assert view == data[begin : begin + length]
             window = reader.window(begin, length)
             assert (
-                window.read(length // 2, length - length // 2) == data[begin + length // 2 : begin + length]
+                window.read(length // 2, length - length // 2)
+                == data[begin + length // 2 : begin + length]
             )
         with pytest.raises(ChangedError, match="changed while it was read"):
             files.fill(memoryview(bytearray(2)), path, size - 1)
@@ -144,8 +145,12 @@ def test_nobody_reads_a_hole_or_changes_an_image(url: str, touch: Callable[[Path
     assert {path: os.stat(path).st_mtime_ns for path in place.rglob("*")} == before
 
 
-def test_a_refusal_that_is_swallowed_ends_the_verb_still(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No `except` on the way may turn a failure of the store, or a refused read of a hole, into "no error"."""
+def test_a_refusal_that_is_swallowed_ends_the_verb_still(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No `except` on the way may turn a failure of the store, or a refused read of a hole, into "no
+    error".
+    """
     uploaded(url)
     module = import_module("ckptfix.diagnosis.check")
 
@@ -171,20 +176,28 @@ HOSTILE = {
 }
 
 
-def test_keys_that_no_folder_can_hold_are_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_that_no_folder_can_hold_are_named(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     uploaded(url)
     store = open_store(url)
     for key in HOSTILE:
-        store._files.store[f"{store._base}/{key}"] = store._files.store[f"{store._base}/optimizer.bin"]
+        store._files.store[f"{store._base}/{key}"] = store._files.store[
+            f"{store._base}/optimizer.bin"
+        ]
     report = check(url)
     assert report.status != 0
     for key, why in HOSTILE.items():
         said = next((words for words in report.unfinished if repr(key) in words), "")
         assert why in said, key
         assert ("no folder can hold" in said) == bool(why), key
-    assert any("'model.safetensors': " in words and "other keys" in words for words in report.unfinished)
+    assert any(
+        "'model.safetensors': " in words and "other keys" in words for words in report.unfinished
+    )
     for verb in (verify, lambda url: diff(url, CASE), lambda url: salvage(url, "new")):
-        with pytest.raises(StoreError, match=f"{url}: 7 objects with a key that no folder can hold"):
+        with pytest.raises(
+            StoreError, match=f"{url}: 7 objects with a key that no folder can hold"
+        ):
             verb(url)
     assert run(["check", "-r", url]) != 0
     assert "'a//b.bin'" in capsys.readouterr().out
@@ -207,14 +220,20 @@ def test_a_server_has_such_keys(bucket: str) -> None:
         verify(url)
 
 
-def test_an_object_of_no_checkpoint_is_no_success(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_object_of_no_checkpoint_is_no_success(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = open_store(uploaded(f"{url}/one"))
     assert run(["check", "-r", url]) == 1
     above = store._base.removesuffix("/one")
-    store._files.store[f"{above}/lost//model.bin"] = store._files.store[f"{store._base}/optimizer.bin"]
+    store._files.store[f"{above}/lost//model.bin"] = store._files.store[
+        f"{store._base}/optimizer.bin"
+    ]
     capsys.readouterr()
     assert run(["check", "-r", url]) == 3
-    assert f"{url}/lost: could not finish: 'lost//model.bin': an object of" in capsys.readouterr().err
+    assert (
+        f"{url}/lost: could not finish: 'lost//model.bin': an object of" in capsys.readouterr().err
+    )
 
 
 def test_an_empty_marker_of_a_folder_is_named_and_no_failure(url: str) -> None:
@@ -224,7 +243,10 @@ def test_an_empty_marker_of_a_folder_is_named_and_no_failure(url: str) -> None:
     store._files.store[f"{store._base}/logs/"] = store._files.store.pop(f"{store._base}/notes")
     report = check(url)
     assert not report.unfinished
-    assert any("'logs/': an empty object, as programs mark folders" in words for words in report.not_checked)
+    assert any(
+        "'logs/': an empty object, as programs mark folders" in words
+        for words in report.not_checked
+    )
     assert verify(url).status == verify(CASE).status
 
 
@@ -232,7 +254,9 @@ def test_a_checkpoint_without_checksums_ends_with_status_3_in_a_store_too(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = open_store(url)
-    for path in (CASE.parents[2] / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint").iterdir():
+    for path in (
+        CASE.parents[2] / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint"
+    ).iterdir():
         store.put(path.name, path.read_bytes())
     assert run(["verify", url]) == 3
     last = capsys.readouterr().out.splitlines()[-1]
@@ -269,7 +293,9 @@ def test_a_url_of_a_file_is_a_path_where_a_verb_writes(tmp_path: Path) -> None:
     assert check(tmp_path / "repaired").status == 0
 
 
-def test_a_relative_name_with_a_colon_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_name_with_a_colon_is_no_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(CASE, tmp_path / "s3:")
     assert check("s3:").status == 1
@@ -308,7 +334,10 @@ def test_a_path_of_an_image_that_has_gone_is_no_hole(url: str) -> None:
     uploaded(url)
     place = images.image_of(url)
     images.release(place)
-    with pytest.raises(OperationError, match="not open any more"), open_reader(place / "model.safetensors"):
+    with (
+        pytest.raises(OperationError, match="not open any more"),
+        open_reader(place / "model.safetensors"),
+    ):
         pass
 
 
@@ -318,11 +347,16 @@ def test_a_path_of_a_part_that_has_gone_is_no_hole_of_the_next_one(url: str) -> 
         uploaded(f"{url}/{name}")
     place = images.listing_of(url)
     with images.made(place / "one") as one:
-        assert read_start(one / "model.safetensors", 8) == read_start(place / "two" / "model.safetensors", 8)
+        assert read_start(one / "model.safetensors", 8) == read_start(
+            place / "two" / "model.safetensors", 8
+        )
     with images.made(place / "two") as two:
         assert two.parent == one.parent
         for path in (one, place / "none"):
-            with pytest.raises((OperationError, FileNotFoundError)), open_reader(path / "model.safetensors"):
+            with (
+                pytest.raises((OperationError, FileNotFoundError)),
+                open_reader(path / "model.safetensors"),
+            ):
                 pass
         with pytest.raises(OperationError, match="not open any more"):
             read_start(one / "model.safetensors", 8)
@@ -331,7 +365,9 @@ def test_a_path_of_a_part_that_has_gone_is_no_hole_of_the_next_one(url: str) -> 
 
 
 def test_a_part_above_the_one_before_it_is_made(url: str) -> None:
-    """``scrub`` of a store ended with "File exists" where two threads looked at ``two`` and ``two/more/one``."""
+    """``scrub`` of a store ended with "File exists" where two threads looked at ``two`` and
+    ``two/more/one``.
+    """
     for name in ("two", "two/more/one"):
         uploaded(f"{url}/{name}")
     place = images.listing_of(url)
@@ -372,7 +408,9 @@ def test_images_of_killed_processes_go() -> None:
 
 
 def test_threads_may_check_at_once(url: str) -> None:
-    """One that ends must not take the folder away in which another one begins: its holes were read as zeros."""
+    """One that ends must not take the folder away in which another one begins: its holes were read
+    as zeros.
+    """
     uploaded(url)
     found: list[str] = []
     threads = [threading.Thread(target=lambda: found.append(str(check(url)))) for _ in range(12)]
@@ -396,7 +434,9 @@ def test_two_families_in_a_store_are_compared(url: str, tmp_path: Path) -> None:
 
 def test_a_migration_reads_from_a_store(url: str, tmp_path: Path) -> None:
     uploaded(url)
-    with pytest.raises(OperationError, match=rf"^{url}: doubled-model: .*next: ckptfix repair {url}$"):
+    with pytest.raises(
+        OperationError, match=rf"^{url}: doubled-model: .*next: ckptfix repair {url}$"
+    ):
         migrate(url, tmp_path / "far", to="bin")
     assert not (tmp_path / "far").exists()
     migrate(url, tmp_path / "far", to="bin", allow_damage=True)
@@ -404,7 +444,8 @@ def test_a_migration_reads_from_a_store(url: str, tmp_path: Path) -> None:
     names = {path.relative_to(tmp_path / "near") for path in (tmp_path / "near").rglob("*.bin")}
     assert names
     assert all(
-        (tmp_path / "far" / name).read_bytes() == (tmp_path / "near" / name).read_bytes() for name in names
+        (tmp_path / "far" / name).read_bytes() == (tmp_path / "near" / name).read_bytes()
+        for name in names
     )
 
 
@@ -416,7 +457,13 @@ def test_a_reload_is_proven_of_a_copy_and_says_what_it_downloads(
     store = open_store(url)
     for path in folder.iterdir():
         store.put(path.name, path.read_bytes())
-    arguments = ["--device-map", "auto", "--model", "tests.devices.reload_models:two_layer", "--json"]
+    arguments = [
+        "--device-map",
+        "auto",
+        "--model",
+        "tests.devices.reload_models:two_layer",
+        "--json",
+    ]
     status = run(["verify", str(folder), *arguments])
     wanted = json.loads(capsys.readouterr().out)
     assert run(["verify", url, *arguments]) == status
@@ -457,6 +504,10 @@ thread.join()
 
 
 def test_a_folder_is_opened_while_another_thread_opens_the_first_url() -> None:
-    """Half of a module is in ``sys.modules`` then: of a URL and a folder in one command, the folder failed."""
-    done = subprocess.run([sys.executable, "-c", _SLOW_IMPORT], capture_output=True, text=True, timeout=60)
+    """Half of a module is in ``sys.modules`` then: of a URL and a folder in one command, the folder
+    failed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _SLOW_IMPORT], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""Azure's and Google's stores, on emulators where they are installed: reading, and whole objects written.
+"""Azure's and Google's stores, on emulators where they are installed: reading, and whole objects
+written.
 
 ``npm install azurite`` and ``pip install adlfs``; ``pip install gcsfs gcp-storage-emulator``.
 """
@@ -32,13 +33,25 @@ def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if lacking := missing("gcsfs", "gcp_storage_emulator"):
         pytest.skip(f"{lacking} is not installed: pip install gcsfs gcp-storage-emulator")
-    if "experimental" in str(getattr(importlib.import_module("gcsfs"), "GCSFileSystem", "")).lower():
+    if (
+        "experimental"
+        in str(getattr(importlib.import_module("gcsfs"), "GCSFileSystem", "")).lower()
+    ):
         pytest.skip(
-            "gcsfs asks for the kind of a bucket by gRPC: export GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT=false"
+            "gcsfs asks for the kind of a bucket by gRPC: export "
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT=false"
         )
     port = free_port()
     start = "from gcp_storage_emulator.__main__ import main; main()"
-    command = [sys.executable, "-c", start, "start", "--host=127.0.0.1", f"--port={port}", "--in-memory"]
+    command = [
+        sys.executable,
+        "-c",
+        start,
+        "start",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--in-memory",
+    ]
     with started([*command, "--default-bucket=box"], port, tmp_path) as endpoint:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
         import fsspec.config

@@ -1,4 +1,6 @@
-"""Verbs that read: of a URL they find, print and return what they do of the same folder on this machine."""
+"""Verbs that read: of a URL they find, print and return what they do of the same folder on this
+machine.
+"""
 
 import json
 import os
@@ -44,28 +46,40 @@ SPARED = "local headers of records"
 
 
 def without_spared(out: str, form: str) -> str:
-    """Return a report without the checks that only a store is spared: a request for each record or item."""
+    """Return a report without the checks that only a store is spared: a request for each record or
+    item.
+    """
     if form == "text":
         # Of many topics it is the one behind "and 1 more".
         return re.sub(
-            rf"(not checked: (structure: )?{SPARED}[^\n]*\n|, {SPARED}[^;]*| and 1 more(?=; for))", "", out
+            rf"(not checked: (structure: )?{SPARED}[^\n]*\n|, {SPARED}[^;]*| and 1 more(?=; for))",
+            "",
+            out,
         )
     document = json.loads(out)
     for report in [document, *document.get("checkpoints", ())]:
         if "not_checked" in report:
-            report["not_checked"] = [words for words in report["not_checked"] if SPARED not in str(words)]
+            report["not_checked"] = [
+                words for words in report["not_checked"] if SPARED not in str(words)
+            ]
         if "counts" in report:
             report["counts"]["not_checked"] = len(report["not_checked"])
     return json.dumps(document)
 
 
 def same(said: Said, folder: Path, url: str, *arguments: object) -> int:
-    """Run a verb on the folder and on the URL, in text and JSON, and compare; return the exit status."""
+    """Run a verb on the folder and on the URL, in text and JSON, and compare; return the exit
+    status.
+    """
     status = 0
     for form in ("text", "json"):
         words = [*arguments, "--format", form]
         status, out, err = said(*(folder if word == "AT" else word for word in words))
-        mine = (status, without_spared(out.replace(str(folder), url), form), err.replace(str(folder), url))
+        mine = (
+            status,
+            without_spared(out.replace(str(folder), url), form),
+            err.replace(str(folder), url),
+        )
         status, out, err = said(*(url if word == "AT" else word for word in words))
         assert (status, without_spared(out, form), err) == mine
     assert not images._session.images, "an image was left behind"
@@ -76,7 +90,9 @@ def same(said: Said, folder: Path, url: str, *arguments: object) -> int:
 @pytest.mark.parametrize(
     "case", sampled([*GOLDEN, *REAL]), ids=lambda path: f"{path.parent.name}-{path.name}"
 )
-def test_a_url_is_as_good_as_a_folder(case: Path, tmp_path: Path, in_memory: str, said: Said) -> None:
+def test_a_url_is_as_good_as_a_folder(
+    case: Path, tmp_path: Path, in_memory: str, said: Said
+) -> None:
     source = case / "checkpoint" if (case / "checkpoint").is_dir() else case
     folder, url = tmp_path / "checkpoint", f"{in_memory}/checkpoint"
     prepared(source, folder, url)
@@ -90,7 +106,9 @@ def test_a_url_is_as_good_as_a_folder(case: Path, tmp_path: Path, in_memory: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sampled([*GOLDEN, *REAL]), ids=lambda path: path.name)
-def test_an_s3_server_is_as_good_as_a_folder(case: Path, tmp_path: Path, bucket: str, said: Said) -> None:
+def test_an_s3_server_is_as_good_as_a_folder(
+    case: Path, tmp_path: Path, bucket: str, said: Said
+) -> None:
     source = case / "checkpoint" if (case / "checkpoint").is_dir() else case
     folder, url = tmp_path / "my runs" / "checkpoint", f"{bucket}/my runs/checkpoint"
     prepared(source, folder, url)
@@ -103,7 +121,9 @@ def test_an_s3_server_is_as_good_as_a_folder(case: Path, tmp_path: Path, bucket:
 def test_a_copy_among_the_files_of_ranks_in_a_store(
     name: str, tmp_path: Path, in_memory: str, said: Said
 ) -> None:
-    source = Path(shutil.copytree(FIXTURES / "deepspeed-0.18.2/zero2/checkpoint", tmp_path / "source"))
+    source = Path(
+        shutil.copytree(FIXTURES / "deepspeed-0.18.2/zero2/checkpoint", tmp_path / "source")
+    )
     add_stray(source, name)
     folder, url = tmp_path / "checkpoint", f"{in_memory}/checkpoint"
     prepared(source, folder, url)

@@ -52,7 +52,12 @@ def test_what_is_no_store_is_refused() -> None:
         open_store("ftp://host/x")
     with pytest.raises(UsageError, match="names no bucket"):
         open_store("s3:///x")
-    for url in ("s3://bucket//run", "s3://bucket/run//ckpt", "s3://bucket/run/../ckpt", "memory://a/./b"):
+    for url in (
+        "s3://bucket//run",
+        "s3://bucket/run//ckpt",
+        "s3://bucket/run/../ckpt",
+        "memory://a/./b",
+    ):
         with pytest.raises(UsageError, match=r"no folder has such a name.*; next: leave that out"):
             open_store(url)  # upload and save wrote there what check then refused to read
     with pytest.raises(UsageError) as caught:
@@ -93,13 +98,17 @@ def test_objects_are_written_listed_and_read(store: Store) -> None:
     assert {key: info.size for key, info in listed.items()} == {
         key: 10 * number for number, key in enumerate(keys)
     }
-    assert all(info.etag and info.modified_ns > 1_600_000_000_000_000_000 for info in listed.values())
+    assert all(
+        info.etag and info.modified_ns > 1_600_000_000_000_000_000 for info in listed.values()
+    )
     assert {key: store.stat(key) for key in keys} | {} == {key: store.stat(key) for key in listed}
     assert [store.stat(key).etag for key in keys] == [listed[key].etag for key in keys]  # type: ignore[union-attr]
     assert store.stat("none") is None
     assert store.folders() == ["pytorch_model_fsdp_0"]
     assert list(store.list("pytorch_model_fsdp_0")) == ["pytorch_model_fsdp_0/.metadata"]
-    assert store.list("pytorch_model_fsdp") == {}, "a prefix is a folder, not the beginning of a name"
+    assert store.list("pytorch_model_fsdp") == {}, (
+        "a prefix is a folder, not the beginning of a name"
+    )
     assert store.read("ä b%20#?.bin", 5, 10) == b"\2" * 10
     many = [ObjectRange(key, 0, info.size, info.etag) for key, info in listed.items()] * 20
     assert store.read_many(many) == [bytes([keys.index(one.key)]) * one.length for one in many]
@@ -139,8 +148,12 @@ def test_conditions_hold(store: Store) -> None:
     assert store.stat("a") is None
 
 
-def test_of_two_that_write_a_new_object_one_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both saw no object: two runs must not hold one lock. An attempt whose answer was lost is no other program."""
+def test_of_two_that_write_a_new_object_one_is_refused(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both saw no object: two runs must not hold one lock. An attempt whose answer was lost is no
+    other program.
+    """
     store.put("lock", b"of another run")
     monkeypatch.setattr(type(store), "_stat", lambda self, key: None)
     with pytest.raises(ChangedError):
@@ -175,7 +188,9 @@ def test_an_object_is_composed_of_others(store: Store) -> None:
     wanted = b"new header" + data[100:] + b"and an end"
     assert store.read("new", 0, info.size) == wanted
     if store.abilities.composes:
-        assert store.traffic.up - before <= 5 * MIB + 100, "what the server can copy does not travel"
+        assert store.traffic.up - before <= 5 * MIB + 100, (
+            "what the server can copy does not travel"
+        )
     small = store.compose("small", [b"ab", ObjectRange("old", 0, 3, old.etag)])
     assert store.read("small", 0, small.size) == b"ab" + data[:3]
     store.put("old", b"another")
@@ -189,8 +204,9 @@ def test_what_an_object_carries_is_passed_on(moto: Server) -> None:
     store = open_store(f"{moto.bucket()}/run")
     assert isinstance(store, S3Store)
     store.ask(
-        "put_object", Key="run/a", Body=os.urandom(6 * MIB), Metadata={"owner": "me"}, StorageClass="STANDARD_IA",
-        ContentType="application/x-weights", Tagging="team=x&cost=a%20b",
+        "put_object", Key="run/a", Body=os.urandom(6 * MIB), Metadata={"owner": "me"},
+        StorageClass="STANDARD_IA", ContentType="application/x-weights",
+        Tagging="team=x&cost=a%20b",
     )  # fmt: skip
     info = store.stat("a")
     assert info is not None
@@ -219,10 +235,14 @@ def test_an_address_in_the_place_of_a_bucket_is_named(
     ministack: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = "for another server than Amazon's: export AWS_ENDPOINT_URL_S3="
-    with pytest.raises(UsageError, match=f"host:9000 cannot be the name of a bucket; next, {words}"):
+    with pytest.raises(
+        UsageError, match=f"host:9000 cannot be the name of a bucket; next, {words}"
+    ):
         open_store("s3://host:9000/bucket").list()
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(StoreError, match=f"Could not connect.*; {words}.*; next: run the same command again"):
+    with pytest.raises(
+        StoreError, match=f"Could not connect.*; {words}.*; next: run the same command again"
+    ):
         open_store("s3://bucket/x").list()
 
 

@@ -1,4 +1,6 @@
-"""Uploads of folders: killed at any request, the old or the new checkpoint is there, or one that says it is neither."""
+"""Uploads of folders: killed at any request, the old or the new checkpoint is there, or one that
+says it is neither.
+"""
 
 import os
 from collections.abc import Mapping
@@ -91,9 +93,13 @@ def is_committed(place: Place) -> bool:
 def test_the_files_of_linked_folders_are_uploaded_and_what_cannot_be_is_refused(
     tmp_path: Path, cloud: Cloud
 ) -> None:
-    """The weights of a checkpoint may lie behind a link; a commit without them would be believed."""
+    """The weights of a checkpoint may lie behind a link; a commit without them would be
+    believed.
+    """
     folder = folder_of(tmp_path, "new", NEW)
-    (folder_of(tmp_path, "elsewhere", {"optimizer_0/a": b"a"}) / "optimizer_0").rename(tmp_path / "far")
+    (folder_of(tmp_path, "elsewhere", {"optimizer_0/a": b"a"}) / "optimizer_0").rename(
+        tmp_path / "far"
+    )
     (folder / "optimizer_0").symlink_to("../far")
     (folder / ".ckptfix").mkdir()
     (folder / MANIFEST).write_bytes(b"{}")
@@ -130,14 +136,31 @@ def test_a_folder_whose_repair_was_interrupted_is_not_uploaded(tmp_path: Path, w
 def test_the_slips_of_a_new_user_are_named_and_nothing_is_uploaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two paths the wrong way round, a run instead of a checkpoint, a path instead of a URL, a lost slash."""
+    """The two paths the wrong way round, a run instead of a checkpoint, a path instead of a URL, a
+    lost slash.
+    """
     monkeypatch.chdir(tmp_path)
     folder_of(tmp_path, "run", {"checkpoint_0/model.safetensors": NEW["model.safetensors"]})
     url = "memory://slips/checkpoint_0"
     for first, second, words in (
-        (url, "run/checkpoint_0", f"expected the folder first.*next: ckptfix upload run/checkpoint_0 {url}$"),
-        (url, "new", "expected a folder of this machine; next, to download a checkpoint: .*aws s3 cp"),
-        ("run", url, r"run holds no file of a checkpoint, but 1 folder \('checkpoint_0'\): name one of them"),
+        (
+            url,
+            "run/checkpoint_0",
+            f"expected the folder first.*next: ckptfix upload run/checkpoint_0 {url}$",
+        ),
+        (
+            url,
+            "new",
+            "expected a folder of this machine; next, to download a checkpoint: .*aws s3 cp",
+        ),
+        (
+            "run",
+            url,
+            (
+                r"run holds no file of a checkpoint, but 1 folder \('checkpoint_0'\): name one of"
+                r" them"
+            ),
+        ),
         ("run/checkpoint_0", "copy", "copy is neither a URL, such as s3://"),
         ("s3:/bucket/run", url, r"s3:/bucket/run does not exist; did you mean s3://bucket/run\?"),
     ):
@@ -171,8 +194,8 @@ def test_an_object_that_went_after_the_commit_is_missed_but_not_what_a_repair_de
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("is_after", [False, True])
 def test_after_ctrl_c_the_message_of_an_upload_is_true_at_any_request(
-    tmp_path: Path, cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    is_after: bool, is_old: bool,
+    tmp_path: Path, cloud: Cloud, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], is_after: bool, is_old: bool,
 ) -> None:  # fmt: skip
     for module in (stores, images, uploads, object_copies):
         monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
@@ -198,11 +221,17 @@ def test_after_ctrl_c_the_message_of_an_upload_is_true_at_any_request(
         cloud.strike = lambda method, key, done: None
         words = capsys.readouterr().err.strip().rpartition("interrupted: ")[2]
         now = "complete" if is_committed(place) else "not complete"
-        if contents(place) == before and (is_committed(place) if is_old else UPLOAD not in place.list()):
+        if contents(place) == before and (
+            is_committed(place) if is_old else UPLOAD not in place.list()
+        ):
             now = "unchanged"
         if status == 130:
             expected = {
-                "unchanged": (f"{URL} is unchanged", f"nothing was written at {URL}", "nothing was changed"),
+                "unchanged": (
+                    f"{URL} is unchanged",
+                    f"nothing was written at {URL}",
+                    "nothing was changed",
+                ),
                 "complete": (f"{URL} is complete",),
                 "not complete": (f"{URL} is not complete: run the same command again to finish",),
             }
@@ -281,7 +310,9 @@ def test_killed_at_any_request_a_replaced_checkpoint_is_the_old_one_the_new_one_
 def test_killed_at_any_request_of_an_overwrite_the_same_command_leaves_the_new_checkpoint_alone(
     tmp_path: Path, cloud: Cloud, is_after: bool
 ) -> None:
-    """What the killed run left must not be in the way, and an old model next to new shards would be loaded."""
+    """What the killed run left must not be in the way, and an old model next to new shards would be
+    loaded.
+    """
     old, new = folder_of(tmp_path, "old", OLD), folder_of(tmp_path, "new", NEW)
 
     def overwrite() -> None:
@@ -309,7 +340,9 @@ def test_a_stop_during_an_upload_is_not_an_error_of_the_store(
     tmp_path: Path, cloud: Cloud, is_simulated: bool
 ) -> None:
     """The team knows why it stops; rank 0 printed "Stopped", as if the store had said so."""
-    place = open_simulated(cloud, URL) if is_simulated else open_store("memory://stopped/checkpoint_7")
+    place = (
+        open_simulated(cloud, URL) if is_simulated else open_store("memory://stopped/checkpoint_7")
+    )
 
     def stop(count: int) -> None:
         raise Stopped
@@ -319,7 +352,9 @@ def test_a_stop_during_an_upload_is_not_an_error_of_the_store(
     assert not is_committed(place)
 
 
-def sent_over_another(tmp_path: Path, cloud: Cloud) -> tuple[Store, UploadPlan, dict[str, Uploaded]]:
+def sent_over_another(
+    tmp_path: Path, cloud: Cloud
+) -> tuple[Store, UploadPlan, dict[str, Uploaded]]:
     """Return an upload over an older one, of which all was sent and no name was replaced."""
     place = open_simulated(cloud, URL)
     upload_folder(place, folder_of(tmp_path, "old", OLD))
@@ -357,7 +392,9 @@ def test_what_somebody_deletes_during_an_overwrite_stops_it_before_the_first_nam
     place, plan, sent = sent_over_another(tmp_path, cloud)
     place.delete("model_1.safetensors")  # was to be deleted
     place.delete("optimizer.bin")
-    with pytest.raises(ChangedError, match=r"optimizer\.bin: another program deleted .*nothing was replaced"):
+    with pytest.raises(
+        ChangedError, match=r"optimizer\.bin: another program deleted .*nothing was replaced"
+    ):
         finish_upload(place, plan, sent)
     assert contents(place) == {name: OLD[name] for name in ("model.safetensors", "empty")}
     assert is_committed(place)
@@ -377,13 +414,17 @@ def test_two_uploads_to_one_place_never_commit_a_mix(tmp_path: Path, cloud: Clou
     assert contents(second) == OLD
 
 
-def test_an_object_that_another_program_changed_is_not_committed(tmp_path: Path, cloud: Cloud) -> None:
+def test_an_object_that_another_program_changed_is_not_committed(
+    tmp_path: Path, cloud: Cloud
+) -> None:
     folder = folder_of(tmp_path, "new", NEW)
     place = open_simulated(cloud, URL)
     plan = begin_upload(place, staged_files(folder))
     sent = send(place, plan, folder, plan.files)
     cloud.write("run/checkpoint_7/optimizer.bin", b"???")
-    with pytest.raises(ChangedError, match=r"optimizer\.bin: 3 B with ETag .* uploaded, and now 3 B"):
+    with pytest.raises(
+        ChangedError, match=r"optimizer\.bin: 3 B with ETag .* uploaded, and now 3 B"
+    ):
         finish_upload(place, plan, sent)
     assert not is_committed(place)
 
@@ -401,7 +442,9 @@ def test_only_what_was_uploaded_may_be_replaced(tmp_path: Path, cloud: Cloud) ->
     assert set(objects_replaced(place, overwrite=True)) == {*OLD, MANIFEST}
     cloud.write(f"run/checkpoint_7/{MANIFEST}", b"of a seal")
     upload_folder(
-        place, folder_of(tmp_path, "new", {"a": b"new"}), stale=objects_replaced(place, overwrite=True)
+        place,
+        folder_of(tmp_path, "new", {"a": b"new"}),
+        stale=objects_replaced(place, overwrite=True),
     )
     assert set(place.list()) == {"a", UPLOAD, COMMITTED}
     cloud.write("run/checkpoint_7/notes.txt", b"mine")
@@ -428,7 +471,9 @@ def test_a_checkpoint_that_is_removed_is_never_half_a_checkpoint(
         cloud.strike = lambda method, key, after: None
         place = open_simulated(cloud, URL)
         there = set(contents(place))
-        assert there in (set(), set(OLD)) or (UPLOAD in place.list() and not is_committed(place)), at
+        assert there in (set(), set(OLD)) or (UPLOAD in place.list() and not is_committed(place)), (
+            at
+        )
         if not kill.is_dead:
             break
     assert not place.list()
@@ -480,7 +525,8 @@ def test_an_upload_of_which_nothing_has_arrived_is_named(tmp_path: Path) -> None
     (tmp_path / ".ckptfix").mkdir()
     (tmp_path / UPLOAD).write_bytes(begun_now("7", {"model.safetensors": 4}).to_bytes())
     with pytest.raises(
-        UsageError, match=r"no file of a checkpoint: its upload .*0 of 1 file arrived.*; next: wait"
+        UsageError,
+        match=r"no file of a checkpoint: its upload .*0 of 1 file arrived.*; next: wait",
     ):
         check(tmp_path)
 
@@ -494,12 +540,17 @@ def test_objects_are_what_the_marker_says(tmp_path: Path, cloud: Cloud) -> None:
         name: (there[name].size, there[name].etag) for name in NEW
     }
     assert max(there, key=lambda key: there[key].modified_ns) == COMMITTED
-    assert read(cloud.objects["run/checkpoint_7/model.safetensors"].body) == NEW["model.safetensors"]
+    assert (
+        read(cloud.objects["run/checkpoint_7/model.safetensors"].body) == NEW["model.safetensors"]
+    )
 
 
 @pytest.mark.slow
 def test_migrate_and_salvage_write_to_a_url(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bucket: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
     source, url = (
@@ -517,9 +568,9 @@ def test_migrate_and_salvage_write_to_a_url(
     assert check(url).status == check(source).status
     assert not list(tmp_path.iterdir())
     migrate(source, tmp_path / "local", to="bin", allow_damage=True)
-    assert {name: data for name, data in contents(open_store(url)).items() if name.endswith(".bin")} == {
-        path.name: path.read_bytes() for path in (tmp_path / "local").glob("*.bin")
-    }
+    assert {
+        name: data for name, data in contents(open_store(url)).items() if name.endswith(".bin")
+    } == {path.name: path.read_bytes() for path in (tmp_path / "local").glob("*.bin")}
     assert run(["migrate", str(source), url, "--to", "safetensors"]) == 2
     assert "or --overwrite" in capsys.readouterr().err
     options = ["--to", "safetensors", "--overwrite", "--allow-damage"]
@@ -527,14 +578,19 @@ def test_migrate_and_salvage_write_to_a_url(
     assert "pytorch_model.bin" not in open_store(url).list()
     open_store(url).put("notes.txt", b"mine")
     assert run(["migrate", str(source), url, "--to", "bin", "--overwrite"]) == 2
-    assert run(["salvage", str(FIXTURES / "golden/truncated-file/checkpoint"), f"{bucket}/saved"]) == 1
+    assert (
+        run(["salvage", str(FIXTURES / "golden/truncated-file/checkpoint"), f"{bucket}/saved"]) == 1
+    )
     assert is_committed(open_store(f"{bucket}/saved"))
     assert "salvage.json" in open_store(f"{bucket}/saved").list()
 
 
 @pytest.mark.slow
 def test_seal_writes_the_manifest_next_to_the_objects(
-    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bucket: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = f"{bucket}/sealed"
     source = FIXTURES / "golden" / "doubled-model" / "checkpoint"
@@ -575,9 +631,19 @@ def test_two_processes_migrate_to_a_store_as_one_does(tmp_path: Path, bucket: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_upload_that_one_process_fails_commits_nothing(tmp_path: Path, bucket: str, rank: int) -> None:
+def test_an_upload_that_one_process_fails_commits_nothing(
+    tmp_path: Path, bucket: str, rank: int
+) -> None:
     source = checkpoint(tmp_path / "source")
-    command = ("migrate", source, f"{bucket}/checkpoint_7", "--to", "safetensors", "--max-shard-size", "40KB")
+    command = (
+        "migrate",
+        source,
+        f"{bucket}/checkpoint_7",
+        "--to",
+        "safetensors",
+        "--max-shard-size",
+        "40KB",
+    )
     failed = ranks(*command, strike=(rank, 0, "error-in-uploads"), CKPTFIX_STAGING=str(tmp_path))
     assert [process.returncode for process in failed] == [3, 3]
     assert "Input/output error" in failed[0].stderr

@@ -28,7 +28,9 @@ def write_model(path: Path, size: int) -> None:
     """Write a file with ``size`` bytes of tensors."""
     with path.open("wb") as file:
         file.write(header_of(size))
-        block = b"".join(struct.pack("<I", number * 2654435761 % 2**32) for number in range(MIB // 4))
+        block = b"".join(
+            struct.pack("<I", number * 2654435761 % 2**32) for number in range(MIB // 4)
+        )
         done = 0
         while done < size:
             done += file.write(block[: size - done])

@@ -1,4 +1,6 @@
-"""DCP folders made by torch for a test, digests of what is read from them, and new files as bytes."""
+"""DCP folders made by torch for a test, digests of what is read from them, and new files as
+bytes.
+"""
 
 import hashlib
 import warnings
@@ -56,11 +58,15 @@ def digests(weights: Weights, size: int = 1 << 16) -> dict[str, str]:
     """Return the digest of every tensor as it is read from its files, ``size`` bytes at a time."""
     buffer = memoryview(bytearray(size))
     with OpenFiles() as files:
-        return {name: tensor_digest(tensor, files, buffer) for name, tensor in weights.named().items()}
+        return {
+            name: tensor_digest(tensor, files, buffer) for name, tensor in weights.named().items()
+        }
 
 
 def every_dtype() -> dict[str, torch.Tensor]:
-    """Return a small tensor of each dtype that has a noun, and of the shapes that are easily got wrong."""
+    """Return a small tensor of each dtype that has a noun, and of the shapes that are easily got
+    wrong.
+    """
     torch.manual_seed(0)
     found = {}
     for name in TORCH_DTYPES:

@@ -1,4 +1,6 @@
-"""DCP checkpoints that two processes save together: FSDP1, FSDP2, tensors cut along other dimensions."""
+"""DCP checkpoints that two processes save together: FSDP1, FSDP2, tensors cut along other
+dimensions.
+"""
 
 import warnings
 from pathlib import Path
@@ -10,7 +12,9 @@ import torch.distributed.checkpoint as dcp
 
 
 def net() -> torch.nn.Module:
-    """Return a model whose parameters two ranks share unevenly, down to no element for one of them."""
+    """Return a model whose parameters two ranks share unevenly, down to no element for one of
+    them.
+    """
     torch.manual_seed(0)
     layers = torch.nn.Sequential(
         torch.nn.Linear(5, 3),
@@ -47,7 +51,9 @@ def tiles(mesh: Any) -> dict[str, Any]:
         "middle": Shard(1),
     }
     found = {name: distribute_tensor(state[name], mesh, [how]) for name, how in cut.items()}
-    found["transposed"] = distribute_tensor(state["transposed"].t().contiguous(), mesh, [Shard(1)]).t()
+    found["transposed"] = distribute_tensor(
+        state["transposed"].t().contiguous(), mesh, [Shard(1)]
+    ).t()
     inside = state["transposed.inside"].transpose(1, 2).contiguous()
     found["transposed.inside"] = distribute_tensor(inside, mesh, [Shard(2)]).transpose(1, 2)
     return found
@@ -77,7 +83,9 @@ def save_all(root: Path) -> None:
 
 
 def load_all(root: Path) -> None:
-    """Load ``root`` as one of two processes, by torch into FSDP2 and by Accelerate into both kinds of FSDP."""
+    """Load ``root`` as one of two processes, by torch into FSDP2 and by Accelerate into both kinds
+    of FSDP.
+    """
     from accelerate import Accelerator
     from accelerate.utils import load_fsdp_model
     from torch.distributed.device_mesh import init_device_mesh

@@ -37,7 +37,9 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, rank: int = 0, ranks: int = 1) -> None:
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, rank: int = 0, ranks: int = 1
+) -> None:
     for step in range(2):
         ids = torch.arange(8).reshape(2, 4).add(step).remainder(6)
         model(ids[rank::ranks]).backward()
@@ -94,7 +96,9 @@ def save_all(root: Path) -> None:
         return model, optimizer, root / name
 
     mesh = init_device_mesh("cpu", (2,))
-    cut = {"shard_placement_fn": lambda one: Shard(1) if one.dim() > 1 and one.shape[1] == 4 else None}
+    cut = {
+        "shard_placement_fn": lambda one: Shard(1) if one.dim() > 1 and one.shape[1] == 4 else None
+    }
     for name, state, over, options, extra in (
         ("full", "FULL_STATE_DICT", mesh, {}, {}),
         ("sharded", "SHARDED_STATE_DICT", mesh, {}, {}),
@@ -132,7 +136,9 @@ def save_fsdp1(root: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
-    def gathered(value: Any) -> Any:  # torch 2.13's own FULL_STATE_DICT mixes up moments on the CPU
+    def gathered(
+        value: Any,
+    ) -> Any:  # torch 2.13's own FULL_STATE_DICT mixes up moments on the CPU
         if isinstance(value, dict):
             return {key: gathered(one) for key, one in value.items()}
         if not hasattr(value, "local_shards"):
@@ -188,8 +194,12 @@ def save_meshes(root: Path) -> None:
            "first": (Shard(0), Replicate()), "second": (Shard(1), Shard(0)), "copies": (Replicate(), Replicate()),
            "few": (Shard(0), Shard(1)), "line": (Shard(0), Shard(0))}  # fmt: skip
     state = on_meshes()
-    found: dict[str, Any] = {name: distribute_tensor(state[name], mesh, how) for name, how in cut.items()}
-    found["partial"] = DTensor.from_local(state["partial"], mesh, (Partial(), Replicate()), run_check=False)
+    found: dict[str, Any] = {
+        name: distribute_tensor(state[name], mesh, how) for name, how in cut.items()
+    }
+    found["partial"] = DTensor.from_local(
+        state["partial"], mesh, (Partial(), Replicate()), run_check=False
+    )
     found["plain"] = state["plain"]
     found["thin"] = distribute_tensor(
         state["thin"], init_device_mesh("cpu", (4,)), [Shard(0)]

@@ -1,4 +1,6 @@
-"""Models in parts: saved by torch's ``HuggingFaceStorageWriter`` in four processes, or file by file, and loaded."""
+"""Models in parts: saved by torch's ``HuggingFaceStorageWriter`` in four processes, or file by
+file, and loaded.
+"""
 
 import json
 import warnings
@@ -9,7 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 
 NEVER_LOADED = -1.0
 """The value of every element before a load, which no saved tensor has."""
@@ -64,15 +69,22 @@ def save_all(root: Path) -> None:
     }
     grids = {
         "grid": distribute_tensor(GRID["grid"], grid, [Shard(0), Shard(1)]),
-        "replicated.rows": distribute_tensor(GRID["replicated.rows"], grid, [Replicate(), Shard(0)]),
+        "replicated.rows": distribute_tensor(
+            GRID["replicated.rows"], grid, [Replicate(), Shard(0)]
+        ),
         "rows.twice": distribute_tensor(GRID["rows.twice"], grid, [Shard(0), Shard(0)]),
     }
     is_inside = dist.get_rank() in (0, 2)
     gap = {"rows": distribute_tensor(GAP["rows"], apart, [Shard(0)])} if is_inside else {}
 
-    def save(name: str, state: Mapping[str, object], files: dict[str, int] | None, *, join: bool) -> None:
+    def save(
+        name: str, state: Mapping[str, object], files: dict[str, int] | None, *, join: bool
+    ) -> None:
         writer = HuggingFaceStorageWriter(
-            str(root / name), fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=join
+            str(root / name),
+            fqn_to_index_mapping=files,
+            save_distributed=True,
+            enable_consolidation=join,
         )
         dcp.save(dict(state), storage_writer=writer)
 
@@ -102,14 +114,21 @@ def save_halves(folder: Path, tensors: Mapping[str, torch.Tensor]) -> list[Path]
     """Write tensors that two ranks cut by rows, and return the files."""
     paths = []
     for rank in range(2):
-        halves = {name: (rank * len(one.chunk(2)[0]), one.chunk(2)[rank]) for name, one in tensors.items()}
-        parts = {name: ([begin, *([0] * (half.dim() - 1))], half) for name, (begin, half) in halves.items()}
+        halves = {
+            name: (rank * len(one.chunk(2)[0]), one.chunk(2)[rank]) for name, one in tensors.items()
+        }
+        parts = {
+            name: ([begin, *([0] * (half.dim() - 1))], half)
+            for name, (begin, half) in halves.items()
+        }
         paths.append(save_part(folder, rank, parts))
     return paths
 
 
 def loaded(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what torch's reader loads in the place of these tensors. Raises CheckpointException when it refuses."""
+    """Return what torch's reader loads in the place of these tensors. Raises CheckpointException
+    when it refuses.
+    """
     state = {name: torch.full_like(tensor, NEVER_LOADED) for name, tensor in tensors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,6 @@
-"""Conversions of floating point numbers, held against torch: every number of 8 and 16 bits, borders and many others."""
+"""Conversions of floating point numbers, held against torch: every number of 8 and 16 bits, borders
+and many others.
+"""
 
 import itertools
 
@@ -33,14 +35,18 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def numbers(dtype: str) -> torch.Tensor:
-    """Every number of a small dtype; of a large one borders of all the others, halfway cases, and random patterns."""
+    """Every number of a small dtype; of a large one borders of all the others, halfway cases, and
+    random patterns.
+    """
     kind = DTYPES[dtype]
     if kind.itemsize == 1:
         return torch.arange(256).to(torch.uint8).view(kind)
     if kind.itemsize == 2:
         return torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(kind)
     generator = torch.Generator().manual_seed(7)
-    random = torch.randint(0, 256, (kind.itemsize * 200_000,), dtype=torch.uint8, generator=generator)
+    random = torch.randint(
+        0, 256, (kind.itemsize * 200_000,), dtype=torch.uint8, generator=generator
+    )
     exact = torch.cat([numbers(small).to(torch.float64) for small in ("F16", "BF16")])
     halves = (exact[:-1] + exact[1:]) / 2
     spread = (
@@ -64,11 +70,15 @@ def test_as_torch(source: str, target: str) -> None:
     assert torch.equal(found.view(bits)[~nan], expected.view(bits)[~nan])
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(("F64", "F32", "F16", "BF16"), 2)))
+@pytest.mark.parametrize(
+    ("source", "target"), list(itertools.permutations(("F64", "F32", "F16", "BF16"), 2))
+)
 def test_the_sign_of_nan_stays(source: str, target: str) -> None:
     given = torch.tensor(QUIET[source], dtype=BITS[DTYPES[source].itemsize]).view(DTYPES[source])
     assert torch.signbit(given).tolist() == [False, True]
-    found = torch.frombuffer(bytearray(converter(source, target)(as_bytes(given))), dtype=DTYPES[target])
+    found = torch.frombuffer(
+        bytearray(converter(source, target)(as_bytes(given))), dtype=DTYPES[target]
+    )
     assert torch.signbit(found).tolist() == [False, True]
 
 

@@ -1,4 +1,6 @@
-"""Weights in DCP folders: every tensor as torch saved it, and an error for every byte that is not there."""
+"""Weights in DCP folders: every tensor as torch saved it, and an error for every byte that is not
+there.
+"""
 
 import pickle
 import shutil
@@ -38,7 +40,9 @@ def edit(folder: Path, change: Callable[[Metadata], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"single_file_per_rank": False}, {"thread_count": 3}], ids=["one", "each", "threads"]
+    "options",
+    [{}, {"single_file_per_rank": False}, {"thread_count": 3}],
+    ids=["one", "each", "threads"],
 )
 def test_every_kind_of_tensor(tmp_path: Path, options: dict[str, Any]) -> None:
     state = every_dtype()
@@ -53,7 +57,10 @@ def test_every_kind_of_tensor(tmp_path: Path, options: dict[str, Any]) -> None:
 
 def test_positions_and_what_is_no_model(tmp_path: Path) -> None:
     for number in (0, 2):
-        save(tmp_path / f"pytorch_model_fsdp_{number}", {"model": {"w": torch.full((2,), float(number))}})
+        save(
+            tmp_path / f"pytorch_model_fsdp_{number}",
+            {"model": {"w": torch.full((2,), float(number))}},
+        )
     save(tmp_path / "optimizer_0", {"optimizer": {"state": {"w": {"exp_avg": torch.ones(2)}}}})
     found = open_checkpoint(tmp_path)
     assert [(one.index, one.label) for one in found.weights] == [
@@ -71,7 +78,10 @@ def test_a_second_format_of_one_model_is_a_rival(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     found = open_checkpoint(tmp_path)
     assert [one.format for one in found.weights] == [Format.TORCH]
-    assert [str(path) for path in found.rivals] == [f"{FOLDER}/.metadata", f"{FOLDER}/__0_0.distcp"]
+    assert [str(path) for path in found.rivals] == [
+        f"{FOLDER}/.metadata",
+        f"{FOLDER}/__0_0.distcp",
+    ]
     assert set(other_files(found)) == set(found.rivals)
 
 
@@ -117,7 +127,10 @@ def test_names_without_paths(tmp_path: Path) -> None:
 
 
 def test_objects_are_opaque(tmp_path: Path) -> None:
-    save(tmp_path, {"model": {"w": torch.ones(1), "_extra_state": {"amax": 3}, "x._extra_state": b"b"}})
+    save(
+        tmp_path,
+        {"model": {"w": torch.ones(1), "_extra_state": {"amax": 3}, "x._extra_state": b"b"}},
+    )
     weights = opened(tmp_path)
     assert weights.opaque == ("_extra_state.amax", "x._extra_state")
     assert [tensor.fqn for tensor in weights.tensors] == ["w"]
@@ -133,7 +146,12 @@ def test_an_optimizer_alone_has_no_weights(tmp_path: Path) -> None:
 
 def test_strides_and_parts_of_a_storage(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
-    state = {"t": base.t(), "part": base[1:3], "column": base[:, 2], "spread": torch.ones(3, 1).expand(3, 4)}
+    state = {
+        "t": base.t(),
+        "part": base[1:3],
+        "column": base[:, 2],
+        "spread": torch.ones(3, 1).expand(3, 4),
+    }
     save(tmp_path, {"model": state})
     weights = opened(tmp_path)
     assert digests(weights) == digests_of(state)
@@ -163,7 +181,9 @@ def test_what_two_ranks_save(tmp_path: Path) -> None:
         weights = opened(tmp_path / name)
         assert digests(weights) == expected, name
         assert all(isinstance(tensor.layout, Contiguous) for tensor in weights.tensors)
-        assert sum(path.suffix == ".distcp" for path in weights.files) == (15 if name == "each" else 2)
+        assert sum(path.suffix == ".distcp" for path in weights.files) == (
+            15 if name == "each" else 2
+        )
     weights = opened(tmp_path / "tiles")
     for size in (1 << 16, 48):  # all at once, and one step of the first dimension at a time
         assert digests(weights, size) == digests_of(whole())
@@ -179,13 +199,21 @@ def test_what_two_ranks_save(tmp_path: Path) -> None:
     }
     missing = tmp_path / "fsdp2" / FOLDER / "__1_0.distcp"
     missing.unlink()
-    with pytest.raises(OperationError, match=r"__1_0\.distcp is missing, with 5 chunks of the model: '"):
+    with pytest.raises(
+        OperationError, match=r"__1_0\.distcp is missing, with 5 chunks of the model: '"
+    ):
         open_checkpoint(tmp_path / "fsdp2")
 
 
 def test_safetensors_inside(tmp_path: Path) -> None:
-    state = {"w": torch.randn(3, 4), "s": torch.tensor(2.0), "h": torch.ones(2, dtype=torch.bfloat16)}
-    save(tmp_path, {"model": state, "step": 7}, serialization_format=SerializationFormat.SAFETENSORS)
+    state = {
+        "w": torch.randn(3, 4),
+        "s": torch.tensor(2.0),
+        "h": torch.ones(2, dtype=torch.bfloat16),
+    }
+    save(
+        tmp_path, {"model": state, "step": 7}, serialization_format=SerializationFormat.SAFETENSORS
+    )
     assert digests(opened(tmp_path)) == digests_of(state)
 
 
@@ -213,7 +241,10 @@ def test_an_interrupted_save_is_told(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     save(folder, {"model": {"w": torch.ones(3)}})
     (folder / ".metadata").rename(folder / ".metadata.tmp")
-    words = "the save was interrupted: .metadata, which is written last, is {}, next to 1 .distcp files; next: ckptfix"
+    words = (
+        "the save was interrupted: .metadata, which is written last, is {}, next to 1 .distcp "
+        "files; next: ckptfix"
+    )
     with pytest.raises(OperationError) as error:
         open_checkpoint(tmp_path)
     assert words.format("unfinished") in str(error.value)
@@ -233,8 +264,8 @@ def test_a_short_file_is_told_with_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(OperationError) as error:
         open_checkpoint(tmp_path)
     assert (
-        "'model.w' at [0], 1577 bytes from byte 1577: it ends at byte 3154, the file has 3054; next: ckptfix check"
-        in str(error.value)
+        "'model.w' at [0], 1577 bytes from byte 1577: it ends at byte 3154, the file has 3054; "
+        "next: ckptfix check" in str(error.value)
     )
 
 
@@ -243,7 +274,9 @@ def test_a_chunk_that_is_stored_nowhere_is_told(tmp_path: Path) -> None:
     edit(tmp_path, lambda metadata: metadata.storage_data.pop(MetadataIndex("step")))
     opened(tmp_path)  # what is no model's is not looked into
     edit(tmp_path, lambda metadata: metadata.storage_data.pop(MetadataIndex("model.w", (0,))))
-    with pytest.raises(OperationError, match=r"'model\.w': 1 of its 1 chunks are stored in no file"):
+    with pytest.raises(
+        OperationError, match=r"'model\.w': 1 of its 1 chunks are stored in no file"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -300,7 +333,9 @@ def test_few_reads_for_many_items(alike: Path, monkeypatch: pytest.MonkeyPatch) 
     weights = opened(alike)
     assert len(weights.tensors) == 101
     assert reads < 4 * 101
-    assert isinstance(weights.named()["x"].layout, Strided), "of the same length, and yet not the same"
+    assert isinstance(weights.named()["x"].layout, Strided), (
+        "of the same length, and yet not the same"
+    )
 
 
 def test_what_is_known_of_one_item_changes_nothing_for_another(alike: Path, tmp_path: Path) -> None:
@@ -340,7 +375,9 @@ def test_chunks_in_the_same_bytes(tmp_path: Path) -> None:
         tensor.chunks = [
             ChunkStorageMetadata(torch.Size([0, at]), torch.Size([2, 64])) for at in (0, 64, 128)
         ]
-        metadata.storage_data = {MetadataIndex("model.w", one.offsets, None): info for one in tensor.chunks}
+        metadata.storage_data = {
+            MetadataIndex("model.w", one.offsets, None): info for one in tensor.chunks
+        }
 
     save(tmp_path, {"model": {"w": torch.zeros(2, 64)}})
     edit(tmp_path, repeat)

@@ -1,4 +1,6 @@
-"""DeepSpeed checkpoints: real ones of every ZeRO stage, made ones of any shape, and damaged ones."""
+"""DeepSpeed checkpoints: real ones of every ZeRO stage, made ones of any shape, and damaged
+ones.
+"""
 
 import json
 import os
@@ -36,7 +38,9 @@ WHOLE = [name for name in SCENARIOS if name not in BY_RANK]
 
 def loaded(tensor: StoredTensor) -> torch.Tensor:
     with OpenFiles() as files:
-        data = b"".join(bytes(block) for block in tensor.blocks(files, memoryview(bytearray(1 << 16))))
+        data = b"".join(
+            bytes(block) for block in tensor.blocks(files, memoryview(bytearray(1 << 16)))
+        )
     made = torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype])
     made.reshape(-1).view(torch.uint8)[:] = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
@@ -51,7 +55,9 @@ def the_weights(path: Path, *, original: bool = False) -> Weights:
 
 def run_digests(weights: Weights) -> dict[str, str]:
     """Return digests in the form of ``run.json``."""
-    return fixture_digests.tensor_digests({name: loaded(tensor) for name, tensor in weights.named().items()})
+    return fixture_digests.tensor_digests(
+        {name: loaded(tensor) for name, tensor in weights.named().items()}
+    )
 
 
 def recorded(name: str) -> dict[str, dict[str, str]]:
@@ -79,7 +85,9 @@ def test_the_weights_are_those_of_the_run(name: str) -> None:
     assert SCENARIOS[name].accelerate or "epoch" in weights.left
     assert all(isinstance(tensor.layout, Contiguous) for tensor in weights.tensors)
     trained = {
-        tensor.dtype for tensor in weights.tensors if tensor.fqn.startswith(("embed", "block.up", "scale"))
+        tensor.dtype
+        for tensor in weights.tensors
+        if tensor.fqn.startswith(("embed", "block.up", "scale"))
     }
     assert trained == {"BF16" if name == "zero1-no-masters" else "F32"}
 
@@ -92,7 +100,8 @@ def test_the_weights_in_the_dtype_of_training(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in WHOLE if "bf16" in SCENARIOS[name].config])
 def test_fp32_weights_round_to_those_of_training(name: str) -> None:
-    # This needs no other reader: a partition in a wrong order would round to another parameter's values.
+    # This needs no other reader: a partition in a wrong order would round to another parameter's
+    # values.
     path = FIXTURES / name / "checkpoint"
     masters, trained = the_weights(path).named(), the_weights(path, original=True).named()
     for fqn, tensor in trained.items():
@@ -148,7 +157,8 @@ def test_several_models_of_save_state(tmp_path: Path) -> None:
 def test_latest_leads_to_a_folder_of_any_name(tmp_path: Path) -> None:
     for step in (5, 10):
         shutil.copytree(
-            FIXTURES / f"zero{step // 5}" / "checkpoint" / "pytorch_model", tmp_path / f"global_step{step}"
+            FIXTURES / f"zero{step // 5}" / "checkpoint" / "pytorch_model",
+            tmp_path / f"global_step{step}",
         )
     (tmp_path / "latest").write_text("global_step10\n")
     assert the_weights(tmp_path).label == "global_step10"
@@ -197,7 +207,9 @@ def test_a_missing_rank_is_an_error(copied: Path) -> None:
             assert f"files of {kind} of {have} ranks, {have + 1} saved it" in str(caught.value)
             assert f"the first rank without one is {rank}; next: " in str(caught.value)
         else:
-            assert f"{many} files of optimizers and none of model states; next: " in str(caught.value)
+            assert f"{many} files of optimizers and none of model states; next: " in str(
+                caught.value
+            )
         path.write_bytes(data)
     assert the_weights(copied).tensors
 
@@ -268,16 +280,31 @@ def trained(*shapes: tuple[int, ...], first: str = "p") -> dict[str, torch.Tenso
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"param_shapes": [OrderedDict({"p0.weight": torch.Size([9, 9])})]}, "elements.* take (81|41);"),
+    (
+        {"param_shapes": [OrderedDict({"p0.weight": torch.Size([9, 9])})]},
+        "elements.* take (81|41);",
+    ),
     ({"param_shapes": [OrderedDict({"p0.weight": torch.Size([1])})]}, "elements.* take 1;"),
-    ({"param_shapes": [OrderedDict({"p0.weight": (-3, 5)})]}, "the shape of 'p0.weight' is not a shape"),
-    ({"param_shapes": [OrderedDict({"p0.weight": (1 << 70, 0)})]}, "the shape of 'p0.weight' is not a shape"),
+    (
+        {"param_shapes": [OrderedDict({"p0.weight": (-3, 5)})]},
+        "the shape of 'p0.weight' is not a shape",
+    ),
+    (
+        {"param_shapes": [OrderedDict({"p0.weight": (1 << 70, 0)})]},
+        "the shape of 'p0.weight' is not a shape",
+    ),
     (
         {"param_shapes": [OrderedDict({"p0.weight": (1 << 40, 1 << 40)})]},
         "the shape of 'p0.weight' is not a shape",
     ),
-    ({"param_shapes": [OrderedDict({"p0.weight": "text"})]}, "the shape of 'p0.weight' is not a shape"),
-    ({"param_shapes": [OrderedDict({"p0.weight": (1,) * 65})]}, "the shape of 'p0.weight' is not a shape"),
+    (
+        {"param_shapes": [OrderedDict({"p0.weight": "text"})]},
+        "the shape of 'p0.weight' is not a shape",
+    ),
+    (
+        {"param_shapes": [OrderedDict({"p0.weight": (1,) * 65})]},
+        "the shape of 'p0.weight' is not a shape",
+    ),
     ({"param_shapes": [OrderedDict()] * 2}, "two of its groups are one dict"),
     ({"buffer_names": None}, "no model states of DeepSpeed"),
     ({"module": None}, "no model states of DeepSpeed"),
@@ -293,7 +320,9 @@ def test_what_the_states_say_is_not_believed(
     tmp_path: Path, changed: dict[str, Any], message: str, stage: int
 ) -> None:
     shared = {"tied": "p0.weight"}
-    make_zero(tmp_path, [trained((5, 3), (7,))], stage=stage, ranks=2, shared=shared, changed=changed)
+    make_zero(
+        tmp_path, [trained((5, 3), (7,))], stage=stage, ranks=2, shared=shared, changed=changed
+    )
     with pytest.raises(OperationError, match=f"(?s){message}.*next: "):
         open_checkpoint(tmp_path)
 
@@ -302,13 +331,17 @@ def test_a_frozen_parameter_left_out_under_zero3(tmp_path: Path) -> None:
     frozen = {"base.weight": torch.ones(3, dtype=torch.bfloat16)}
     left_out = {"frozen_param_shapes": None, "frozen_param_fragments": None}
     make_zero(tmp_path, [trained((5, 3))], stage=3, ranks=2, frozen=frozen, changed=left_out)
-    with pytest.raises(OperationError, match=r"the parameter 'base\.weight' is in no partition.*next: "):
+    with pytest.raises(
+        OperationError, match=r"the parameter 'base\.weight' is in no partition.*next: "
+    ):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_tie_to_a_frozen_parameter_that_was_left_out(tmp_path: Path, stage: int) -> None:
-    """The Trainer saves an adapter of a tied GPT-2 so under ZeRO-3, and check called the file malformed."""
+    """The Trainer saves an adapter of a tied GPT-2 so under ZeRO-3, and check called the file
+    malformed.
+    """
     changed = {
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
@@ -316,7 +349,12 @@ def test_a_tie_to_a_frozen_parameter_that_was_left_out(tmp_path: Path, stage: in
     }
     head = torch.ones(3)
     make_zero(
-        tmp_path, [trained((5, 3))], stage=stage, ranks=2, shared={"head": "p0.weight"}, changed=changed
+        tmp_path,
+        [trained((5, 3))],
+        stage=stage,
+        ranks=2,
+        shared={"head": "p0.weight"},
+        changed=changed,
     )
     for path in tmp_path.rglob("*_model_states.pt"):
         states = torch.load(path, weights_only=True)
@@ -326,7 +364,9 @@ def test_a_tie_to_a_frozen_parameter_that_was_left_out(tmp_path: Path, stage: in
     assert {tensor.fqn for tensor in weights.weights[0].tensors} == {"p0.weight"} | (
         set() if stage == 3 else {"head"}
     )
-    assert [finding for finding in check(tmp_path).findings if finding.severity.value == "error"] == []
+    assert [
+        finding for finding in check(tmp_path).findings if finding.severity.value == "error"
+    ] == []
 
 
 def test_a_frozen_share_that_is_too_short(tmp_path: Path) -> None:
@@ -360,13 +400,17 @@ def test_partitions_that_do_not_fit(tmp_path: Path, stage: int) -> None:
     def stride(flats: list[torch.Tensor]) -> None:
         flats[0] = torch.zeros(2 * len(flats[0]))[::2]
 
-    have = "elements that|have 21 elements, its 2 parameters take 22|partitions of 11 elements.* take 12"
+    have = (
+        "elements that|have 21 elements, its 2 parameters take 22|partitions of 11 elements.* "
+        "take 12"
+    )
     broken(tmp_path / "short", stage, shorten)
     with pytest.raises(OperationError, match=f"({have}); next: "):
         open_checkpoint(tmp_path / "short")
     broken(tmp_path / "more", stage, lambda flats: flats.append(torch.ones(4)))
     with pytest.raises(
-        OperationError, match=r"(of 2 parameter groups, mp_rank.* has 1|of 16 elements.* take 12); next: "
+        OperationError,
+        match=r"(of 2 parameter groups, mp_rank.* has 1|of 16 elements.* take 12); next: ",
     ):
         open_checkpoint(tmp_path / "more")
     broken(tmp_path / "strided", stage, stride)
@@ -380,7 +424,13 @@ def test_partitions_that_do_not_fit(tmp_path: Path, stage: int) -> None:
 def test_frozen_shares_of_several_dtypes(tmp_path: Path) -> None:
     frozen = {"base.weight": torch.ones(9, dtype=torch.bfloat16)}
     make_zero(tmp_path, [trained((5, 3))], stage=3, ranks=3, frozen=frozen)
-    make_zero(tmp_path / "other", [trained((5, 3))], stage=3, ranks=3, frozen={"base.weight": torch.ones(9)})
+    make_zero(
+        tmp_path / "other",
+        [trained((5, 3))],
+        stage=3,
+        ranks=3,
+        frozen={"base.weight": torch.ones(9)},
+    )
     name = "zero_pp_rank_2_mp_rank_00_model_states.pt"
     shutil.copy(tmp_path / "other" / name, tmp_path / name)
     with pytest.raises(OperationError, match=r"several dtypes \(BF16, F32\); next: "):
@@ -388,7 +438,9 @@ def test_frozen_shares_of_several_dtypes(tmp_path: Path) -> None:
 
 
 def test_an_older_deepspeed_that_says_less(tmp_path: Path) -> None:
-    """No shared_params, no partition_count, no mp_world_size, no underscore in the names of optimizer states."""
+    """No shared_params, no partition_count, no mp_world_size, no underscore in the names of
+    optimizer states.
+    """
     parameters = trained((5, 3), (7,))
     make_zero(
         tmp_path,
@@ -488,14 +540,18 @@ def test_flipped_bytes_end_in_our_own_errors_or_in_whole_tensors(copied: Path) -
     for path in sorted((copied / "pytorch_model").iterdir()):
         data = path.read_bytes()
         for position in range(0, len(data), 61):
-            path.write_bytes(data[:position] + bytes([data[position] ^ 0x41]) + data[position + 1 :])
+            path.write_bytes(
+                data[:position] + bytes([data[position] ^ 0x41]) + data[position + 1 :]
+            )
             try:
                 opened = open_checkpoint(copied)
             except CkptfixError:
                 continue
             with OpenFiles() as files:
                 for tensor in opened.weights[0].tensors:
-                    assert sum(len(block) for block in tensor.blocks(files, buffer)) == tensor.nbytes
+                    assert (
+                        sum(len(block) for block in tensor.blocks(files, buffer)) == tensor.nbytes
+                    )
         path.write_bytes(data)
 
 

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.tensors.numbers import ELEMENTS, Tally, has_numbers, same_bytes, tally
 
-FLOATS = ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"]
+FLOATS = [
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+    "F8_E4M3",
+    "F8_E5M2",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "F8_E8M0",
+]
 INTEGERS = ["I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"]
 DTYPES = {noun: getattr(torch, name) for name, noun in TORCH_DTYPES.items()}
 
@@ -37,16 +47,21 @@ def test_every_dtype_as_torch_has_it(dtype: str) -> None:
         a, b = (torch.randn(20_001).abs().add(0.01).to(DTYPES[dtype]) for _ in range(2))
     else:
         a, b = (
-            torch.randint(0, 2 if dtype == "BOOL" else 100, (20_001,)).to(DTYPES[dtype]) for _ in range(2)
+            torch.randint(0, 2 if dtype == "BOOL" else 100, (20_001,)).to(DTYPES[dtype])
+            for _ in range(2)
         )
-    b.view(torch.uint8)[: b.element_size() * 10_000] = a.view(torch.uint8)[: a.element_size() * 10_000]
+    b.view(torch.uint8)[: b.element_size() * 10_000] = a.view(torch.uint8)[
+        : a.element_size() * 10_000
+    ]
     found = tally(raw(a), raw(b), (dtype, dtype))
     wide_a, wide_b = as_double(a), as_double(b)
     assert found.elements == 20_001
     unequal = a.view(torch.uint8).reshape(20_001, -1) != b.view(torch.uint8).reshape(20_001, -1)
     assert found.differing == found.beyond == int(unequal.any(dim=1).sum()) > 0
     assert found.largest == pytest.approx(float((wide_a - wide_b).abs().max()), rel=1e-14)
-    assert found.distance == pytest.approx(float(torch.linalg.vector_norm(wide_a - wide_b)), rel=1e-12)
+    assert found.distance == pytest.approx(
+        float(torch.linalg.vector_norm(wide_a - wide_b)), rel=1e-12
+    )
     assert found.norm == pytest.approx(float(torch.linalg.vector_norm(wide_a)), rel=1e-12)
     assert found.relative == pytest.approx(found.distance / found.norm)
     assert found.apart == found.nan_a == found.inf_b == 0
@@ -119,7 +134,9 @@ def test_two_dtypes_are_compared_by_value() -> None:
 def test_64_bit_integers_are_subtracted_exactly() -> None:
     low, high = -(1 << 63), (1 << 63) - 1
     assert tally(of([high], "I64"), of([high - 1], "I64"), ("I64", "I64")).largest == 1
-    assert tally(of([low], "I64"), of([high], "I64"), ("I64", "I64")).largest == float((1 << 64) - 1)
+    assert tally(of([low], "I64"), of([high], "I64"), ("I64", "I64")).largest == float(
+        (1 << 64) - 1
+    )
     top = raw(torch.tensor([-1, 5]).view(torch.uint64))
     assert tally(top, raw(torch.tensor([-3, 5]).view(torch.uint64)), ("U64", "U64")).largest == 2
 
@@ -148,7 +165,9 @@ def test_tolerance_is_relative_to_the_first() -> None:
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1), st.data())
 def test_blocks_add_up(values: "list[float]", data: Any) -> None:
-    others = data.draw(st.lists(st.sampled_from([*values, 0.5]), min_size=len(values), max_size=len(values)))
+    others = data.draw(
+        st.lists(st.sampled_from([*values, 0.5]), min_size=len(values), max_size=len(values))
+    )
     cut = data.draw(st.integers(0, len(values)))
     whole = tally(of(values, "F32"), of(others, "F32"), ("F32", "F32"))
     parts = Tally()

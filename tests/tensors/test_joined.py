@@ -15,16 +15,26 @@ WIDTH = 4
 
 def layouts(path: Path, chance: random.Random) -> list[tuple[Layout, bytes]]:
     """Return tensors of every layout in one file, each with its bytes in order."""
-    data = numpy.random.default_rng(chance.randrange(99)).integers(0, 255, 24 * 3 * WIDTH, dtype=numpy.uint8)
+    data = numpy.random.default_rng(chance.randrange(99)).integers(
+        0, 255, 24 * 3 * WIDTH, dtype=numpy.uint8
+    )
     path.write_bytes(data.tobytes())
     size = 24 * WIDTH
-    one, two, three = (data[size * number : size * (number + 1)].reshape(4, 6, WIDTH) for number in range(3))
+    one, two, three = (
+        data[size * number : size * (number + 1)].reshape(4, 6, WIDTH) for number in range(3)
+    )
     runs = [Piece(path, 0, 40), Piece(path, 40, size - 40)]
-    turned = Strided(storage=Piece(path, size, size), first=0, shape=(6, 4), stride=(1, 6), width=WIDTH)
+    turned = Strided(
+        storage=Piece(path, size, size), first=0, shape=(6, 4), stride=(1, 6), width=WIDTH
+    )
     tiles = []
     for first, length in ((0, 2), (2, 4)):
         storage = Strided(
-            storage=Piece(path, 2 * size, size), first=first, shape=(4, length), stride=(6, 1), width=WIDTH
+            storage=Piece(path, 2 * size, size),
+            first=first,
+            shape=(4, length),
+            stride=(6, 1),
+            width=WIDTH,
         )
         tiles.append(Tile((0, first), (4, length), storage))
     return [

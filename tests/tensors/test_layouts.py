@@ -23,7 +23,9 @@ def cut(path: Path, shape: "tuple[int, ...]", cuts: "list[list[int]]") -> "tuple
     for box in itertools.product(*[itertools.pairwise(places) for places in cuts]):
         part = whole[tuple(slice(*one) for one in box)].tobytes()
         where = Contiguous((Piece(path, len(data), len(part)),))
-        tiles.append(Tile(tuple(one[0] for one in box), tuple(one[1] - one[0] for one in box), where))
+        tiles.append(
+            Tile(tuple(one[0] for one in box), tuple(one[1] - one[0] for one in box), where)
+        )
         data += part
     path.write_bytes(data)
     return Tiled(shape=shape, tiles=tuple(tiles), width=4), whole.tobytes()
@@ -34,11 +36,15 @@ def cut(path: Path, shape: "tuple[int, ...]", cuts: "list[list[int]]") -> "tuple
 def test_tiles_in_buffers_of_any_size(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     shape = tuple(chance.choice([1, 2, 3, 7, 40]) for _ in range(chance.randint(1, 4)))
-    cuts = [sorted({0, length, *(chance.randrange(length + 1) for _ in range(2))}) for length in shape]
+    cuts = [
+        sorted({0, length, *(chance.randrange(length + 1) for _ in range(2))}) for length in shape
+    ]
     tiled, expected = cut(tmp_path / "x", shape, cuts)
     for size in (16, 400, 1 << 16):
         with OpenFiles() as files:
-            blocks = [bytes(block) for block in assembled(tiled, files, memoryview(bytearray(size)))]
+            blocks = [
+                bytes(block) for block in assembled(tiled, files, memoryview(bytearray(size)))
+            ]
         assert b"".join(blocks) == expected
         assert max(map(len, blocks)) <= size
 
@@ -61,7 +67,11 @@ def test_a_row_that_is_longer_than_the_buffer_takes_no_more_memory(tmp_path: Pat
 def test_a_stride_that_no_step_takes_is_not_looked_at(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(range(32)))
     layout = Strided(
-        storage=Piece(tmp_path / "x", 0, 32), first=0, shape=(2, 1, 3), stride=(1, 1 << 62, 2), width=4
+        storage=Piece(tmp_path / "x", 0, 32),
+        first=0,
+        shape=(2, 1, 3),
+        stride=(1, 1 << 62, 2),
+        width=4,
     )
     with OpenFiles() as files:
         blocks = [bytes(block) for block in gathered(layout, files, memoryview(bytearray(1 << 16)))]
@@ -86,14 +96,20 @@ def test_any_strides_give_what_numpy_gives(
     data = random.Random(1).randbytes(7 + count * width)
     (tmp_path / "x").write_bytes(data)
     layout = Strided(
-        storage=Piece(tmp_path / "x", 7, count * width), first=first, shape=shape, stride=stride, width=width
+        storage=Piece(tmp_path / "x", 7, count * width),
+        first=first,
+        shape=shape,
+        stride=stride,
+        width=width,
     )
     every: Any = numpy.frombuffer(data, f"V{width}", offset=7)
     steps = [step * width for step in stride]
     expected = numpy.lib.stride_tricks.as_strided(every[first:], shape, steps).tobytes()
     for size in (16, 1 << 16):
         with OpenFiles() as files:
-            blocks = [bytes(block) for block in gathered(layout, files, memoryview(bytearray(size)))]
+            blocks = [
+                bytes(block) for block in gathered(layout, files, memoryview(bytearray(size)))
+            ]
         assert b"".join(blocks) == expected
         assert max(map(len, blocks)) <= size
 
@@ -102,17 +118,25 @@ def test_a_storage_that_became_shorter_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(1 << 20))
     for stride in (2, 1 << 14):
         layout = Strided(
-            storage=Piece(tmp_path / "x", 0, 1 << 22), first=0, shape=(64,), stride=(stride,), width=4
+            storage=Piece(tmp_path / "x", 0, 1 << 22),
+            first=0,
+            shape=(64,),
+            stride=(stride,),
+            width=4,
         )
         if stride == 2:
-            layout = Strided(storage=layout.storage, first=1 << 18, shape=(64,), stride=(stride,), width=4)
+            layout = Strided(
+                storage=layout.storage, first=1 << 18, shape=(64,), stride=(stride,), width=4
+            )
         with OpenFiles() as files, pytest.raises(ChangedError, match="changed while it was read"):
             list(gathered(layout, files, memoryview(bytearray(1 << 16))))
 
 
 @pytest.mark.slow
 def test_a_column_of_a_large_storage_takes_little_memory(tmp_path: Path) -> None:
-    """In a process of its own, as the peak of this one is past. The storage is a hole: no disk is used."""
+    """In a process of its own, as the peak of this one is past. The storage is a hole: no disk is
+    used.
+    """
     rows, row = 1 << 17, 4096
     with (tmp_path / "x").open("wb") as file:
         file.truncate(rows * row)
@@ -134,5 +158,7 @@ for shape, stride in ((({rows},), ({row // 4},)), (({row // 4}, {rows}), (1, {ro
                 break
 print(peak() - before)
 """
-    grown = int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout)
+    grown = int(
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout
+    )
     assert grown < 150 << 10  # KiB; mapped, the whole 512 MiB would be resident

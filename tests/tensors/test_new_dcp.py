@@ -37,7 +37,9 @@ FOLDER = PurePosixPath("pytorch_model_fsdp_0")
 TIES = {"tied": "a.module.weight", "also.tied": "none"}
 
 
-def written(root: Path, *, most: int | None = None, prefix: str = "model") -> dict[str, torch.Tensor]:
+def written(
+    root: Path, *, most: int | None = None, prefix: str = "model"
+) -> dict[str, torch.Tensor]:
     """Write every kind of tensor and ties; return what must be read, by name."""
     state = every_dtype()
     write(root, dcp_files(FOLDER, new_tensors(state), TIES, most=most, prefix=prefix), state)
@@ -93,7 +95,11 @@ def test_it_is_read_back_with_its_ties(tmp_path: Path) -> None:
 
 
 def test_an_item_has_the_records_that_torch_writes(tmp_path: Path) -> None:
-    state = {"x": torch.randn(5, 7), "e": torch.zeros(0, 2), "f8": torch.ones(3).to(torch.float8_e4m3fn)}
+    state = {
+        "x": torch.randn(5, 7),
+        "e": torch.zeros(0, 2),
+        "f8": torch.ones(3).to(torch.float8_e4m3fn),
+    }
     save(tmp_path / "torch", {"model": state})
     write(tmp_path, dcp_files(PurePosixPath("ours"), new_tensors(state), {}), state)
     for name in state:
@@ -127,14 +133,18 @@ def test_metadata_says_what_torch_says(tmp_path: Path) -> None:
     assert {place: info.length for place, info in ours.storage_data.items()} == {
         place: info.length for place, info in theirs.storage_data.items()
     }
-    assert not list(dcp_problems(parse_dcp_metadata((tmp_path / "ours" / ".metadata").read_bytes())))
+    assert not list(
+        dcp_problems(parse_dcp_metadata((tmp_path / "ours" / ".metadata").read_bytes()))
+    )
 
 
 def test_the_metadata_is_read_a_chunk_at_a_time() -> None:
     """Opcode by opcode it takes 500 MB of memory for 100,000 tensors, and twice the time."""
     shapes = [(), (3,), (2, 300), (1, 2, 70_000, 1)]
     tensors = [
-        NewTensor(f"layers.{number}.weight", "F32", shapes[number % 4], prod(shapes[number % 4]) * 4)
+        NewTensor(
+            f"layers.{number}.weight", "F32", shapes[number % 4], prod(shapes[number % 4]) * 4
+        )
         for number in range(60)
     ]
     (literal,) = dcp_files(PurePosixPath("x"), tensors, {"tie": "layers.1.weight"})[-1].parts
@@ -142,21 +152,28 @@ def test_the_metadata_is_read_a_chunk_at_a_time() -> None:
     root = fields_of(read_stream(literal.data).root)
     values = [value for _, value in pairs(root["storage_data"])]
     assert len(values) == 61
-    assert sum(value is PACKED for value in values) == 60  # all but the first, which names the classes
-    chunks = [fields_of(value)["chunks"].items[0] for _, value in pairs(root["state_dict_metadata"])]
+    # All but the first, which names the classes.
+    assert sum(value is PACKED for value in values) == 60
+    chunks = [
+        fields_of(value)["chunks"].items[0] for _, value in pairs(root["state_dict_metadata"])
+    ]
     assert sum(type(chunk) is Chunk for chunk in chunks) == 60
     names = {one.fqn: one.shape for one in parse_dcp_metadata(literal.data).tensors}
     assert names == {f"model.{one.fqn}": one.shape for one in tensors} | {"model.tie": (3,)}
 
 
 def test_the_metadata_is_written_last() -> None:
-    files = dcp_files(FOLDER, [NewTensor("x", "F32", (2,), 8), NewTensor("y", "F32", (2,), 8)], {}, most=8)
+    files = dcp_files(
+        FOLDER, [NewTensor("x", "F32", (2,), 8), NewTensor("y", "F32", (2,), 8)], {}, most=8
+    )
     assert [str(file.path.name) for file in files] == ["__0_0.distcp", "__0_1.distcp", ".metadata"]
     assert [file.needs_crc for file in files] == [True, True, False]
 
 
 def test_a_dtype_that_torch_does_not_save_is_refused() -> None:
-    with pytest.raises(UnsupportedFormat, match=r"'x' is of F4, of which torch.save has no tensors"):
+    with pytest.raises(
+        UnsupportedFormat, match=r"'x' is of F4, of which torch.save has no tensors"
+    ):
         dcp_files(FOLDER, [NewTensor("x", "F4", (2,), 1)], {})
 
 

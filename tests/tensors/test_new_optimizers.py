@@ -1,11 +1,16 @@
-"""New files of optimizers: torch loads them as those of its own optimizers, every bit of every state."""
+"""New files of optimizers: torch loads them as those of its own optimizers, every bit of every
+state.
+"""
 
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from ckptfix.errors import OperationError
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
@@ -72,7 +77,11 @@ def assert_same(found: Any, expected: Any) -> None:
     """Compare two values, tensors by dtype, shape and bytes."""
     assert type(found) is type(expected)
     if isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape, raw(found)) == (expected.dtype, expected.shape, raw(expected))
+        assert (found.dtype, found.shape, raw(found)) == (
+            expected.dtype,
+            expected.shape,
+            raw(expected),
+        )
     elif isinstance(expected, dict):
         assert list(found) == list(expected)
         for key in expected:
@@ -87,7 +96,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 def test_ddp_numbers_parameters_through_the_groups(tmp_path: Path) -> None:
     model, optimizer = trained()
-    write_states(tmp_path, ddp_optimizer(PurePosixPath("optimizer.bin"), described(model, optimizer)))
+    write_states(
+        tmp_path, ddp_optimizer(PurePosixPath("optimizer.bin"), described(model, optimizer))
+    )
     found = torch.load(tmp_path / "optimizer.bin", weights_only=True)
     assert_same(found, optimizer.state_dict())
     assert sorted(found["state"]) == [0, 1, 2, 3, 4], "the last bias never had a gradient"
@@ -95,7 +106,9 @@ def test_ddp_numbers_parameters_through_the_groups(tmp_path: Path) -> None:
 
 def test_fsdp_full_has_fqns(tmp_path: Path) -> None:
     model, optimizer = trained()
-    write_states(tmp_path, fsdp_full_optimizer(PurePosixPath("optimizer.bin"), described(model, optimizer)))
+    write_states(
+        tmp_path, fsdp_full_optimizer(PurePosixPath("optimizer.bin"), described(model, optimizer))
+    )
     found = torch.load(tmp_path / "optimizer.bin", weights_only=True)
     expected = get_optimizer_state_dict(model, optimizer)
     assert_same(found["param_groups"], expected["param_groups"])
@@ -150,6 +163,8 @@ def test_a_parameter_without_a_gradient_starts_from_zero(tmp_path: Path) -> None
 
 def test_an_optimizer_that_starts_otherwise_is_refused() -> None:
     groups = (ParamGroup(names=("a", "b"), options={}),)
-    state = OptimizerState(label="x", strategy=Strategy.DDP, groups=groups, states={"a": {"mu_product": 0.9}})
+    state = OptimizerState(
+        label="x", strategy=Strategy.DDP, groups=groups, states={"a": {"mu_product": 0.9}}
+    )
     with pytest.raises(OperationError, match=r"x: 1 parameter without states, 'b'.*mu_product"):
         state.started({"b": (2,)})

@@ -32,7 +32,10 @@ def tensor_of(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     flat = made.view(torch.uint8) if made.dim() else made.reshape(1).view(torch.uint8)
     flat.copy_(
         torch.randint(
-            0, 2 if dtype is torch.bool else 256, flat.shape, generator=torch.Generator().manual_seed(seed)
+            0,
+            2 if dtype is torch.bool else 256,
+            flat.shape,
+            generator=torch.Generator().manual_seed(seed),
         )
     )
     return made
@@ -93,7 +96,8 @@ def test_all_kinds_of_tensors_are_byte_for_byte_what_torch_writes(tmp_path: Path
             if "serialization_id" not in mine.filename:
                 assert (mine.CRC, archive.read(mine)) == (torchs.CRC, other.read(torchs))
     begin = infos[-1].header_offset
-    # The last record is an id that nobody compares; its CRC is in its descriptor and in the directory.
+    # The last record is an id that nobody compares; its CRC is in its descriptor and in the
+    # directory.
     assert ours[:begin] == theirs[:begin]
     assert len(ours) == len(theirs)
     assert sum(a != b for a, b in zip(ours[begin:], theirs[begin:], strict=True)) <= 40 + 4 + 4
@@ -109,7 +113,9 @@ def test_metadata_is_byte_for_byte_what_torch_writes(tmp_path: Path) -> None:
         assert archive.read("pytorch_model/data.pkl") == other.read("stock/data.pkl")
     loaded = torch.load(path, weights_only=True)
     assert loaded._metadata == state._metadata
-    assert open_checkpoint(path).weights[0].versions == versions == {"": 1, "0": 1, "1": 1, "1.0": 2}
+    assert (
+        open_checkpoint(path).weights[0].versions == versions == {"": 1, "0": 1, "1": 1, "1.0": 2}
+    )
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -119,7 +125,8 @@ def test_torch_loads_all_kinds(tmp_path: Path, mmap: bool) -> None:
     loaded = torch.load(path, weights_only=True, mmap=mmap)
     assert type(loaded) is OrderedDict
     assert same(loaded, tensors)
-    # torch then computes where each storage is, from the order of the pickle, instead of asking the directory.
+    # torch then computes where each storage is, from the order of the pickle, instead of asking the
+    # directory.
     with serialization_config.patch({"load.calculate_storage_offsets": True}):
         assert same(torch.load(path, weights_only=True, mmap=mmap), tensors)
 
@@ -142,7 +149,9 @@ def test_a_tie_is_one_storage_again(tmp_path: Path) -> None:
     }
     (path,) = written(tmp_path, tensors)
     loaded = torch.load(path, weights_only=True)
-    assert len({loaded[name].untyped_storage().data_ptr() for name in ("head", "embed", "third")}) == 1
+    assert (
+        len({loaded[name].untyped_storage().data_ptr() for name in ("head", "embed", "third")}) == 1
+    )
     assert same(loaded, {name: tensors[name] for name in ("head", "between", "embed", "third")})
     weights = open_checkpoint(path).weights[0]
     assert weights.ties == {"embed": "head", "third": "head"}
@@ -186,7 +195,9 @@ def test_a_dtype_that_torch_has_not_is_refused(dtype: str) -> None:
 def test_a_pickle_that_could_not_be_read_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptfix.tensors.new_torch_files.MAX_PICKLE", 1000)
     tensors = [NewTensor(f"{number}.weight", "F32", (1,), 4) for number in range(20)]
-    with pytest.raises(UnsupportedFormat, match="1409 bytes, 1000 are read back at most; use shards"):
+    with pytest.raises(
+        UnsupportedFormat, match="1409 bytes, 1000 are read back at most; use shards"
+    ):
         torch_files("model", tensors, {})
     assert len(torch_files("model", tensors, {}, most=16)) == 5 + 1
 
@@ -197,7 +208,9 @@ shapes = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 
 @settings(deadline=None, max_examples=examples(60))
 @given(
-    kinds=st.dictionaries(names, st.tuples(st.sampled_from(TORCH), shapes, st.integers(0, 99)), max_size=12),
+    kinds=st.dictionaries(
+        names, st.tuples(st.sampled_from(TORCH), shapes, st.integers(0, 99)), max_size=12
+    ),
     tied=st.dictionaries(names, st.integers(0, 11), max_size=3),
     most=st.none() | st.integers(1, 400),
 )
@@ -207,7 +220,9 @@ def test_any_tensors_come_back_the_same(
     most: int | None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    tensors = {name: tensor_of(dtype, *shape, seed=seed) for name, (dtype, shape, seed) in kinds.items()}
+    tensors = {
+        name: tensor_of(dtype, *shape, seed=seed) for name, (dtype, shape, seed) in kinds.items()
+    }
     kept = [name for name, tensor in tensors.items() if tensor.numel()]
     for other, number in tied.items():
         if other not in tensors and kept:
@@ -243,5 +258,8 @@ def test_the_state_of_an_optimizer_is_byte_for_byte_what_torch_writes(tmp_path: 
     found = torch.load(tmp_path / "optimizer.bin", weights_only=True)
     assert found["param_groups"] == state["param_groups"]
     assert same(found["state"][0], state["state"][0])
-    with zipfile.ZipFile(tmp_path / "optimizer.bin") as one, zipfile.ZipFile(tmp_path / "stock.bin") as other:
+    with (
+        zipfile.ZipFile(tmp_path / "optimizer.bin") as one,
+        zipfile.ZipFile(tmp_path / "stock.bin") as other,
+    ):
         assert one.read("optimizer/data.pkl") == other.read("stock/data.pkl")

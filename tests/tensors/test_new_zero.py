@@ -1,4 +1,6 @@
-"""New checkpoints of DeepSpeed: what ZeRO-1, 2 and 3 cut for any number of ranks, and universal ones."""
+"""New checkpoints of DeepSpeed: what ZeRO-1, 2 and 3 cut for any number of ranks, and universal
+ones.
+"""
 
 import json
 import subprocess
@@ -53,10 +55,13 @@ def optimizer_of(
         label="optimizer.bin",
         strategy=Strategy.DDP,
         groups=tuple(
-            ParamGroup(names=tuple(names), options=own) for names, own in zip(groups, options, strict=True)
+            ParamGroup(names=tuple(names), options=own)
+            for names, own in zip(groups, options, strict=True)
         ),
         states={
-            name: {key: stored(value) for key, value in one.items()} for name, one in moments.items() if one
+            name: {key: stored(value) for key, value in one.items()}
+            for name, one in moments.items()
+            if one
         },
     )
 
@@ -64,14 +69,19 @@ def optimizer_of(
 class Made:
     """A model in bf16 or fp32 with two param groups, a frozen parameter, a tie and buffers."""
 
-    def __init__(self, root: Path, dtype: torch.dtype = torch.float32, *, last: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, root: Path, dtype: torch.dtype = torch.float32, *, last: tuple[int, ...] = ()
+    ) -> None:
         torch.manual_seed(7)
         first, second = trained((5, 3), (4, 4), first="a"), trained((7,), last, first="b")
         self.groups = [list(first), list(second)]
         self.trained = {name: tensor.to(dtype) for name, tensor in (first | second).items()}
         self.moments = moments_of(self.trained, 3.0)
         self.frozen = {"still.weight": torch.randn(9).to(dtype)}
-        self.buffers = {"norm.running_mean": torch.randn(3), "norm.num_batches_tracked": torch.tensor(7)}
+        self.buffers = {
+            "norm.running_mean": torch.randn(3),
+            "norm.num_batches_tracked": torch.tensor(7),
+        }
         self.named = self.trained | self.frozen | self.buffers
         self.named = {"a_tie.weight": self.named["a0.weight"], **self.named}
         self.weights = weights_of(root, self.named)
@@ -94,7 +104,9 @@ def ensure_weights(root: Path, expected: Mapping[str, torch.Tensor]) -> Weights:
 
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_every_strategy_and_number_of_ranks(tmp_path: Path, strategy: Strategy, processes: int) -> None:
+def test_every_strategy_and_number_of_ranks(
+    tmp_path: Path, strategy: Strategy, processes: int
+) -> None:
     made = Made(tmp_path / "old")
     write_states(tmp_path / "new", new_files(made, strategy, processes))
     weights = ensure_weights(tmp_path / "new", made.named)
@@ -103,7 +115,9 @@ def test_every_strategy_and_number_of_ranks(tmp_path: Path, strategy: Strategy, 
     assert state.strategy is strategy
     assert state.world_size == processes
     assert [list(group.names) for group in state.groups] == made.groups
-    assert [group.options for group in state.groups] == [group.options for group in made.state.groups]
+    assert [group.options for group in state.groups] == [
+        group.options for group in made.state.groups
+    ]
     ensure_same(state, made.moments)
     masters = tensors(state.masters)
     assert all(torch.equal(masters[name], tensor) for name, tensor in made.trained.items())
@@ -139,14 +153,18 @@ def test_a_module_in_bf16_over_weights_in_fp32(tmp_path: Path, strategy: Strateg
     rounded = {name: tensor.bfloat16() for name, tensor in made.frozen.items()}
     ensure_weights(tmp_path / "new", made.named | rounded)
     if strategy is not Strategy.ZERO3:
-        states = torch.load(tmp_path / "new" / TAG / "mp_rank_00_model_states.pt", weights_only=False)
+        states = torch.load(
+            tmp_path / "new" / TAG / "mp_rank_00_model_states.pt", weights_only=False
+        )
         module = states["module"]
         assert torch.equal(module["a0.weight"], made.trained["a0.weight"].bfloat16())
         assert module["a_tie.weight"].data_ptr() == module["a0.weight"].data_ptr()
         assert torch.equal(module["norm.running_mean"], made.buffers["norm.running_mean"])
 
 
-@pytest.mark.parametrize("name", ["zero1-bf16", "zero2-round-robin", "accelerate-zero3", "zero3-groups"])
+@pytest.mark.parametrize(
+    "name", ["zero1-bf16", "zero2-round-robin", "accelerate-zero3", "zero3-groups"]
+)
 @pytest.mark.parametrize("strategy", ALL)
 def test_real_checkpoints_for_other_ranks(tmp_path: Path, name: str, strategy: Strategy) -> None:
     """From 2 or 3 ranks to 4, and back to as many as there were: every bit is the same."""
@@ -195,7 +213,9 @@ def test_any_parameters(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_same_values_as_in_files_of_deepspeed(tmp_path: Path, stage: int) -> None:
-    """Partitions, paddings, slices and shapes, as the script that lays them out on its own has them."""
+    """Partitions, paddings, slices and shapes, as the script that lays them out on its own has
+    them.
+    """
     made = Made(tmp_path / "old")
     groups = [{name: made.trained[name] for name in group} for group in made.groups]
     options = [dict(group.options) for group in made.state.groups]
@@ -246,7 +266,9 @@ class _NoDeepSpeed:
 
 def test_sub_groups_are_those_of_deepspeed() -> None:
     named = {f"p{number}": (number + 1,) for number in range(9)}
-    groups, _ = zero_making.sub_groups([{name: torch.zeros(shape) for name, shape in named.items()}], 2, 6)
+    groups, _ = zero_making.sub_groups(
+        [{name: torch.zeros(shape) for name, shape in named.items()}], 2, 6
+    )
     assert [list(one) for one in sub_groups(named, 2, 6)] == [list(one) for one in groups]
     assert len(groups) == 4
     assert sub_groups(named, 2) == [named]
@@ -272,7 +294,9 @@ def test_parameters_without_moments(tmp_path: Path) -> None:
 
 
 def test_tensors_that_may_be_buffers_are_named_for_zero3(tmp_path: Path) -> None:
-    """ZeRO-3 keeps frozen parameters cut and buffers whole, and refuses either in the place of the other."""
+    """ZeRO-3 keeps frozen parameters cut and buffers whole, and refuses either in the place of the
+    other.
+    """
     made = Made(tmp_path / "old")
     (words,) = new_files(made, Strategy.ZERO3, 2).notes
     assert "'still.weight': in no param group, and so taken for frozen parameters" in words
@@ -288,12 +312,17 @@ def test_tensors_that_may_be_buffers_are_named_for_zero3(tmp_path: Path) -> None
     assert list(states["frozen_param_fragments"]) == []
 
 
-def test_groups_that_differ_are_not_for_zero3_out_of_a_universal_checkpoint(tmp_path: Path) -> None:
-    """Its loader takes the hyperparameters of group 0 for all, and one step tensor; without the entry it stops."""
+def test_groups_that_differ_are_not_for_zero3_out_of_a_universal_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Its loader takes the hyperparameters of group 0 for all, and one step tensor; without the
+    entry it stops.
+    """
     made = Made(tmp_path / "old")
     new = new_files(made, Strategy.UNIVERSAL, 2)
     assert any(
-        "lr differs between param groups, and ZeRO-3 would take that of group 0 for all: the" in note
+        "lr differs between param groups, and ZeRO-3 would take that of group 0 for all: the"
+        in note
         for note in new.notes
     )
     write_states(tmp_path / "new", new)
@@ -329,7 +358,10 @@ def _global_state(root: Path) -> dict[str, Any]:
 
 def test_what_a_universal_checkpoint_does_not_bring_back_is_said(tmp_path: Path) -> None:
     new = new_files(Made(tmp_path / "old"), Strategy.UNIVERSAL, 2)
-    assert any("no buffers and no frozen parameters" in note and "still.weight" in note for note in new.notes)
+    assert any(
+        "no buffers and no frozen parameters" in note and "still.weight" in note
+        for note in new.notes
+    )
 
 
 def with_state(made: Made, name: str, **values: Any) -> None:
@@ -343,7 +375,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"step": stored(torch.tensor(9.0))},
         r"param group 0: step is 3\.0 for a0\.weight and 9\.0 for a1\.weight",
     ),
-    ({"exp_avg": stored(torch.ones(4))}, r"a1\.weight\.exp_avg: the shape \[4\], and the parameter \[4, 4\]"),
+    (
+        {"exp_avg": stored(torch.ones(4))},
+        r"a1\.weight\.exp_avg: the shape \[4\], and the parameter \[4, 4\]",
+    ),
     (
         {"exp_avg": StoredTensor("", "U8", (4, 4), Inline(bytes(16)))},
         r"a1\.weight\.exp_avg: of U8, and ZeRO keeps states in fp32",
@@ -370,10 +405,12 @@ def test_a_param_group_without_trained_parameters(tmp_path: Path) -> None:
     made = Made(tmp_path / "old")
     frozen = set(made.groups[1])
     made.state = replace(
-        made.state, states={name: one for name, one in made.state.states.items() if name not in frozen}
+        made.state,
+        states={name: one for name, one in made.state.states.items() if name not in frozen},
     )
     with pytest.raises(
-        OperationError, match=r"param group 1 has no parameter that is trained.*; next: leave the group"
+        OperationError,
+        match=r"param group 1 has no parameter that is trained.*; next: leave the group",
     ):
         new_files(made, Strategy.ZERO2, 2, frozen=frozen)
     write_states(tmp_path / "new", new_files(made, Strategy.ZERO3, 2, frozen=frozen))
@@ -395,7 +432,9 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 @pytest.mark.parametrize("processes", [2, 3])
 def test_the_scripts_of_deepspeed_read_the_files(tmp_path: Path, processes: int) -> None:
-    """``zero_to_fp32.py`` finds the weights, ``ds_to_universal.py`` the moments, and fp16 gets a loss scaler."""
+    """``zero_to_fp32.py`` finds the weights, ``ds_to_universal.py`` the moments, and fp16 gets a
+    loss scaler.
+    """
     made = Made(tmp_path / "old", last=(1,))  # ds_to_universal.py fails for a scalar
     for strategy in ZERO:
         write_states(tmp_path / strategy.value, new_files(made, strategy, processes, dtype="F16"))

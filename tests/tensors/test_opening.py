@@ -1,4 +1,6 @@
-"""What opening a checkpoint does not do: it walks no folder below, which may hold any number of files."""
+"""What opening a checkpoint does not do: it walks no folder below, which may hold any number of
+files.
+"""
 
 from pathlib import Path, PurePosixPath
 
@@ -22,7 +24,11 @@ def test_only_who_asks_for_other_files_walks_the_folder(
     (tmp_path / "link").symlink_to(tmp_path / "logs")
     found = open_checkpoint(tmp_path)
     assert found.rivals == (PurePosixPath("pytorch_model.bin"),)
-    assert [str(path) for path in other_files(found)] == ["link", "logs/deep/log.txt", "pytorch_model.bin"]
+    assert [str(path) for path in other_files(found)] == [
+        "link",
+        "logs/deep/log.txt",
+        "pytorch_model.bin",
+    ]
     monkeypatch.setattr(opening, "listed_files", None)
     assert open_checkpoint(tmp_path) == found
     assert other_files(open_checkpoint(tmp_path / "model.safetensors")) == ()

@@ -1,4 +1,6 @@
-"""Optimizers read without torch: every state, group and number as the run that saved them had it in memory."""
+"""Optimizers read without torch: every state, group and number as the run that saved them had it in
+memory.
+"""
 
 import copy
 import shutil
@@ -59,14 +61,18 @@ def same(found: Any, expected: Any) -> bool:
     return type(found) is type(expected) and bool(found == expected)
 
 
-def ensure_same(found: OptimizerState, expected: dict[str, Any], *, step: type = torch.Tensor) -> None:
+def ensure_same(
+    found: OptimizerState, expected: dict[str, Any], *, step: type = torch.Tensor
+) -> None:
     """Fail unless an optimizer is what the run had in memory."""
     assert found.states.keys() == expected["states"].keys()
     for name, state in expected["states"].items():
         assert found.states[name].keys() == state.keys()
         for key, value in state.items():
             assert same(read(found.states[name][key]), value), (name, key)
-    assert [group.names for group in found.groups] == [tuple(group["params"]) for group in expected["groups"]]
+    assert [group.names for group in found.groups] == [
+        tuple(group["params"]) for group in expected["groups"]
+    ]
     for group, own in zip(found.groups, expected["groups"], strict=True):
         options = {key: value for key, value in own.items() if key != "params"}
         assert {key: read(value) for key, value in group.options.items()} == options
@@ -108,7 +114,9 @@ def numbered(
     return {str(number): names[one] for number, one in enumerate(ids)}, in_memory(model, optimizer)
 
 
-@pytest.mark.parametrize("options", [{}, {"capturable": False, "amsgrad": True}], ids=["plain", "amsgrad"])
+@pytest.mark.parametrize(
+    "options", [{}, {"capturable": False, "amsgrad": True}], ids=["plain", "amsgrad"]
+)
 def test_ddp(tmp_path: Path, options: dict[str, Any]) -> None:
     names, expected = numbered(*make_ddp(tmp_path, **options))
     (found,) = open_optimizers(tmp_path)
@@ -182,7 +190,10 @@ def test_one_folder_with_a_model_and_an_optimizer(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(groups(model), lr=0.01)
     train(model, optimizer)
     state = optimizer.state_dict()
-    save(tmp_path / "all", {"model": model.state_dict(), "trainer": {"optimizer": state, "steps": 3}})
+    save(
+        tmp_path / "all",
+        {"model": model.state_dict(), "trainer": {"optimizer": state, "steps": 3}},
+    )
     (found,) = open_optimizers(tmp_path / "all")
     assert (found.label, found.is_named, found.extra) == ("all", False, {})
     names, expected = numbered(model, optimizer)
@@ -203,7 +214,13 @@ def test_states_that_fit_no_other_strategy(tmp_path: Path) -> None:
     }  # fmt: skip
     torch.save(state, tmp_path / "optimizer.bin")
     (found,) = open_optimizers(tmp_path)
-    assert list(found.states["0"]) == ["step", "shampoo.left", "shampoo.parts.0", "shampoo.parts.1", "none"]
+    assert list(found.states["0"]) == [
+        "step",
+        "shampoo.left",
+        "shampoo.parts.0",
+        "shampoo.parts.1",
+        "none",
+    ]
     assert torch.equal(read(found.states["0"]["shampoo.parts.0"]), matrix)
     assert found.unfit == {
         "param_groups.0.seen": "an object of collections.deque",
@@ -220,9 +237,14 @@ def test_states_that_fit_no_other_strategy(tmp_path: Path) -> None:
 
 
 def test_flat_parameters_are_refused(tmp_path: Path) -> None:
-    state = {"state": {}, "param_groups": [{"params": ["block._fsdp_wrapped_module._flat_param"], "lr": 0.1}]}
+    state = {
+        "state": {},
+        "param_groups": [{"params": ["block._fsdp_wrapped_module._flat_param"], "lr": 0.1}],
+    }
     torch.save(state, tmp_path / "optimizer.bin")
-    with pytest.raises(OperationError, match=r"a flat parameter of FSDP1.*SHARDED_STATE_DICT'; next: "):
+    with pytest.raises(
+        OperationError, match=r"a flat parameter of FSDP1.*SHARDED_STATE_DICT'; next: "
+    ):
         open_optimizers(tmp_path)
 
 
@@ -261,12 +283,16 @@ def test_references_without_end_are_refused(tmp_path: Path) -> None:
     value: Any = [0] * 10
     for _ in range(20):
         value = [value] * 8
-    torch.save({"state": {}, "param_groups": [{"params": [], "x": value}]}, tmp_path / "optimizer.bin")
+    torch.save(
+        {"state": {}, "param_groups": [{"params": [], "x": value}]}, tmp_path / "optimizer.bin"
+    )
     with pytest.raises(OperationError, match="again and again"):
         open_optimizers(tmp_path)
     loop: list[Any] = []
     loop.append(loop)
-    torch.save({"state": {0: {"x": loop}}, "param_groups": [{"params": [0]}]}, tmp_path / "optimizer.bin")
+    torch.save(
+        {"state": {0: {"x": loop}}, "param_groups": [{"params": [0]}]}, tmp_path / "optimizer.bin"
+    )
     (found,) = open_optimizers(tmp_path)
     assert found.states == {"0": {}}
 
@@ -277,7 +303,11 @@ RANKS = ["ranks", "tiled-ranks", "copies-ranks"]
 @pytest.mark.parametrize("name", RANKS)
 def test_files_that_each_rank_saved_alone(saved: Path, name: str) -> None:
     (found,) = open_optimizers(saved / name)
-    assert (found.strategy, found.label, found.world_size) == (Strategy.FSDP, "optimizer_0_rank*.bin", 2)
+    assert (found.strategy, found.label, found.world_size) == (
+        Strategy.FSDP,
+        "optimizer_0_rank*.bin",
+        2,
+    )
     assert list(map(str, found.files)) == ["optimizer_0_rank0.bin", "optimizer_0_rank1.bin"]
     ensure_same(found, expected_of(saved, name))
 
@@ -301,7 +331,9 @@ def test_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
     assert run_ranks(2, lambda rank: save_fsdp1(tmp_path)) == [0, 0]
     (weights,) = open_checkpoint(tmp_path / "sharded").weights
     expected = torch.load(tmp_path / "expected", weights_only=True)
-    assert all(same(read(tensor), expected["weights"][name]) for name, tensor in weights.named().items())
+    assert all(
+        same(read(tensor), expected["weights"][name]) for name, tensor in weights.named().items()
+    )
     assert weights.named().keys() == expected["weights"].keys()
     (found,) = open_optimizers(tmp_path / "sharded")
     assert found.world_size == 2
@@ -320,17 +352,23 @@ def test_shards_on_meshes_of_two_dimensions(tmp_path: Path) -> None:
     assert all(same(read(tensor), expected[name]) for name, tensor in weights.named().items())
     assert weights.named().keys() == expected.keys() - {"partial"}
     assert weights.unread == {
-        "partial": "a tensor that is cut in a way that is not read (Partial), as with tensor parallelism"
+        "partial": (
+            "a tensor that is cut in a way that is not read (Partial), as with tensor parallelism"
+        )
     }
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_is_named(saved: Path, tmp_path: Path, rank: int) -> None:
     shutil.copytree(saved / "ranks", tmp_path, dirs_exist_ok=True)
-    for kind, opened in (("optimizer_0", open_optimizers), ("pytorch_model_fsdp_0", open_checkpoint)):
+    for kind, opened in (
+        ("optimizer_0", open_optimizers),
+        ("pytorch_model_fsdp_0", open_checkpoint),
+    ):
         (tmp_path / f"{kind}_rank{rank}.bin").unlink()
         with pytest.raises(
-            OperationError, match=rf"{kind}_rank{rank}\.bin is missing, the file of rank {rank}: 2 ranks"
+            OperationError,
+            match=rf"{kind}_rank{rank}\.bin is missing, the file of rank {rank}: 2 ranks",
         ):
             opened(tmp_path)
 
@@ -370,7 +408,9 @@ def test_files_of_ranks_become_those_of_one_process(saved: Path, tmp_path: Path,
     found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)
     assert found["state"].keys() == expected["states"].keys()
     for parameter, state in expected["states"].items():
-        assert all(same(found["state"][parameter][key], value) for key, value in state.items()), parameter
+        assert all(same(found["state"][parameter][key], value) for key, value in state.items()), (
+            parameter
+        )
     assert found["param_groups"] == expected["groups"]
 
 
@@ -423,31 +463,34 @@ ONE = ("optimizer",)
             id="moments-with-more-keys",
         ),
         pytest.param(
-            {"optimizer": plain_state() | {"param_groups": {"fast": {"lr": torch.ones(1)}}}}, [], [],
-            id="groups-by-name",
+            {"optimizer": plain_state() | {"param_groups": {"fast": {"lr": torch.ones(1)}}}}, [],
+            [], id="groups-by-name",
         ),
         pytest.param({"sampler": {"param_groups": {"fast": torch.ones(1)}}}, [], [], id="no-list-of-groups"),
         pytest.param(
-            {"optimizer": {"state": {}, "param_groups": plain_state()["param_groups"]}}, [ONE], [["a.w"]],
-            id="no-moments",
+            {"optimizer": {"state": {}, "param_groups": plain_state()["param_groups"]}}, [ONE],
+            [["a.w"]], id="no-moments",
         ),
         pytest.param(
-            {"optimizer": plain_state() | {"base": plain_state()}}, [ONE, ("optimizer", "base")], [["a.w"], ["a.w"]],
-            id="one-in-the-other",
+            {"optimizer": plain_state() | {"base": plain_state()}}, [ONE, ("optimizer", "base")],
+            [["a.w"], ["a.w"]], id="one-in-the-other",
         ),
         pytest.param(
-            {"a": {"b": {"c": {"d": {"e": plain_state()}}}}}, [tuple("abcde")], [["a.w"]], id="deep",
+            {"a": {"b": {"c": {"d": {"e": plain_state()}}}}}, [tuple("abcde")], [["a.w"]],
+            id="deep",
         ),
         pytest.param(
-            {"optimizer": plain_state() | {"state": {"param_groups": {"exp_avg": torch.ones(2)}}}}, [ONE], [["a.w"]],
-            id="a-parameter-called-param_groups",
+            {"optimizer": plain_state() | {"state": {"param_groups": {"exp_avg": torch.ones(2)}}}},
+            [ONE], [["a.w"]], id="a-parameter-called-param_groups",
         ),
     ],
 )  # fmt: skip
 def test_check_and_migrate_find_the_same_optimizers_in_a_dcp_folder(
     tmp_path: Path, content: Any, found: list[tuple[str, ...]], opened: list[list[str]]
 ) -> None:
-    """Moments without param groups are renamed with their model, but no loader takes them for an optimizer."""
+    """Moments without param groups are renamed with their model, but no loader takes them for an
+    optimizer.
+    """
     save(tmp_path / "all", MODEL | content)
     assert sorted(optimizers_in(paths_of(read_metadata_of(tmp_path / "all")).values())) == found
     states = open_optimizers(tmp_path / "all")
@@ -482,7 +525,16 @@ class OldTensor(torch.Tensor):  # type: ignore[misc]
     """A tensor that pickles as a DTensor of an older torch does."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = (DTensor, self.dtype, self.whole, (1,), 0, torch.strided, torch.device("cpu"), False)
+        made = (
+            DTensor,
+            self.dtype,
+            self.whole,
+            (1,),
+            0,
+            torch.strided,
+            torch.device("cpu"),
+            False,
+        )
         state = (None, {"_local_tensor": self.as_subclass(torch.Tensor), "_spec": self.spec})
         return torch._tensor._rebuild_from_type_v2, (
             torch._utils._rebuild_wrapper_subclass,
@@ -497,7 +549,10 @@ def test_meshes_of_older_torch(tmp_path: Path, with_layout: bool) -> None:
     whole = torch.arange(5.0)
     for rank in (0, 1):
         part = whole[3 * rank : 3 * rank + 3].clone().as_subclass(OldTensor)
-        part.whole, part.spec = whole.shape, OldSpec(OldMesh(rank, with_layout=with_layout), (Shard(0),))
+        part.whole, part.spec = (
+            whole.shape,
+            OldSpec(OldMesh(rank, with_layout=with_layout), (Shard(0),)),
+        )
         torch.save({"w": part}, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
     (weights,) = open_checkpoint(tmp_path).weights
     assert torch.equal(read(weights.tensors[0]), whole)

@@ -1,4 +1,6 @@
-"""What a pickle holds beside its state dicts: named once, at any depth and under any kind of key."""
+"""What a pickle holds beside its state dicts: named once, at any depth and under any kind of
+key.
+"""
 
 import io
 import zipfile
@@ -34,7 +36,9 @@ def tree_of(value: Any) -> Any:
         ({10**60: 1, "m": M}, [("m",)], ("<a long number>",)),
     ],
 )  # fmt: skip
-def test_what_is_beside(value: Any, taken: "list[tuple[str, ...]]", beside: "tuple[str, ...]") -> None:
+def test_what_is_beside(
+    value: Any, taken: "list[tuple[str, ...]]", beside: "tuple[str, ...]"
+) -> None:
     assert held_beside(tree_of(value), taken) == beside
 
 

@@ -1,4 +1,6 @@
-"""The names of numbered parameters: the right assignment is among those counted, and a single one is the right one."""
+"""The names of numbered parameters: the right assignment is among those counted, and a single one
+is the right one.
+"""
 
 import itertools
 import random
@@ -21,14 +23,20 @@ from ckptfix.tensors.parameter_names import (
 from ckptfix.tensors.stored import Contiguous, StoredTensor
 
 Case = tuple[list[Parameter], list[list[int]], list[list[Shape | None]]]
-"""A model's parameters, the positions of those in each param group, and the shapes of their moments."""
+"""A model's parameters, the positions of those in each param group, and the shapes of their
+moments.
+"""
 
 
 def moments(shape: Shape) -> dict[str, StateValue]:
     def of(name: str, shape: Shape) -> StoredTensor:
         return StoredTensor(name, "F32", shape, Contiguous(()))
 
-    return {"step": of("step", ()), "exp_avg": of("exp_avg", shape), "exp_avg_sq": of("exp_avg_sq", shape)}
+    return {
+        "step": of("step", ()),
+        "exp_avg": of("exp_avg", shape),
+        "exp_avg_sq": of("exp_avg_sq", shape),
+    }
 
 
 def optimizer(groups: Sequence[Sequence[Shape | None]]) -> OptimizerState:
@@ -39,7 +47,8 @@ def optimizer(groups: Sequence[Sequence[Shape | None]]) -> OptimizerState:
         strategy=Strategy.DDP,
         is_named=False,
         groups=tuple(
-            ParamGroup(names=tuple(group), options={"lr": 0.1 * place}) for place, group in enumerate(named)
+            ParamGroup(names=tuple(group), options={"lr": 0.1 * place})
+            for place, group in enumerate(named)
         ),
         states={
             number: moments(shape)
@@ -58,7 +67,9 @@ def random_case(chance: random.Random) -> Case:
     for place in range(chance.randint(1, 7)):
         is_trainable = chance.random() < 0.8
         shape = chance.choice(kinds)
-        parameters.append(Parameter(f"layers.{place}.weight", shape, is_trainable if knows else None))
+        parameters.append(
+            Parameter(f"layers.{place}.weight", shape, is_trainable if knows else None)
+        )
         is_listed = chance.random() < 0.9 if is_trainable else chance.random() < 0.2
         if is_listed:
             has_moments = is_trainable and chance.random() < 0.85
@@ -112,7 +123,11 @@ def test_every_assignment_is_counted_and_the_right_one_is_among_them(block: int)
                 for place in range(len(parameters))
                 if len(
                     {
-                        tuple((group, own.index(place)) for group, own in enumerate(one) if place in own)
+                        tuple(
+                            (group, own.index(place))
+                            for group, own in enumerate(one)
+                            if place in own
+                        )
                         for one in expected
                     }
                 )
@@ -197,11 +212,14 @@ def test_a_frozen_norm_is_one_of_all_norms_until_somebody_says_which() -> None:
     state = optimizer(decayed(trained))
     with pytest.raises(OperationError) as caught:
         name_parameters(state, parameters)
-    assert str(caught.value) == (
-        "optimizer.bin: 5 assignments of its 19 parameters to names agree with their shapes (expected 1); exchangeable "
-        "are 'model.layers.{0...1}.input_layernorm.weight', 'model.layers.{0...1}.post_attention_layernorm.weight', "
-        "'model.norm.weight'; help: --frozen REGEX that matches the parameter that the optimizer lacks, --model "
-        "MODULE:FACTORY that freezes them, or --model MODULE:FACTORY with a factory that returns (model, optimizer)"
+    assert (
+        str(caught.value)
+        == "optimizer.bin: 5 assignments of its 19 parameters to names agree with their shapes "
+        "(expected 1); exchangeable are 'model.layers.{0...1}.input_layernorm.weight', "
+        "'model.layers.{0...1}.post_attention_layernorm.weight', 'model.norm.weight'; help: "
+        "--frozen REGEX that matches the parameter that the optimizer lacks, --model "
+        "MODULE:FACTORY that freezes them, or --model MODULE:FACTORY with a factory that "
+        "returns (model, optimizer)"
     )
     told = name_parameters(state, parameters, re.compile(r"layers\.1\.input_layernorm"))
     assert [name for group in told.groups for name in group.names] == [
@@ -213,7 +231,9 @@ def test_a_frozen_norm_is_one_of_all_norms_until_somebody_says_which() -> None:
 
 def test_a_frozen_regex_that_matches_nothing_is_a_mistake() -> None:
     parameters = llama(1)
-    with pytest.raises(UsageError, match=r"--frozen 'layer.*9': no parameter of the model has such a name"):
+    with pytest.raises(
+        UsageError, match=r"--frozen 'layer.*9': no parameter of the model has such a name"
+    ):
         name_parameters(optimizer(decayed(parameters)), parameters, re.compile(r"layer\.9"))
 
 
@@ -224,7 +244,8 @@ def test_frozen_parameters_that_the_optimizer_lists_have_no_moments() -> None:
     found = name_parameters(optimizer(groups), parameters, re.compile("layers.1.input_layernorm"))
     assert list(found.groups[0].names) == [one.name for one in parameters]
     assert norm not in found.states
-    with pytest.raises(OperationError, match="not in the order of the model's"):  # that one has moments
+    # That one has moments.
+    with pytest.raises(OperationError, match="not in the order of the model's"):
         name_parameters(optimizer(groups), parameters, re.compile("model.norm"))
 
 
@@ -258,7 +279,8 @@ def test_an_optimizer_of_another_model_has_no_assignment() -> None:
         name_parameters(optimizer(decayed(llama(3))[::-1]), parameters[:20])
     shrunk = [one._replace(shape=one.shape[::-1]) for one in parameters]
     with pytest.raises(
-        OperationError, match=r"1 parameter of it has moments of shape \[1000, 64\], and the model trains 0"
+        OperationError,
+        match=r"1 parameter of it has moments of shape \[1000, 64\], and the model trains 0",
     ):
         name_parameters(optimizer(decayed(parameters)), shrunk)
     backward = optimizer([[one.shape for one in reversed(parameters)]])
@@ -275,15 +297,20 @@ def test_fifteen_thousand_parameters_take_seconds() -> None:
     every = [one for one in parameters if one.name != "model.layers.700.input_layernorm.weight"]
     assert assignments(decayed(every), parameters).count == 3333
     adapters = [
-        Parameter(f"{one.name}.{side}", (8, one.shape[-1]) if side == "lora_A" else (one.shape[0], 8))
+        Parameter(
+            f"{one.name}.{side}", (8, one.shape[-1]) if side == "lora_A" else (one.shape[0], 8)
+        )
         for one in parameters
         if "proj" in one.name
         for side in ("lora_A", "lora_B")
     ]
-    mixed = sorted([*parameters, *adapters], key=lambda one: int((re.findall(r"\d+", one.name) or ["0"])[0]))
+    mixed = sorted(
+        [*parameters, *adapters], key=lambda one: int((re.findall(r"\d+", one.name) or ["0"])[0])
+    )
     found = assignments([[one.shape for one in mixed if "lora" in one.name]], mixed)
     assert found.count == 1
-    # An optimizer of the upper half of a model: more assignments than anybody counts, in bounded time.
+    # An optimizer of the upper half of a model: more assignments than anybody counts, in bounded
+    # time.
     assert assignments([[one.shape for one in parameters[7500:]]], parameters).count != 1
     assert time.process_time() - begin < 40
 

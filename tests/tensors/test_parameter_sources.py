@@ -1,4 +1,6 @@
-"""The names of a real run's parameters, whatever they come from: the save, a factory, or the class of a config."""
+"""The names of a real run's parameters, whatever they come from: the save, a factory, or the class
+of a config.
+"""
 
 import sys
 from collections.abc import Callable
@@ -22,22 +24,24 @@ transformers = pytest.importorskip("transformers")
 
 TINY: dict[str, Callable[[], Any]] = {
     "LlamaForCausalLM": lambda: transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=64, tie_word_embeddings=True,
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=64, tie_word_embeddings=True,
     ),
     "Qwen2ForCausalLM": lambda: transformers.Qwen2Config(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=64, tie_word_embeddings=False,
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=64, tie_word_embeddings=False,
     ),
     "BertForMaskedLM": lambda: transformers.BertConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64,
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=64,
     ),
     "GPT2LMHeadModel": lambda: transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32),
     "T5ForConditionalGeneration": lambda: transformers.T5Config(
         d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2, vocab_size=64
     ),
     "ViTForImageClassification": lambda: transformers.ViTConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        image_size=16, patch_size=8
     ),
 }  # fmt: skip
 """Classes of transformers -> a config of a model of some kilobytes."""
@@ -53,7 +57,9 @@ def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def marked(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Make one step in which each parameter gets a gradient of its own; return name -> its first moment."""
+    """Make one step in which each parameter gets a gradient of its own; return name -> its first
+    moment.
+    """
     wanted = {}
     for place, (name, parameter) in enumerate(model.named_parameters()):
         if parameter.requires_grad:
@@ -80,7 +86,9 @@ def held(state: OptimizerState, file: Path) -> dict[str, float]:
 
 def check_named(root: Path, wanted: dict[str, float], **options: Any) -> OptimizerState:
     """Assert that each parameter gets the moments of its name."""
-    (state,) = name_optimizers(root, open_optimizers(root), weights=open_checkpoint(root).weights, **options)
+    (state,) = name_optimizers(
+        root, open_optimizers(root), weights=open_checkpoint(root).weights, **options
+    )
     assert state.is_named
     assert held(state, root / str(state.files[0])) == pytest.approx(wanted)
     return state
@@ -126,14 +134,17 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the name of a module in the current folder with the factories of this file."""
     text = Path(__file__).read_text()
     begin = text.index("def decay_groups")
-    parts = [text[begin : text.index("def marked")], text[text.index("def small") : text.index("def save")]]
+    parts = [
+        text[begin : text.index("def marked")],
+        text[text.index("def small") : text.index("def save")],
+    ]
     folder = tmp_path / "script"
     folder.mkdir()
     (folder / "own_models.py").write_text(
         "import torch\nfrom typing import Any\n\n\n"
         + "".join(parts)
-        + "def reading():\n    model = partly_frozen()\n    model[0].weight.sum().item()\n    return model\n\n\n"
-        + "def broken():\n    raise RuntimeError('no GPU here')\n"
+        + "def reading():\n    model = partly_frozen()\n    model[0].weight.sum().item()\n    "
+        "return model\n\n\n" + "def broken():\n    raise RuntimeError('no GPU here')\n"
     )
     monkeypatch.chdir(folder)
     return "own_models"
@@ -142,16 +153,22 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     "options", [{"model": partly_frozen}, {"frozen": r"^1\."}, {"model": with_optimizer}]
 )
-def test_frozen_parameters_are_told_by_the_model_or_a_regex(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_frozen_parameters_are_told_by_the_model_or_a_regex(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     model = partly_frozen()
     groups = decay_groups(model)
-    optimizer = torch.optim.AdamW(groups[::-1] if options.get("model") is with_optimizer else groups)
+    optimizer = torch.optim.AdamW(
+        groups[::-1] if options.get("model") is with_optimizer else groups
+    )
     wanted = save(tmp_path, model, optimizer)
     check_named(tmp_path, wanted, **{"model": small, **options})
 
 
 @pytest.mark.slow
-def test_a_factory_of_a_module_is_asked_in_a_process_of_its_own(tmp_path: Path, module: str) -> None:
+def test_a_factory_of_a_module_is_asked_in_a_process_of_its_own(
+    tmp_path: Path, module: str
+) -> None:
     model = partly_frozen()
     wanted = save(tmp_path, model, torch.optim.AdamW(decay_groups(model)))
     for factory in ("partly_frozen", "reading"):  # the second cannot be built on the meta device
@@ -160,11 +177,15 @@ def test_a_factory_of_a_module_is_asked_in_a_process_of_its_own(tmp_path: Path, 
     check_named(tmp_path, save(tmp_path, model, optimizer), model=f"{module}:with_optimizer")
     assert module not in sys.modules
     states = open_optimizers(tmp_path)
-    with pytest.raises(UsageError, match=f"the factory {module}:broken raised RuntimeError: no GPU here"):
+    with pytest.raises(
+        UsageError, match=f"the factory {module}:broken raised RuntimeError: no GPU here"
+    ):
         name_optimizers(tmp_path, states, model=f"{module}:broken")
     with pytest.raises(UsageError, match="write module:factory"):
         name_optimizers(tmp_path, states, model="own_models")
-    with pytest.raises(OperationError, match=r"no --model, and no config\.json .*; help: give the model"):
+    with pytest.raises(
+        OperationError, match=r"no --model, and no config\.json .*; help: give the model"
+    ):
         name_optimizers(tmp_path, states)
 
 
@@ -277,7 +298,9 @@ def test_the_run_state_of_a_guarded_save_names_them_exactly(
     accelerator.save_state(str(root))
     found = parameter_names(root, "optimizer.bin", 0)
     assert found is not None
-    bare = {name.removeprefix("module.") if wrapped else name: value for name, value in wanted.items()}
+    bare = {
+        name.removeprefix("module.") if wrapped else name: value for name, value in wanted.items()
+    }
     keys = open_checkpoint(root).weights[0].named()
     state = check_named(root, bare if bare.keys() <= keys.keys() else wanted)
     assert {name for group in state.groups for name in group.names} <= keys.keys()

@@ -68,7 +68,18 @@ def test_plain_values_are_what_pickle_loads_again(value: Any) -> None:
             128 << 56,
         ),
         *(1 << 63, -(1 << 63), -(1 << 64), 1 << 2000),
-        *((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [7], {}, {"a": 1}, {"a": 1, "b": [2.5, None, True]}),
+        *(
+            (),
+            (1,),
+            (1, 2),
+            (1, 2, 3),
+            (1, 2, 3, 4),
+            [],
+            [7],
+            {},
+            {"a": 1},
+            {"a": 1, "b": [2.5, None, True]},
+        ),
         *([0] * 999, [0] * 1000, [0] * 1001, [0] * 2001),
         {str(number): number for number in range(1001)},
         [[number] for number in range(300)],  # the memo outgrows a byte
@@ -104,7 +115,11 @@ def test_objects_of_classes() -> None:
     ordered = OrderedDict(a=torch.Size([2, 3]), b=torch.float32)
     ordered.extra = 5  # type: ignore[attr-defined]
     size = Call(function=Global("torch", "Size"), args=((2, 3),))
-    made = Call(function=ORDERED_DICT, items={"a": size, "b": Global("torch", "float32")}, state={"extra": 5})
+    made = Call(
+        function=ORDERED_DICT,
+        items={"a": size, "b": Global("torch", "float32")},
+        state={"extra": 5},
+    )
     assert pickled(made) == pickle.dumps(ordered, protocol=2)
     loaded = pickle.loads(pickled(made))
     assert (loaded, loaded.extra) == (ordered, 5)

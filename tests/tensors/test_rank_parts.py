@@ -1,4 +1,6 @@
-"""Models in parts: what torch's ``HuggingFaceStorageWriter`` saves, judged by what its reader loads."""
+"""Models in parts: what torch's ``HuggingFaceStorageWriter`` saves, judged by what its reader
+loads.
+"""
 
 import json
 import re
@@ -59,7 +61,9 @@ def loaded_or_refusal(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAVED)
-def test_what_four_ranks_save_is_one_model(name: str, saved: Path, tmp_path: Path, said: Said) -> None:
+def test_what_four_ranks_save_is_one_model(
+    name: str, saved: Path, tmp_path: Path, said: Said
+) -> None:
     folder, expected = saved / name, SAVED[name]
     report = check(folder)
     assert (report.status, report.findings) == (0, ())
@@ -107,7 +111,11 @@ def test_each_missing_file_is_told_where_torch_loads_the_rest_in_silence(
 def test_consolidated_files_are_a_plain_model(saved: Path) -> None:
     report = check(saved / "consolidated")
     (model,) = report.understood.models
-    assert (report.status, model.ranks, model.tensors) == (0, None, len(SAVED["consolidated/sharded"]))
+    assert (report.status, model.ranks, model.tensors) == (
+        0,
+        None,
+        len(SAVED["consolidated/sharded"]),
+    )
     assert not any("ranks after" in words for words in report.not_checked)
 
 
@@ -119,7 +127,10 @@ def test_a_missing_first_rank_is_an_error(tmp_path: Path, said: Said) -> None:
     assert loaded(folder, PAIR)["a.w"][0].tolist() == [NEVER_LOADED] * 3
     status, out, _ = said("check", folder)
     assert status == 1
-    assert f"missing-rank: {first.name} is missing: of 'a.w', 6 of its 12 elements are in no part" in out
+    assert (
+        f"missing-rank: {first.name} is missing: of 'a.w', 6 of its 12 elements are in no part"
+        in out
+    )
     assert said("migrate", folder, tmp_path / "new", "--to", "bin")[0] == 3
     assert not (tmp_path / "new").exists()
     with pytest.raises(OperationError, match="6 of its 12 elements are in no part"):
@@ -136,8 +147,8 @@ def test_many_missing_ranks_are_one_error(tmp_path: Path, said: Said) -> None:
         save_part(folder, rank, {"w": ([rank], numbers(1))})
     (finding,) = check(folder).findings
     assert str(finding).startswith(
-        "shard-00002-model-00001-of-00001.safetensors and 99996 more files of 99997 ranks are missing: of 'w', 99997 "
-        "of its 99999 elements are in no part"
+        "shard-00002-model-00001-of-00001.safetensors and 99996 more files of 99997 ranks are "
+        "missing: of 'w', 99997 of its 99999 elements are in no part"
     )
     status, out, _ = said("check", "--json", folder)
     (fields,) = json.loads(out)["checkpoints"][0]["findings"]
@@ -147,7 +158,9 @@ def test_many_missing_ranks_are_one_error(tmp_path: Path, said: Said) -> None:
 def test_an_overlap_next_to_a_missing_rank(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     for rank, begin in ((0, 0), (1, 1), (3, 6)):
-        save_part(folder, rank, {"w": ([begin, 0], numbers(2, 3)), "v": ([begin + rank], numbers(1))})
+        save_part(
+            folder, rank, {"w": ([begin, 0], numbers(2, 3)), "v": ([begin + rank], numbers(1))}
+        )
     findings = check(folder).findings
     assert [finding.code for finding in findings] == ["missing-rank", "incomplete-tensor"]
     assert "overlap, and at least 7 of its 24 elements are in no part" in str(findings[1])
@@ -194,7 +207,14 @@ def test_files_of_an_earlier_save_overlap(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "places",
-    ["{", "[]", "{}", '{"w": {}}', '{"w": {"saved_offsets": 2}}', '{"w": {"saved_offsets": ["2", 0]}}'],
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"w": {}}',
+        '{"w": {"saved_offsets": 2}}',
+        '{"w": {"saved_offsets": ["2", 0]}}',
+    ],
 )
 def test_parts_without_a_place_are_malformed(places: str, tmp_path: Path, said: Said) -> None:
     folder = tmp_path / "c"
@@ -248,7 +268,9 @@ def test_a_tolerant_load_is_refused(tmp_path: Path) -> None:
     save_halves(tmp_path, dict(model.state_dict()))
     other = torch.nn.Linear(3, 4)
     before = other.weight.clone()
-    with pytest.raises(LoadError, match="each file has one rank's parts of tensors; next: ckptfix migrate"):
+    with pytest.raises(
+        LoadError, match="each file has one rank's parts of tensors; next: ckptfix migrate"
+    ):
         load_checkpoint_tolerant(other, tmp_path)
     assert torch.equal(other.weight, before)
 

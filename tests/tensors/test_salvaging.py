@@ -1,4 +1,6 @@
-"""Files cut at every class of byte, and mutated: what is salvaged is bit-equal, nothing whole is missed, no crash."""
+"""Files cut at every class of byte, and mutated: what is salvaged is bit-equal, nothing whole is
+missed, no crash.
+"""
 
 import struct
 import zipfile
@@ -46,7 +48,9 @@ def tensors() -> "dict[str, Any]":
 
 def raw(tensor: Any) -> bytes:
     return (
-        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if tensor.numel() else b""
+        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if tensor.numel()
+        else b""
     )
 
 
@@ -63,7 +67,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     torch.save(tensors(), folder / "model.bin")
     torch.save(tensors(), folder / "legacy.bin", _use_new_zipfile_serialization=False)
     save_file(
-        {name: tensor.clone().contiguous() for name, tensor in tensors().items()}, folder / "m.safetensors"
+        {name: tensor.clone().contiguous() for name, tensor in tensors().items()},
+        folder / "m.safetensors",
     )
     names = {ZIP: "model.bin", LEGACY: "legacy.bin", SAFETENSORS: "m.safetensors"}
     return Files({kind: (folder / name).read_bytes() for kind, name in names.items()})
@@ -71,7 +76,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 def bytes_of(tensor: StoredTensor) -> bytes:
     with OpenFiles() as opened:
-        return b"".join(bytes(block) for block in tensor.blocks(opened, memoryview(bytearray(1 << 16))))
+        return b"".join(
+            bytes(block) for block in tensor.blocks(opened, memoryview(bytearray(1 << 16)))
+        )
 
 
 def salvaged(kind: str, path: Path, **options: Any) -> "tuple[SavedDict, ...]":
@@ -96,20 +103,26 @@ def ends(kind: str, path: Path) -> "dict[str, int]":
         if kind == SAFETENSORS:
             from ckptfix.formats.safetensors_file import read_safetensors
 
-            offsets = {one.fqn: one.data_offsets or (0, 0) for one in read_safetensors(reader).tensors}
+            offsets = {
+                one.fqn: one.data_offsets or (0, 0) for one in read_safetensors(reader).tensors
+            }
             return {name: end if end > begin else 0 for name, (begin, end) in offsets.items()}
         file: TorchFile = read_torch_file(reader)
     found = {}
     for one in file.state_dicts[0].tensors:
         tensor = expected[one.fqn]
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        last = (tensor.storage_offset() + reach + 1) * tensor.element_size() if tensor.numel() else 0
+        last = (
+            (tensor.storage_offset() + reach + 1) * tensor.element_size() if tensor.numel() else 0
+        )
         found[one.fqn] = file.storage_ranges[one.storage_key][0] + last if last else 0
     return found
 
 
 def cuts(data: bytes) -> Iterator[int]:
-    """Yield offsets of every class of byte: around the beginnings of records, descriptors and the directory's parts."""
+    """Yield offsets of every class of byte: around the beginnings of records, descriptors and the
+    directory's parts.
+    """
     interesting = {0, 1, 4, 7, 8, 9, 30, len(data) - 1}
     for mark in (b"PK\3\4", b"PK\7\x08"):
         at = data.find(mark)
@@ -123,7 +136,9 @@ def cuts(data: bytes) -> Iterator[int]:
 
 
 def check_cut(kind: str, data: bytes, cut: int, folder: Path, limits: "dict[str, int]") -> bool:
-    """Cut a file and salvage it: exactly what ends before the cut is there. False: nothing can be read at all."""
+    """Cut a file and salvage it: exactly what ends before the cut is there. False: nothing can be
+    read at all.
+    """
     path = folder / ("cut.safetensors" if kind == SAFETENSORS else "cut.bin")
     path.write_bytes(data[:cut])
     try:
@@ -148,7 +163,9 @@ def test_cut_at_every_class_of_byte(kind: str, files: Files, tmp_path: Path) -> 
     whole.write_bytes(data)
     limits = ends(kind, whole)
     readable = [check_cut(kind, data, cut, tmp_path, limits) for cut in cuts(data)]
-    assert readable == sorted(readable), "once the names are whole, they are read at every later cut"
+    assert readable == sorted(readable), (
+        "once the names are whole, they are read at every later cut"
+    )
     first = min(end for end in limits.values() if end)
     for end in {*limits.values(), first - 1}:
         for cut in (end - 1, end, end + 1):
@@ -157,7 +174,9 @@ def test_cut_at_every_class_of_byte(kind: str, files: Files, tmp_path: Path) -> 
 
 
 @settings(
-    max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(80),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data(), kind=st.sampled_from([ZIP, LEGACY, SAFETENSORS]))
 def test_cut_anywhere(data: Any, kind: str, files: Files, tmp_path: Path) -> None:
@@ -170,10 +189,14 @@ def test_cut_anywhere(data: Any, kind: str, files: Files, tmp_path: Path) -> Non
 
 
 @settings(
-    max_examples=examples(250), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(250),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data(), kind=st.sampled_from([ZIP, LEGACY, SAFETENSORS]), keep=st.booleans())
-def test_mutated_files_never_crash(data: Any, kind: str, keep: bool, files: Files, tmp_path: Path) -> None:
+def test_mutated_files_never_crash(
+    data: Any, kind: str, keep: bool, files: Files, tmp_path: Path
+) -> None:
     content = bytearray(files[kind])
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, max(0, len(content) - 1)))
@@ -194,7 +217,9 @@ def test_mutated_files_never_crash(data: Any, kind: str, keep: bool, files: File
     path = tmp_path / ("mutated.safetensors" if kind == SAFETENSORS else "mutated.bin")
     path.write_bytes(content)
     try:
-        dicts = salvaged(kind, path, keep_damaged=keep) if kind != SAFETENSORS else salvaged(kind, path)
+        dicts = (
+            salvaged(kind, path, keep_damaged=keep) if kind != SAFETENSORS else salvaged(kind, path)
+        )
     except FormatError:
         return
     for found in dicts:
@@ -245,7 +270,9 @@ def test_a_flipped_bit_in_the_names_leaves_nothing_to_believe(files: Files, tmp_
 
 
 def test_a_tail_of_zeros_is_no_tensor(files: Files, tmp_path: Path) -> None:
-    """A file that was allocated and never written to its end: bytes are there, and are not the tensor's."""
+    """A file that was allocated and never written to its end: bytes are there, and are not the
+    tensor's.
+    """
     path = tmp_path / "x.bin"
     content = files[ZIP]
     begin, length = storage_of(content, "flat.0", path)
@@ -297,7 +324,10 @@ def test_without_checksums_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_a_zip_of_another_writer_has_sizes_in_its_headers(files: Files, tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(files[ZIP])
-    with zipfile.ZipFile(tmp_path / "x.bin") as old, zipfile.ZipFile(tmp_path / "y.bin", "w") as new:
+    with (
+        zipfile.ZipFile(tmp_path / "x.bin") as old,
+        zipfile.ZipFile(tmp_path / "y.bin", "w") as new,
+    ):
         for name in old.namelist():
             new.writestr(name, old.read(name))
     data = (tmp_path / "y.bin").read_bytes()
@@ -350,7 +380,9 @@ def test_a_training_dict(tmp_path: Path) -> None:
     (found,) = salvage_torch(tmp_path / "x.pt")
     assert found.path == ("model",)
     assert [one.fqn for one in found.tensors] == ["weight", "bias"]
-    assert [bytes_of(one) for one in found.tensors] == [raw(p.detach()) for p in (model.weight, model.bias)]
+    assert [bytes_of(one) for one in found.tensors] == [
+        raw(p.detach()) for p in (model.weight, model.bias)
+    ]
     assert {one.name for one in found.lost} == {"epoch", "optimizer"}
     assert found.versions == {"": 1}
 
@@ -358,7 +390,9 @@ def test_a_training_dict(tmp_path: Path) -> None:
 def test_ties_of_safetensors_follow_what_they_are_tied_to(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file(
-        {"a": torch.ones(4), "b": torch.ones(4)}, path, metadata={"m.a": "a", "m.b": "b", "format": "pt"}
+        {"a": torch.ones(4), "b": torch.ones(4)},
+        path,
+        metadata={"m.a": "a", "m.b": "b", "format": "pt"},
     )
     path.write_bytes(path.read_bytes()[:-1])
     found = salvage_safetensors(path)

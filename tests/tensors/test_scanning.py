@@ -1,4 +1,6 @@
-"""The scan of values agrees with torch on every pattern of small dtypes, and finds pages of zeros."""
+"""The scan of values agrees with torch on every pattern of small dtypes, and finds pages of
+zeros.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,8 @@ def test_every_pattern_of_a_small_dtype(dtype: torch.dtype) -> None:
     patterns = numpy.arange(1 << (8 * width), dtype=f"<u{width}")
     values = torch.from_numpy(patterns.view(numpy.uint8).copy()).view(dtype)
     assert found(scan(name_of(dtype), raw(values))) == expected(values)
-    for number in range(0, len(values), 1 if width == 1 else 97):  # each alone: the two reductions decide
+    # Each alone: the two reductions decide.
+    for number in range(0, len(values), 1 if width == 1 else 97):
         alone = values[number : number + 1]
         assert found(scan(name_of(dtype), raw(alone))) == expected(alone), number
 
@@ -90,7 +93,10 @@ def test_borders_of_a_large_dtype(dtype: torch.dtype) -> None:
             values = torch.full((3000,), base, dtype=dtype)
             values[1234] = complex(0, value) if dtype.is_complex else value
             for block in (1 << 20, 1600):
-                assert found(scan(name_of(dtype), raw(values), block)) == expected(values), (value, base)
+                assert found(scan(name_of(dtype), raw(values), block)) == expected(values), (
+                    value,
+                    base,
+                )
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=generator)
     assert found(scan(name_of(dtype), raw(bits), 4096)) == expected(bits.view(dtype))
@@ -132,7 +138,9 @@ def test_zero_pages_are_those_that_a_look_at_every_page_of_every_piece_finds(
     result = search(pieces, bytes(data), block)
     assert result.pages == len(pages)
     inside = [
-        (pieces.index(run.piece), begin) for run in result.runs for begin in range(run.begin, run.end, PAGE)
+        (pieces.index(run.piece), begin)
+        for run in result.runs
+        for begin in range(run.begin, run.end, PAGE)
     ]
     assert inside == pages
     neighbours = zip(result.runs, result.runs[1:], strict=False)

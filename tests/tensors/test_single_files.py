@@ -1,4 +1,6 @@
-"""What is found in files of safetensors and torch beside plain tensors: words, views, tensors of torch's own kinds."""
+"""What is found in files of safetensors and torch beside plain tensors: words, views, tensors of
+torch's own kinds.
+"""
 
 import json
 import warnings
@@ -45,7 +47,9 @@ def test_words_that_shards_do_not_agree_on(tmp_path: Path) -> None:
 
 
 def test_a_tie_that_is_recorded_in_another_shard(tmp_path: Path) -> None:
-    weights = opened(two_shards(tmp_path, {"format": "pt", "head.weight": "emb.weight"}, {"format": "pt"}))
+    weights = opened(
+        two_shards(tmp_path, {"format": "pt", "head.weight": "emb.weight"}, {"format": "pt"})
+    )
     assert weights.ties == {"head.weight": "emb.weight"}
     assert weights.metadata == {"format": "pt"}
 
@@ -54,7 +58,10 @@ def test_what_an_index_says(tmp_path: Path) -> None:
     weights = opened(
         two_shards(tmp_path, {}, {}, metadata={"total_size": 24, "license": "mit"}, made_by="me")
     )
-    assert weights.index_words == {"metadata": {"total_size": 24, "license": "mit"}, "made_by": "me"}
+    assert weights.index_words == {
+        "metadata": {"total_size": 24, "license": "mit"},
+        "made_by": "me",
+    }
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -69,9 +76,14 @@ def test_names_of_any_length(tmp_path: Path, legacy: bool) -> None:
 def test_a_name_that_is_too_long_to_be_read_is_an_error(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "x" * (1 << 20): torch.ones(3)}, tmp_path / "pytorch_model.bin")
     assert len(opened(tmp_path).tensors) == 2
-    for long in ({"x" * 1_048_577: torch.ones(3)}, {"x" * 1_048_577: torch.ones(3), "w": torch.ones(2)}):
+    for long in (
+        {"x" * 1_048_577: torch.ones(3)},
+        {"x" * 1_048_577: torch.ones(3), "w": torch.ones(2)},
+    ):
         torch.save(long, tmp_path / "pytorch_model.bin")
-        with pytest.raises(OperationError, match="a name of 1048577 bytes, at most 1048576 are read"):
+        with pytest.raises(
+            OperationError, match="a name of 1048577 bytes, at most 1048576 are read"
+        ):
             opened(tmp_path)
 
 
@@ -89,9 +101,18 @@ def coupled() -> torch.Tensor:
     ("make", "kind"),
     [
         (lambda: torch.zeros(4, dtype=torch.complex32), "a tensor of torch.complex32"),
-        (lambda: coupled().conj(), "a conjugated or negated tensor, whose bytes are not its numbers"),
-        (lambda: coupled().conj().imag, "a conjugated or negated tensor, whose bytes are not its numbers"),
-        (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "torch.float4_e2m1fn_x2"),
+        (
+            lambda: coupled().conj(),
+            "a conjugated or negated tensor, whose bytes are not its numbers",
+        ),
+        (
+            lambda: coupled().conj().imag,
+            "a conjugated or negated tensor, whose bytes are not its numbers",
+        ),
+        (
+            lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+            "torch.float4_e2m1fn_x2",
+        ),
         (lambda: quantized(torch.qint8), "a quantized tensor (torch.qint8)"),
         (lambda: quantized(torch.quint8), "a quantized tensor (torch.quint8)"),
         (lambda: torch.eye(3).to_sparse(), "a sparse tensor"),
@@ -102,11 +123,16 @@ def coupled() -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("as_parameter", [False, True])
-def test_tensors_that_only_torch_can_store(tmp_path: Path, make: Any, kind: str, as_parameter: bool) -> None:
+def test_tensors_that_only_torch_can_store(
+    tmp_path: Path, make: Any, kind: str, as_parameter: bool
+) -> None:
     made = make()
     if as_parameter:
         made = torch.nn.Parameter(made, requires_grad=False)
-    torch.save({"w": made, "b": torch.ones(2), "m._extra_state": {"amax": 1}}, tmp_path / "pytorch_model.bin")
+    torch.save(
+        {"w": made, "b": torch.ones(2), "m._extra_state": {"amax": 1}},
+        tmp_path / "pytorch_model.bin",
+    )
     weights = opened(tmp_path)
     assert weights.unread.keys() == {"w"}
     assert weights.unread["w"].endswith(kind)

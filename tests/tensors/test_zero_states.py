@@ -1,4 +1,6 @@
-"""Optimizer states of DeepSpeed by fqn: of real checkpoints of every ZeRO stage, and of made ones of any shape."""
+"""Optimizer states of DeepSpeed by fqn: of real checkpoints of every ZeRO stage, and of made ones
+of any shape.
+"""
 
 import shutil
 from collections.abc import Mapping
@@ -33,7 +35,9 @@ def opened(root: Path) -> OptimizerState:
 
 
 def tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: loaded(value) for name, value in values.items() if isinstance(value, StoredTensor)}
+    return {
+        name: loaded(value) for name, value in values.items() if isinstance(value, StoredTensor)
+    }
 
 
 def moments_of(names: dict[str, torch.Tensor], step: float) -> dict[str, dict[str, torch.Tensor]]:
@@ -78,8 +82,9 @@ def test_the_optimizers_of_real_runs(name: str) -> None:
         }
         assert found["step"] == 2
         assert (found["exp_avg_sq"] >= 0).all(), fqn
-        # After two steps of Adam: m = .1 g1 * .9 + .1 g2, v = .001 g1^2 * .999 + .001 g2^2, so m^2 <= 19 v: a moment
-        # in another's place, or shifted by an element, breaks this as soon as one gradient is near zero.
+        # After two steps of Adam: m = .1 g1 * .9 + .1 g2, v = .001 g1^2 * .999 + .001 g2^2, so m^2
+        # <= 19 v: a moment in another's place, or shifted by an element, breaks this as soon as one
+        # gradient is near zero.
         assert (found["exp_avg"].square() <= 19.1 * found["exp_avg_sq"] + 1e-20).all(), fqn
     assert state.extra["dynamic_loss_scale"] is False
     assert state.extra["model_states"]["global_steps"] == 2
@@ -91,14 +96,18 @@ def test_the_optimizers_of_real_runs(name: str) -> None:
 
 
 def test_the_parameters_of_round_robin_are_in_the_order_of_the_optimizer() -> None:
-    """Their partitions are not: the second and the third of group 0 would change places for three ranks or two."""
+    """Their partitions are not: the second and the third of group 0 would change places for three
+    ranks or two.
+    """
     dealt = opened(FIXTURES / "zero2-round-robin" / "checkpoint")
     assert list(dealt.shapes)[3:] != ORDER[1]
     assert list(dealt.groups[1].names) == ORDER[1]
 
 
 def test_an_optimizer_without_zero_is_not_passed_over() -> None:
-    with pytest.raises(OperationError, match=r"of DeepSpeed without ZeRO is in the model states.*; next: "):
+    with pytest.raises(
+        OperationError, match=r"of DeepSpeed without ZeRO is in the model states.*; next: "
+    ):
         open_optimizers(FIXTURES / "zero0" / "checkpoint")
 
 
@@ -128,9 +137,13 @@ def test_any_moments_on_any_number_of_ranks(
         if stage < 3 and sum(tensor.numel() for tensor in group.values()) < 2 * ranks * ranks:
             group[f"g{number}.filling"] = torch.randn(2 * ranks * ranks)
     moments = {name: one for group in made for name, one in moments_of(group, 5.0).items()}
-    options = [{"lr": 0.1 * number, "betas": (0.9, 0.99), "foreach": None} for number in range(len(made))]
+    options = [
+        {"lr": 0.1 * number, "betas": (0.9, 0.99), "foreach": None} for number in range(len(made))
+    ]
     root = tmp_path_factory.mktemp("zero")
-    make_zero(root, made, stage=stage, ranks=ranks, sub_group=sub_group, moments=moments, options=options)
+    make_zero(
+        root, made, stage=stage, ranks=ranks, sub_group=sub_group, moments=moments, options=options
+    )
     state = opened(root)
     assert [list(group.names) for group in state.groups] == [list(group) for group in made]
     assert [group.options for group in state.groups] == options
@@ -187,8 +200,12 @@ def test_ranks_that_disagree(tmp_path: Path, change: Any, message: str, stage: i
 def test_steps_that_the_group_counts(tmp_path: Path) -> None:
     """Older versions of DeepSpeed's FusedAdam have no step for a parameter."""
     parameters = trained((5, 3), (7,))
-    moments = {name: {"exp_avg": one["exp_avg"]} for name, one in moments_of(parameters, 1.0).items()}
-    make_zero(tmp_path, [parameters], stage=2, ranks=2, moments=moments, options=[{"lr": 0.1, "step": 6}])
+    moments = {
+        name: {"exp_avg": one["exp_avg"]} for name, one in moments_of(parameters, 1.0).items()
+    }
+    make_zero(
+        tmp_path, [parameters], stage=2, ranks=2, moments=moments, options=[{"lr": 0.1, "step": 6}]
+    )
     state = opened(tmp_path)
     assert {values["step"] for values in state.states.values()} == {6}
 
@@ -208,7 +225,9 @@ def test_an_optimizer_on_nvme_is_refused_by_name(tmp_path: Path) -> None:
     root = Path(shutil.copytree(FIXTURES / "zero3" / "checkpoint", tmp_path / "checkpoint"))
     (root / TAG / "offloaded_tensors" / "rank00").mkdir(parents=True)
     for read in (opened, open_checkpoint):
-        with pytest.raises(OtherKindError, match=r"offloaded to NVMe \(offloaded_tensors/\).*; next: "):
+        with pytest.raises(
+            OtherKindError, match=r"offloaded to NVMe \(offloaded_tensors/\).*; next: "
+        ):
             read(root)
 
 
@@ -236,7 +255,9 @@ def test_states_that_were_never_written(tmp_path: Path) -> None:
 def make_universal(
     root: Path, source: Path, moments: Mapping[str, Mapping[str, torch.Tensor]], *, is_flat: bool
 ) -> None:
-    """Make the universal checkpoint that ``ds_to_universal.py`` makes of a folder of ``make_zero``."""
+    """Make the universal checkpoint that ``ds_to_universal.py`` makes of a folder of
+    ``make_zero``.
+    """
     root.mkdir()
     for path in source.glob("*_model_states.pt"):
         shutil.copy(path, root)
@@ -254,7 +275,8 @@ def make_universal(
     base = first["optimizer_state_dict" if is_flat else "base_optimizer_state"]
     shared: dict[str, Any] = {"param_groups": base["param_groups"], "overflow": False}
     torch.save(
-        shared | ({"optimizer_state_dict": base} if is_flat else {}), root / "zero" / "optimizer_state.pt"
+        shared | ({"optimizer_state_dict": base} if is_flat else {}),
+        root / "zero" / "optimizer_state.pt",
     )
 
 
@@ -265,7 +287,12 @@ def test_universal_checkpoints(tmp_path: Path, stage: int) -> None:
     options = [{"lr": 0.1}, {"lr": 0.2}]
     frozen = {"still.weight": torch.randn(9)}
     buffers = {"mean": torch.randn(3)}
-    made: dict[str, Any] = {"frozen": frozen, "buffers": buffers, "sub_group": 4, "options": options}
+    made: dict[str, Any] = {
+        "frozen": frozen,
+        "buffers": buffers,
+        "sub_group": 4,
+        "options": options,
+    }
     make_zero(tmp_path / "source", groups, stage=stage, ranks=2, moments=moments, **made)
     make_universal(tmp_path / "universal", tmp_path / "source", moments, is_flat=stage == 3)
     state = opened(tmp_path / "universal")
@@ -281,16 +308,22 @@ def test_universal_checkpoints(tmp_path: Path, stage: int) -> None:
     assert PurePosixPath("zero/a0.weight/fp32.pt") in weights.files
     shutil.rmtree(tmp_path / "universal" / "zero" / "a1.weight")
     for read in (opened, open_checkpoint):
-        with pytest.raises(OperationError, match=r"a1\.weight.*: missing, although the model states list"):
+        with pytest.raises(
+            OperationError, match=r"a1\.weight.*: missing, although the model states list"
+        ):
             read(tmp_path / "universal")
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc/passwd"])
 def test_a_universal_checkpoint_leads_nowhere_else(tmp_path: Path, name: str) -> None:
     parameters = {name: torch.ones(3)}
-    make_zero(tmp_path / "source", [parameters], stage=3, ranks=1, moments=moments_of(parameters, 1.0))
+    make_zero(
+        tmp_path / "source", [parameters], stage=3, ranks=1, moments=moments_of(parameters, 1.0)
+    )
     (tmp_path / "universal" / "zero").mkdir(parents=True)
-    shutil.copy(tmp_path / "source" / "zero_pp_rank_0_mp_rank_00_model_states.pt", tmp_path / "universal")
+    shutil.copy(
+        tmp_path / "source" / "zero_pp_rank_0_mp_rank_00_model_states.pt", tmp_path / "universal"
+    )
     with pytest.raises(OperationError, match="is not the name of a parameter; next: "):
         open_checkpoint(tmp_path / "universal")
 
@@ -300,7 +333,11 @@ def test_a_tensor_of_another_size(tmp_path: Path) -> None:
     moments = moments_of(parameters, 1.0)
     make_zero(tmp_path / "source", [parameters], stage=2, ranks=1, moments=moments)
     make_universal(tmp_path / "universal", tmp_path / "source", moments, is_flat=False)
-    torch.save({"param": torch.ones(16)}, tmp_path / "universal" / "zero" / "p0.weight" / "exp_avg.pt")
+    torch.save(
+        {"param": torch.ones(16)}, tmp_path / "universal" / "zero" / "p0.weight" / "exp_avg.pt"
+    )
     assert open_checkpoint(tmp_path / "universal").weights
-    with pytest.raises(OperationError, match=r"'p0\.weight\.exp_avg' has the shape \[16\], .* \[5, 3\]"):
+    with pytest.raises(
+        OperationError, match=r"'p0\.weight\.exp_avg' has the shape \[16\], .* \[5, 3\]"
+    ):
         opened(tmp_path / "universal")

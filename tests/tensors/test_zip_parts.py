@@ -64,7 +64,10 @@ def test_every_record_is_there_aligned_and_right() -> None:
             [
                 NewRecord("archive/data.pkl", Literal(b"a pickle")),
                 NewRecord("archive/ünicode", Literal(b"")),
-                *(NewRecord(f"archive/data/{name}", Data(name, len(data))) for name, data in sources.items()),
+                *(
+                    NewRecord(f"archive/data/{name}", Data(name, len(data)))
+                    for name, data in sources.items()
+                ),
                 NewRecord("archive/id", Computed(8, lambda crcs: b"%08x" % crcs["one"])),
             ]
         )
@@ -80,7 +83,12 @@ def test_every_record_is_there_aligned_and_right() -> None:
 
 def test_an_archive_can_stand_anywhere_in_a_file(tmp_path: Path) -> None:
     parts = tuple(
-        zip_parts([NewRecord("archive/data.pkl", Literal(b"\x80\2N.")), NewRecord("archive/x", Data("x", 3))])
+        zip_parts(
+            [
+                NewRecord("archive/data.pkl", Literal(b"\x80\2N.")),
+                NewRecord("archive/x", Data("x", 3)),
+            ]
+        )
     )
     data = written(parts, {"x": b"abc"})
     path = tmp_path / "items.distcp"
@@ -120,7 +128,9 @@ def test_records_and_offsets_from_4_gib_on(tmp_path: Path, size: int) -> None:
             assert record.data_offset % 64 == 0
         huge, small, empty = records["m/data/0"], records["m/data/1"], records["m/empty"]
         wide = size >= U32
-        descriptor = reader.read(huge.data_offset + size, small.header_offset - huge.data_offset - size)
+        descriptor = reader.read(
+            huge.data_offset + size, small.header_offset - huge.data_offset - size
+        )
         expected = struct.pack("<IQQ" if wide else "<III", 0x12345678, size, size)
         assert descriptor == b"PK\7\x08" + expected
         # A record that begins beyond 4 GiB has 64-bit sizes in its descriptor, however small it is.
@@ -129,7 +139,9 @@ def test_records_and_offsets_from_4_gib_on(tmp_path: Path, size: int) -> None:
             b"PK\7\x08" + struct.pack("<IQQ", crcs["small"], 8, 8)
         )
         header = reader.read(small.header_offset, small.data_offset - small.header_offset)
-        assert header[30:].startswith(b"m/data/1" + struct.pack("<HHQ", 1, 8, small.header_offset) + b"FB")
+        assert header[30:].startswith(
+            b"m/data/1" + struct.pack("<HHQ", 1, 8, small.header_offset) + b"FB"
+        )
 
 
 @pytest.mark.slow
@@ -155,7 +167,11 @@ def test_torch_reads_a_file_beyond_4_gib(tmp_path: Path) -> None:
         raw.seek(records["model/data/2"].data_offset)
         raw.write(struct.pack("<qqq", 1, 2, 3))
     loaded = torch.load(path, weights_only=True, mmap=True)
-    assert (int(loaded["huge"][-1]), int(loaded["huge"][-2]), loaded["z"].tolist()) == (7, 0, [1, 2, 3])
+    assert (int(loaded["huge"][-1]), int(loaded["huge"][-2]), loaded["z"].tolist()) == (
+        7,
+        0,
+        [1, 2, 3],
+    )
     assert loaded["a"].tolist() == [0] * 10
 
 

@@ -1,4 +1,6 @@
-"""Write new files from their parts the plain way, one part after the other, and read what checkpoints hold."""
+"""Write new files from their parts the plain way, one part after the other, and read what
+checkpoints hold.
+"""
 
 import hashlib
 import os
@@ -18,7 +20,9 @@ from ckptfix.tensors.stored import Weights, digest_head, tensor_digest
 
 
 def write_file(root: Path, file: OutputFile, source: Callable[[str], Iterator[memoryview]]) -> Path:
-    """Write one new file below ``root``; ``source`` gives the bytes of a tensor by its name. Returns its path."""
+    """Write one new file below ``root``; ``source`` gives the bytes of a tensor by its name.
+    Returns its path.
+    """
     path = root / file.path
     path.parent.mkdir(parents=True, exist_ok=True)
     crcs: dict[str, int] = {}
@@ -46,7 +50,9 @@ def write_file(root: Path, file: OutputFile, source: Callable[[str], Iterator[me
     return path
 
 
-def write_tensors(root: Path, files: tuple[OutputFile, ...], tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(
+    root: Path, files: tuple[OutputFile, ...], tensors: Mapping[str, torch.Tensor]
+) -> None:
     """Write new files whose tensors are these."""
     for file in files:
         write_file(root, file, lambda fqn: iter([memoryview(raw(tensors[fqn]))]))
@@ -59,7 +65,9 @@ def write_states(root: Path, new: NewStates) -> None:
         stored = new.sources[key]
         with OpenFiles() as files:
             for block in stored.blocks(files, memoryview(bytearray(1 << 16))):
-                yield converter(stored.dtype, new.dtypes[key])(block) if key in new.dtypes else block
+                yield (
+                    converter(stored.dtype, new.dtypes[key])(block) if key in new.dtypes else block
+                )
 
     for file in new.files:
         write_file(root, file, source)
@@ -88,11 +96,15 @@ def new_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[list[NewTensor], d
 def torch_digest(tensor: torch.Tensor) -> str:
     """Return the digest that ``tensor_digest`` gives the same tensor in a file."""
     nouns = {getattr(torch, name): noun for name, noun in TORCH_DTYPES.items()}
-    return hashlib.sha256(digest_head(nouns[tensor.dtype], tuple(tensor.shape)) + raw(tensor)).hexdigest()
+    return hashlib.sha256(
+        digest_head(nouns[tensor.dtype], tuple(tensor.shape)) + raw(tensor)
+    ).hexdigest()
 
 
 def digests(weights: Weights) -> dict[str, str]:
     """Return the digest of every tensor of a model, by every name it has."""
     buffer = memoryview(bytearray(1 << 16))
     with OpenFiles() as files:
-        return {fqn: tensor_digest(tensor, files, buffer) for fqn, tensor in weights.named().items()}
+        return {
+            fqn: tensor_digest(tensor, files, buffer) for fqn, tensor in weights.named().items()
+        }

@@ -28,8 +28,8 @@ def make_zero(
 ) -> None:
     """Write the files of all ranks. ``changed``: what the model states have instead.
 
-    ``moments``: name -> state -> tensor, for every parameter; then the sub-groups are those of DeepSpeed, with the
-    shapes of each. ``options``: of each group.
+    ``moments``: name -> state -> tensor, for every parameter; then the sub-groups are those of
+    DeepSpeed, with the shapes of each. ``options``: of each group.
     """
     folder.mkdir(parents=True, exist_ok=True)
     frozen, buffers, shared = dict(frozen or {}), dict(buffers or {}), shared or {}
@@ -51,7 +51,9 @@ def make_zero(
                 OrderedDict((name, tensor.shape) for name, tensor in group.items())
                 for group in (groups if stage < 3 else sub_groups(groups, ranks, sub_group)[0])
             ],
-            "frozen_param_shapes": OrderedDict((name, tensor.shape) for name, tensor in frozen.items()),
+            "frozen_param_shapes": OrderedDict(
+                (name, tensor.shape) for name, tensor in frozen.items()
+            ),
             "frozen_param_fragments": OrderedDict(fragments),
             "shared_params": dict(shared),
             "dp_world_size": ranks,
@@ -61,7 +63,9 @@ def make_zero(
         }
         of_rank = f"zero_pp_rank_{rank}_mp_rank_00"
         if stage == 3 or rank == 0:
-            torch.save(states, folder / f"{of_rank if stage == 3 else 'mp_rank_00'}_model_states.pt")
+            torch.save(
+                states, folder / f"{of_rank if stage == 3 else 'mp_rank_00'}_model_states.pt"
+            )
         optimizer = _partitions(groups, stage, rank, ranks, sub_group)
         if moments is not None:
             optimizer |= _optimizer(
@@ -100,14 +104,20 @@ def _partitions(
             mine = mine[: max(0, len(mine) - padding)]
         found.append(mine.clone())
     counts = [ranks] * len(groups)
-    return {"zero_stage": stage, "partition_count": counts, "single_partition_of_fp32_groups": found}
+    return {
+        "zero_stage": stage,
+        "partition_count": counts,
+        "single_partition_of_fp32_groups": found,
+    }
 
 
 Group = dict[str, torch.Tensor]
 
 
 def sub_groups(groups: list[Group], ranks: int, size: int) -> tuple[list[Group], list[list[int]]]:
-    """Return the sub-groups of ZeRO-3, and the numbers of those that each group has (``stage3.py``)."""
+    """Return the sub-groups of ZeRO-3, and the numbers of those that each group has
+    (``stage3.py``).
+    """
     made: list[Group] = []
     members: list[list[int]] = []
     for group in groups:
@@ -138,7 +148,9 @@ def _optimizer(
     moments: Mapping[str, Mapping[str, torch.Tensor]],
     options: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return what the states of one rank have of the optimizer, of DeepSpeed's and PyTorch's own."""
+    """Return what the states of one rank have of the optimizer, of DeepSpeed's and PyTorch's
+    own.
+    """
     flats, members = (groups, [[number] for number in range(len(groups))])
     if stage == 3:
         flats, members = sub_groups(groups, ranks, sub_group)
@@ -162,5 +174,7 @@ def _optimizer(
     base = {"state": states, "param_groups": listed}
     if stage < 3:
         return {"base_optimizer_state": base}
-    whole_flats = [flat([share(tensor, rank, ranks) for tensor in group.values()]) for group in flats]
+    whole_flats = [
+        flat([share(tensor, rank, ranks) for tensor in group.values()]) for group in flats
+    ]
     return {"optimizer_state_dict": base, "fp32_flat_groups": whole_flats}

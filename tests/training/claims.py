@@ -2,7 +2,8 @@
 
     python -m tests.training.claims FOLDER
 
-prints one JSON list: for each kind of object, form and verb the claim, the stock's count and the files that it saves.
+prints one JSON list: for each kind of object, form and verb the claim, the stock's count and the
+files that it saves.
 """
 
 import json

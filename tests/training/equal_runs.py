@@ -1,10 +1,12 @@
-"""Training loops whose saves, evaluations and data draw random numbers: guarded, their losses are those of stock.
+"""Training loops whose saves, evaluations and data draw random numbers: guarded, their losses are
+those of stock.
 
     python -m tests.training.equal_runs FOLDER PROCESSES [NAME ...]
 
-Each loop is run by stock accelerate, by ``patch_accelerate`` (which ``ckptfix run`` calls) and by the guarded
-Accelerator, and once more killed after its first save and resumed. Prints one line of JSON for each: the ways in which
-it went, and the first record of each way that is not that of stock. Trainers of transformers are run with the patch.
+Each loop is run by stock accelerate, by ``patch_accelerate`` (which ``ckptfix run`` calls) and by
+the guarded Accelerator, and once more killed after its first save and resumed. Prints one line of
+JSON for each: the ways in which it went, and the first record of each way that is not that of
+stock. Trainers of transformers are run with the patch.
 """
 
 import hashlib
@@ -33,12 +35,16 @@ from tests.training.ranks import run_ranks
 
 SAMPLES, BATCH, EPOCHS, WIDTH = 24, 2, 3, 8
 FIRST_SAVE, LAST_SAVE = 4, 9
-"""Steps after which a loop saves: with two processes an epoch has 6 steps, so that both are in the middle of one."""
+"""Steps after which a loop saves: with two processes an epoch has 6 steps, so that both are in the
+middle of one.
+"""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop. ``hook``: the save hook it registers; ``custom``: what its registered object draws."""
+    """A training loop. ``hook``: the save hook it registers; ``custom``: what its registered object
+    draws.
+    """
 
     hook: str = ""
     custom: str = ""
@@ -95,10 +101,11 @@ LOOPS = {
 
 @dataclass(frozen=True)
 class TrainerRun:
-    """A run of a Trainer. ``draws``: the method of a callback, or of the Trainer itself, that draws.
+    """A run of a Trainer. ``draws``: the method of a callback, or of the Trainer itself, that
+    draws.
 
-    ``at_end``: the first save is at the end of an epoch. ``resumes``: a resume goes on with the numbers of the
-    uninterrupted run.
+    ``at_end``: the first save is at the end of an epoch. ``resumes``: a resume goes on with the
+    numbers of the uninterrupted run.
     """
 
     draws: str
@@ -116,12 +123,16 @@ TRAINERS = {
     "Trainer, state": TrainerRun("state", augment=True),
     "Trainer, state at the end of an epoch": TrainerRun("state", augment=True, at_end=True),
     "Trainer, _save": TrainerRun("_save", augment=True, workers=2),
-    # The checkpoint is complete, and in its place, when on_save is called: what is drawn there is not in it.
+    # The checkpoint is complete, and in its place, when on_save is called: what is drawn there is
+    # not in it.
     "Trainer, on_save": TrainerRun("on_save", resumes=False),
 }
 """Trainers of transformers."""
 
-IMPORTS = {"diffusers": "diffusers.training_utils", "gpt2": "transformers.models.gpt2.modeling_gpt2"}
+IMPORTS = {
+    "diffusers": "diffusers.training_utils",
+    "gpt2": "transformers.models.gpt2.modeling_gpt2",
+}
 
 
 class Samples(Dataset):  # type: ignore[misc]
@@ -134,7 +145,12 @@ class Samples(Dataset):  # type: ignore[misc]
     def __getitem__(self, index: int) -> torch.Tensor:
         value = torch.linspace(0, 1, WIDTH) + index / SAMPLES
         if self.augment:
-            value = value + 0.1 * torch.rand(WIDTH) + 0.1 * random.random() + 0.1 * float(np.random.normal())
+            value = (
+                value
+                + 0.1 * torch.rand(WIDTH)
+                + 0.1 * random.random()
+                + 0.1 * float(np.random.normal())
+            )
         return value
 
 
@@ -241,13 +257,17 @@ class Run:
             accelerator.init_trackers("run")
         set_seed(3)
         models = [self.make_model() for _ in range(2 if loop.two_models else 1)]
-        optimizer: Any = torch.optim.AdamW([one for model in models for one in model.parameters()], lr=1e-2)
+        optimizer: Any = torch.optim.AdamW(
+            [one for model in models for one in model.parameters()], lr=1e-2
+        )
         scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
         data: Any = Stream() if loop.iterable else Samples(loop.augment)
         options = {} if loop.iterable else {"shuffle": True}
         loader = DataLoader(data, batch_size=BATCH, num_workers=loop.workers, **options)
-        self.loader, self.held_out, self.optimizer, self.scheduler, *self.models = accelerator.prepare(
-            loader, DataLoader(Samples(False), batch_size=BATCH), optimizer, scheduler, *models
+        self.loader, self.held_out, self.optimizer, self.scheduler, *self.models = (
+            accelerator.prepare(
+                loader, DataLoader(Samples(False), batch_size=BATCH), optimizer, scheduler, *models
+            )
         )
         if loop.custom:
             accelerator.register_for_checkpointing(Counter(loop.custom))
@@ -269,7 +289,9 @@ class Run:
             )
             return model
         return torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(loop.dropout), torch.nn.Linear(WIDTH, 1)
+            torch.nn.Linear(WIDTH, WIDTH),
+            torch.nn.Dropout(loop.dropout),
+            torch.nn.Linear(WIDTH, 1),
         )
 
     def save_hook(self, models: list[Any], weights: list[Any], output: str) -> None:
@@ -321,7 +343,9 @@ class Run:
                     self.save()
             if loop.evaluate:
                 self.evaluate()
-        self.records.append(digest(*(one for model in self.models for one in model.state_dict().values())))
+        self.records.append(
+            digest(*(one for model in self.models for one in model.state_dict().values()))
+        )
         return self.records
 
     def step(self, batch: torch.Tensor) -> None:
@@ -376,7 +400,9 @@ def digest(*values: Any) -> str:
     sha1 = hashlib.sha1(usedforsecurity=False)
     for value in values:
         is_tensor = isinstance(value, torch.Tensor)
-        sha1.update(value.detach().contiguous().numpy().tobytes() if is_tensor else repr(value).encode())
+        sha1.update(
+            value.detach().contiguous().numpy().tobytes() if is_tensor else repr(value).encode()
+        )
     return sha1.hexdigest()[:10]
 
 
@@ -395,7 +421,9 @@ def train_loop(name: str, folder: Path, mode: str, *, resume: bool, is_killed: b
         unpatch_accelerate()
 
 
-def train_trainer(name: str, folder: Path, mode: str, *, resume: bool, is_killed: bool) -> list[str]:
+def train_trainer(
+    name: str, folder: Path, mode: str, *, resume: bool, is_killed: bool
+) -> list[str]:
     """Run a Trainer on this rank, and return what its steps were."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import ExportableState
@@ -432,9 +460,10 @@ def train_trainer(name: str, folder: Path, mode: str, *, resume: bool, is_killed
     try:
         set_seed(3)
         arguments = TrainingArguments(
-            str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH, save_strategy="steps",
-            save_steps=first, eval_strategy="steps", eval_steps=3, report_to=[], use_cpu=True, logging_steps=1,
-            disable_tqdm=True, gradient_accumulation_steps=variant.accumulate, dataloader_num_workers=variant.workers,
+            str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH,
+            save_strategy="steps", save_steps=first, eval_strategy="steps", eval_steps=3,
+            report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True,
+            gradient_accumulation_steps=variant.accumulate, dataloader_num_workers=variant.workers,
             save_total_limit=2,
         )  # fmt: skip
         trainer = Saves(gpt2(0.1), arguments, train_dataset=Tokens(variant.augment), eval_dataset=Tokens(False),
@@ -476,11 +505,19 @@ def compare(name: str, folder: Path, processes: int) -> dict[str, Any]:
     def work(rank: int, ways: dict[str, str]) -> None:
         for way, how in ways.items():
             checkpoints = folder / ("killed" if way == "resumed" else way)
-            records = train(name, checkpoints, how, resume=way == "resumed", is_killed=way == "killed")
+            records = train(
+                name, checkpoints, how, resume=way == "resumed", is_killed=way == "killed"
+            )
             (folder / f"{way}.{rank}.json").write_text(json.dumps(records))
 
-    parts = {"through": {one: one for one in modes}, "killed": {"killed": mode}, "resumed": {"resumed": mode}}
-    statuses = {part: run_ranks(processes, partial(work, ways=ways)) for part, ways in parts.items()}
+    parts = {
+        "through": {one: one for one in modes},
+        "killed": {"killed": mode},
+        "resumed": {"resumed": mode},
+    }
+    statuses = {
+        part: run_ranks(processes, partial(work, ways=ways)) for part, ways in parts.items()
+    }
     differences = {}
     for rank in range(processes) if not any(statuses["through"] + statuses["resumed"]) else ():
         ways = [*modes, "resumed"]

@@ -1,4 +1,6 @@
-"""A hub on this machine: huggingface_hub's own client uploads to it, and it keeps the files of each commit."""
+"""A hub on this machine: huggingface_hub's own client uploads to it, and it keeps the files of each
+commit.
+"""
 
 import base64
 import json
@@ -13,7 +15,9 @@ Commit = dict[str, bytes]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers what ``create_repo`` and ``upload_folder`` ask; every file goes into the commit itself."""
+    """Answers what ``create_repo`` and ``upload_folder`` ask; every file goes into the commit
+    itself.
+    """
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -29,7 +33,11 @@ class _Handler(BaseHTTPRequestHandler):
             rows = [json.loads(line) for line in body.splitlines()]
             values = [row["value"] for row in rows if row["key"] == "file"]
             server.commits.append({one["path"]: base64.b64decode(one["content"]) for one in values})
-            answer = {"commitUrl": f"{url}/commit/{'0' * 40}", "commitOid": "0" * 40, "pullRequestUrl": None}
+            answer = {
+                "commitUrl": f"{url}/commit/{'0' * 40}",
+                "commitOid": "0" * 40,
+                "pullRequestUrl": None,
+            }
         self._answer(answer)
 
     def do_GET(self) -> None:

@@ -39,6 +39,8 @@ def counts(made: accelerate.Accelerator) -> tuple[int, int, int, int, int]:
 
 
 def computes_in_bf16(module: nn.Module) -> bool:
-    """Whether autocast is on in forward: the outputs are float32 again, but of bfloat16's few bits."""
+    """Whether autocast is on in forward: the outputs are float32 again, but of bfloat16's few
+    bits.
+    """
     result = module(torch.full((1, 10), 1.2345678))
     return bool((result.to(torch.bfloat16).to(torch.float32) == result).all())

@@ -33,8 +33,12 @@ def model(seed: int = 0) -> Counted:
 def chain(module: Any) -> list[str]:
     """Return the class names from the outermost wrapper to the model."""
     names = [type(module).__name__]
-    while isinstance(module, DataParallel | DistributedDataParallel | torch._dynamo.OptimizedModule):
-        module = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module.module
+    while isinstance(
+        module, DataParallel | DistributedDataParallel | torch._dynamo.OptimizedModule
+    ):
+        module = (
+            module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module.module
+        )
         names.append(type(module).__name__)
     return names
 
@@ -221,7 +225,9 @@ def fsdp2(_: Path) -> Seen:
     before = [parameter.full_tensor().clone() for parameter in first.parameters()]
     first(torch.ones(1, 10)).sum().backward()
     d.step()
-    changed = [bool((a != b.full_tensor()).any()) for a, b in zip(before, first.parameters(), strict=True)]
+    changed = [
+        bool((a != b.full_tensor()).any()) for a, b in zip(before, first.parameters(), strict=True)
+    ]
     try:
         accelerator.prepare(first, nn.Linear(1, 1), optimizer)
         refused = ""

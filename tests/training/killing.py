@@ -1,4 +1,6 @@
-"""Kill a child process at its n-th step on the file system, seen through audit events and named functions."""
+"""Kill a child process at its n-th step on the file system, seen through audit events and named
+functions.
+"""
 
 import os
 import signal
@@ -20,7 +22,9 @@ _EVENTS = {
 
 
 class Steps:
-    """Counts steps below ``root`` and kills the process at one of them. Steps before ``armed`` do not count."""
+    """Counts steps below ``root`` and kills the process at one of them. Steps before ``armed`` do
+    not count.
+    """
 
     def __init__(self, root: str, kill_at: int | None) -> None:
         self.root = root
@@ -42,7 +46,9 @@ class Steps:
         self.count += 1
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that is a step before and after what it does: for writers that raise no event."""
+        """Return a function that is a step before and after what it does: for writers that raise no
+        event.
+        """
 
         def stepping(*args: Any, **kwargs: Any) -> Any:
             self.step()

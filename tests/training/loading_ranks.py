@@ -68,13 +68,19 @@ def doubled_fixture(_: Path) -> Seen:
 
 @case
 def doubling_script(folder: Path) -> Seen:
-    """The script that prepares twice reads what a correct one wrote; stock says pytorch_model_1.bin is missing."""
+    """The script that prepares twice reads what a correct one wrote; stock says pytorch_model_1.bin
+    is missing.
+    """
     path = saved(folder, "doubling_script")
     run = fresh()
     run.accelerator._models.append(nn.parallel.DistributedDataParallel(run.models[0]))
     report = load_state_tolerant(run.accelerator, path)
     weight = run.models[0].fc1.weight.detach().clone()
-    return {"models": len(report.of("models")), "sum": float(weight.sum()), "complete": report.is_complete}
+    return {
+        "models": len(report.of("models")),
+        "sum": float(weight.sum()),
+        "complete": report.is_complete,
+    }
 
 
 @case
@@ -162,7 +168,9 @@ def a_hook_on_one_rank_alone(folder: Path) -> Seen:
 
 @case
 def fully_sharded(folder: Path) -> Seen:
-    """FSDP's own loading is called, after the files were looked at; code in a pickle stops it before."""
+    """FSDP's own loading is called, after the files were looked at; code in a pickle stops it
+    before.
+    """
     accelerator = Accelerator(cpu=True)
     turn_on_fsdp(accelerator, fsdp_version=1, state_dict_type="SHARDED_STATE_DICT")
     calls: list[str] = []
@@ -183,7 +191,12 @@ def fully_sharded(folder: Path) -> Seen:
         in_part = ""
     except LoadError as refusal:
         in_part = str(refusal)
-    return {"calls": calls == [str(path)], "report": str(report), "error": error, "in_part": in_part}
+    return {
+        "calls": calls == [str(path)],
+        "report": str(report),
+        "error": error,
+        "in_part": in_part,
+    }
 
 
 class Longer(TwoLayer):
@@ -206,20 +219,27 @@ def in_part(folder: Path) -> Seen:
     path = saved(folder, "in_part")
     stock = fresh()
     stock.accelerator.load_state(str(path))
-    wanted = [stock.optimizers[0].state[one]["exp_avg"].sum().item() for one in stock.models[0].parameters()]
+    wanted = [
+        stock.optimizers[0].state[one]["exp_avg"].sum().item()
+        for one in stock.models[0].parameters()
+    ]
     weights = [one.detach().sum().item() for one in stock.models[0].parameters()]
     reset()
     run = longer()
     before = run.models[0].fresh.weight.detach().clone()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = load_state_tolerant(run.accelerator, path, policy=LoadPolicy(models=Requirement.PARTIAL))
+        report = load_state_tolerant(
+            run.accelerator, path, policy=LoadPolicy(models=Requirement.PARTIAL)
+        )
     _, _, *loaded = run.models[0].parameters()
     return {
         "fresh": report.of("models")[0].fresh,
         "untouched": bool(torch.equal(run.models[0].fresh.weight, before)),
         "weights": [one.detach().sum().item() for one in loaded] == weights,
-        "moments": [run.optimizers[0].state[one]["exp_avg"].sum().item() for one in loaded] == wanted,
+        "moments": (
+            [run.optimizers[0].state[one]["exp_avg"].sum().item() for one in loaded] == wanted
+        ),
         "warnings": sum("kept as initialized" in str(one.message) for one in caught),
     }
 

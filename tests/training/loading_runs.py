@@ -1,4 +1,6 @@
-"""Small runs to load into: the objects of a fixture, or of a test, with one digest of all their state."""
+"""Small runs to load into: the objects of a fixture, or of a test, with one digest of all their
+state.
+"""
 
 import json
 import random
@@ -43,7 +45,11 @@ class Run:
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "custom": [item.state_dict() for item in self.custom],
             "step": self.accelerator.step,
-            "random": [repr(random.getstate()), state_digest(torch.get_rng_state()), _numpy_state()],
+            "random": [
+                repr(random.getstate()),
+                state_digest(torch.get_rng_state()),
+                _numpy_state(),
+            ],
         }
 
     def train(self, steps: int = 2) -> None:
@@ -70,7 +76,9 @@ def make_run(
     if optimizer is not None:
         run.optimizers = [optimizer(model.parameters(), lr=0.1) for model in models]
     if scheduler:
-        run.schedulers = [torch.optim.lr_scheduler.StepLR(one, step_size=3) for one in run.optimizers]
+        run.schedulers = [
+            torch.optim.lr_scheduler.StepLR(one, step_size=3) for one in run.optimizers
+        ]
     run.custom = [SampleCounter() for _ in range(custom)]
     accelerator.prepare(*run.models, *run.optimizers, *run.schedulers)
     accelerator.register_for_checkpointing(*run.custom)
@@ -78,12 +86,17 @@ def make_run(
 
 
 def run_of_fixture(fixture: Path) -> tuple[Run, dict[str, Any]]:
-    """Build what a correct script of a fixture holds, with other values; and return what the values shall be."""
+    """Build what a correct script of a fixture holds, with other values; and return what the values
+    shall be.
+    """
     record = json.loads((fixture / "run.json").read_text(encoding="utf-8"))
     run = Run(Accelerator(cpu=True))
-    run.models = [build_model(entry["class"], 900 + index) for index, entry in enumerate(record["models"])]
+    run.models = [
+        build_model(entry["class"], 900 + index) for index, entry in enumerate(record["models"])
+    ]
     run.optimizers = [
-        torch.optim.AdamW(run.models[entry["model"]].parameters(), lr=0.5) for entry in record["optimizers"]
+        torch.optim.AdamW(run.models[entry["model"]].parameters(), lr=0.5)
+        for entry in record["optimizers"]
     ]
     run.schedulers = [
         torch.optim.lr_scheduler.StepLR(run.optimizers[entry["optimizer"]], step_size=9)
@@ -122,4 +135,6 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _numpy_state() -> str:
-    return repr([part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()])
+    return repr(
+        [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()]
+    )

@@ -1,4 +1,5 @@
-"""Cases that two real processes under torchrun work through, and how a test starts them and reads what they saw.
+"""Cases that two real processes under torchrun work through, and how a test starts them and reads
+what they saw.
 
 A module of cases marks each with `case` and ends in `main()`:
 
@@ -51,7 +52,9 @@ def turn_on_fsdp(accelerator: Any, **plugin: Any) -> None:
 
 
 def main() -> None:
-    """Work through the cases as one rank; the process group stays, accelerate's state is fresh for each."""
+    """Work through the cases as one rank; the process group stays, accelerate's state is fresh for
+    each.
+    """
     folder = Path(sys.argv[1])
     for name, work in _CASES.items():
         try:
@@ -61,7 +64,8 @@ def main() -> None:
         (folder / f"{name}-{rank()}.json").write_text(json.dumps(seen))
         torch.distributed.barrier()
         reset()
-    # At a usual exit gloo's threads abort ("terminate called without an active exception"), with ckptfix and without.
+    # At a usual exit gloo's threads abort ("terminate called without an active exception"), with
+    # ckptfix and without.
     os._exit(0)
 
 
@@ -80,7 +84,9 @@ def run_python(*arguments: str, variables: Mapping[str, str] = MappingProxyType(
 
 
 def run_cases(module: str, folder: Path) -> Ranks:
-    """Run every case of a module once in two processes; return what each rank saw. None may crash."""
+    """Run every case of a module once in two processes; return what each rank saw. None may
+    crash.
+    """
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     run_python(*launcher, "-m", module, str(folder))
     found: Ranks = {}

@@ -1,4 +1,6 @@
-"""Several processes of one run, forked from the test: what torchrun does, without a second of imports each."""
+"""Several processes of one run, forked from the test: what torchrun does, without a second of
+imports each.
+"""
 
 import os
 import sys
@@ -21,10 +23,12 @@ _LONGEST = 20
 
 @contextmanager
 def meeting_point() -> Iterator[dict[str, str]]:
-    """Yield the variables by which the processes of a run find each other: in a store of this process, as torchrun's.
+    """Yield the variables by which the processes of a run find each other: in a store of this
+    process, as torchrun's.
 
-    The port is this process's from the start. A port that is looked up, and opened by rank 0 much later, is another
-    process's by then now and then: gloo takes thousands of them in a run of all tests.
+    The port is this process's from the start. A port that is looked up, and opened by rank 0 much
+    later, is another process's by then now and then: gloo takes thousands of them in a run of all
+    tests.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield _variables(store.port)
@@ -40,10 +44,12 @@ def _variables(port: int) -> dict[str, str]:
 
 
 def _forget_the_test() -> None:
-    """Let this process find its own rank, and compute in one thread, whatever the process it was forked from has done.
+    """Let this process find its own rank, and compute in one thread, whatever the process it was
+    forked from has done.
 
-    An earlier test may have made a run of one. And OpenMP's threads are not forked: where the test's process has used
-    several, even for one large product, the first large one in a rank would wait for them for ever.
+    An earlier test may have made a run of one. And OpenMP's threads are not forked: where the
+    test's process has used several, even for one large product, the first large one in a rank would
+    wait for them for ever.
     """
     torch.set_num_threads(1)
     if "accelerate.state" in sys.modules:
@@ -56,8 +62,9 @@ def _forget_the_test() -> None:
 def run_ranks(count: int, work: Callable[[int], None], *, patience: float = 60.0) -> list[int]:
     """Run ``work(rank)`` in ``count`` processes of one gloo group; return their wait statuses.
 
-    When one is killed, the others get two seconds to notice; who still waits then is killed as torchrun would.
-    ``patience``: seconds in which none of them computes (20 times that in all), after which all are killed.
+    When one is killed, the others get two seconds to notice; who still waits then is killed as
+    torchrun would. ``patience``: seconds in which none of them computes (20 times that in all),
+    after which all are killed.
     """
     ports, told = os.pipe()
     pids = [_fork(rank, count, work, (ports, told)) for rank in range(count)]
@@ -69,10 +76,12 @@ def run_ranks(count: int, work: Callable[[int], None], *, patience: float = 60.0
 
 
 def _fork(rank: int, count: int, work: Callable[[int], None], pipe: tuple[int, int]) -> int:
-    """Fork a rank, which reads the port of the store from a pipe before it works; return its process id.
+    """Fork a rank, which reads the port of the store from a pipe before it works; return its
+    process id.
 
-    The store must not be there yet. Its thread looks up the name of each rank that connects, and then holds a lock of
-    libc. A rank that was forked at that moment had the lock without its holder, and waited for it for ever.
+    The store must not be there yet. Its thread looks up the name of each rank that connects, and
+    then holds a lock of libc. A rank that was forked at that moment had the lock without its
+    holder, and waited for it for ever.
     """
     pid = os.fork()
     if pid:
@@ -124,8 +133,9 @@ def _statuses(pids: list[int], patience: float) -> list[int]:
 class _Idle:
     """Seconds that processes have waited for each other.
 
-    Time in which they computed does not count, nor in which one could: on a busy machine a process waits long for a
-    processor or for a disk. One that looks for others again and again computes less than ``_BUSY`` of the time.
+    Time in which they computed does not count, nor in which one could: on a busy machine a process
+    waits long for a processor or for a disk. One that looks for others again and again computes
+    less than ``_BUSY`` of the time.
     """
 
     _BUSY = 0.02
@@ -149,7 +159,8 @@ class _Idle:
 
 
 def _state_and_seconds(pid: int) -> tuple[str, float]:
-    """Return the state of a process and the seconds of a processor that it has used, 0 when it has ended.
+    """Return the state of a process and the seconds of a processor that it has used, 0 when it has
+    ended.
 
     R: it runs, or waits for a processor. D: it waits for a disk.
     """

@@ -1,4 +1,6 @@
-"""Recorded runs of scripts in processes that are running already: three runs of many scripts in one pair of ranks."""
+"""Recorded runs of scripts in processes that are running already: three runs of many scripts in one
+pair of ranks.
+"""
 
 import gc
 import os
@@ -33,7 +35,9 @@ def _stop(settings: Settings) -> None:
 
 
 def _begin_anew() -> None:
-    """Make this process look like one that has just started: nothing seeded but torch, as python does."""
+    """Make this process look like one that has just started: nothing seeded but torch, as python
+    does.
+    """
     gc.collect()
     GradientState._reset_state()
     AcceleratorState._reset_state(False)
@@ -78,7 +82,12 @@ def comparison(folder: Path) -> Comparison:
 
 
 def record_on_ranks(
-    scripts: Mapping[str, Script], folder: Path, ranks: int, *, patience: float = 300.0, guard: bool = False
+    scripts: Mapping[str, Script],
+    folder: Path,
+    ranks: int,
+    *,
+    patience: float = 300.0,
+    guard: bool = False,
 ) -> None:
     """Record every script in one set of processes."""
 

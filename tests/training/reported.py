@@ -1,4 +1,5 @@
-"""The script of accelerate #3967: prepare, look at the hooks, save_state, load_state. It knows nothing of ckptfix.
+"""The script of accelerate #3967: prepare, look at the hooks, save_state, load_state. It knows
+nothing of ckptfix.
 
     torchrun --nproc_per_node 2 reported.py FOLDER PREPARES
 
@@ -47,7 +48,10 @@ lines.append(f"keys {list(model.state_dict())}")
 
 def loss_of(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + accelerator.process_index)
-    inputs, targets = torch.randn(4, 10, generator=generator), torch.randn(4, 2, generator=generator)
+    inputs, targets = (
+        torch.randn(4, 10, generator=generator),
+        torch.randn(4, 2, generator=generator),
+    )
     return nn.functional.mse_loss(model(inputs), targets)
 
 
@@ -72,10 +76,12 @@ accelerator.load_state(str(folder / "checkpoint"))
 lines.append(f"state_dict on load x{calls['state_dict']}")
 train(3, 5)
 accelerator.wait_for_everyone()
-files = sorted(path.name for path in (folder / "checkpoint").iterdir() if not path.name.startswith("."))
+files = sorted(
+    path.name for path in (folder / "checkpoint").iterdir() if not path.name.startswith(".")
+)
 lines.append(f"files {files}")
 (folder / f"rank-{accelerator.process_index}.txt").write_text("\n".join(lines) + "\n")
 accelerator.wait_for_everyone()
-# At a usual exit gloo's threads abort now and then ("terminate called without an active exception", torch 2.13, with
-# ckptfix and without): that is not what is tested.
+# At a usual exit gloo's threads abort now and then ("terminate called without an active exception",
+# torch 2.13, with ckptfix and without): that is not what is tested.
 os._exit(0)

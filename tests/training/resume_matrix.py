@@ -1,7 +1,9 @@
-"""Ways to save and resume a run: each is trained through, saving on the way, and resumed in processes of its own.
+"""Ways to save and resume a run: each is trained through, saving on the way, and resumed in
+processes of its own.
 
-``python -m tests.training.resume_matrix FOLDER [--stock] [NAME ...]`` runs them on two ranks, with the guarded
-Accelerator or with stock accelerate, and prints for each the first step and state that differ.
+``python -m tests.training.resume_matrix FOLDER [--stock] [NAME ...]`` runs them on two ranks, with
+the guarded Accelerator or with stock accelerate, and prints for each the first step and state that
+differ.
 """
 
 import hashlib
@@ -33,7 +35,9 @@ PARTS = ("batch", "generators", "lr", "custom", "step", "scaler", "loss", "weigh
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train, save and resume. ``at``: optimizer steps, or batches of an accumulation, before the save."""
+    """A way to train, save and resume. ``at``: optimizer steps, or batches of an accumulation,
+    before the save.
+    """
 
     at: int
     shuffle: bool = False
@@ -148,7 +152,11 @@ MORE = {
     ),
     "sf_w2_shuf_mid0": V(4, resume="stateful", shuffle=True, workers=2, is_cautious=True),
     "sf_w2_aug_mid0": V(
-        4, resume="stateful", augment="torch", workers=2, expect="generators of its workers are not known"
+        4,
+        resume="stateful",
+        augment="torch",
+        workers=2,
+        expect="generators of its workers are not known",
     ),
     "sf_first": V(1, resume="stateful", shuffle=True, dropout=0.5),
     "sf_end1": V(20, resume="stateful", shuffle=True, augment="torch"),
@@ -205,7 +213,11 @@ ALL = FIRST | MORE
 class Mapped(Dataset):  # type: ignore[misc]
     def __init__(self, samples: int, augment: str) -> None:
         self.samples, self.augment = samples, augment
-        self.noise = [torch.Generator().manual_seed(8), np.random.default_rng(9), random.Random(10)]
+        self.noise = [
+            torch.Generator().manual_seed(8),
+            np.random.default_rng(9),
+            random.Random(10),
+        ]
 
     def __len__(self) -> int:
         return self.samples
@@ -265,7 +277,9 @@ def digest(*values: Any) -> str:
     found = hashlib.sha1()
     for value in values:
         is_tensor = isinstance(value, torch.Tensor)
-        found.update(value.detach().contiguous().numpy().tobytes() if is_tensor else repr(value).encode())
+        found.update(
+            value.detach().contiguous().numpy().tobytes() if is_tensor else repr(value).encode()
+        )
     return found.hexdigest()[:10]
 
 
@@ -299,7 +313,9 @@ class Run:
             dynamo_backend="eager" if v.compiled else None,
         )
         if v.scaler:
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+            self.accelerator.scaler = torch.amp.GradScaler(
+                "cpu", init_scale=1024.0, growth_interval=3
+            )
         set_seed(1)
         self.prepare()
         set_seed(100 + self.accelerator.process_index)
@@ -317,17 +333,24 @@ class Run:
         if v.persistent:
             options["persistent_workers"] = True
         size = BATCH * (2 if v.split else 1)
-        return DataLoader(data, batch_size=size, num_workers=v.workers, drop_last=v.drop_last, **options)
+        return DataLoader(
+            data, batch_size=size, num_workers=v.workers, drop_last=v.drop_last, **options
+        )
 
     def prepare(self) -> None:
         v, accelerator = self.variant, self.accelerator
         layers = torch.nn.Sequential(
-            torch.nn.Linear(8, 8), torch.nn.Dropout(v.dropout), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+            torch.nn.Linear(8, 8),
+            torch.nn.Dropout(v.dropout),
+            torch.nn.Linear(8, 8),
+            torch.nn.Linear(8, 1),
         )
         self.parameters = dict(layers.named_parameters())
         names = list(set(self.parameters)) if v.hash_order else list(self.parameters)
         parts = [names[0::2], names[1::2]] if v.optimizers == 2 else [names]
-        raw = [torch.optim.AdamW([self.parameters[name] for name in part], lr=1e-2) for part in parts]
+        raw = [
+            torch.optim.AdamW([self.parameters[name] for name in part], lr=1e-2) for part in parts
+        ]
         self.raw = raw
         self.schedules = [
             torch.optim.lr_scheduler.LambdaLR(one, lambda step, n=number: 1 / (1 + n + step))
@@ -350,7 +373,9 @@ class Run:
     def run(self) -> dict[int, Any]:
         v, accelerator = self.variant, self.accelerator
         self.steps: dict[int, Any] = {}
-        length = len(self.loaders[0]) if v.data == "map" else SAMPLES // (2 * BATCH) * max(1, v.workers)
+        length = (
+            len(self.loaders[0]) if v.data == "map" else SAMPLES // (2 * BATCH) * max(1, v.workers)
+        )
         step = first = used = 0
         if self.resumes:
             accelerator.load_state(str(self.folder))
@@ -445,7 +470,9 @@ class Run:
         self.accelerator.wait_for_everyone()
 
 
-def run_all(folder: Path, names: list[str], *, resumes: bool, stock: bool, ranks: int = 2) -> list[int]:
+def run_all(
+    folder: Path, names: list[str], *, resumes: bool, stock: bool, ranks: int = 2
+) -> list[int]:
     """Run variants on two ranks, and write of each rank what its steps were."""
 
     def work(rank: int) -> None:
@@ -466,9 +493,12 @@ def run_all(folder: Path, names: list[str], *, resumes: bool, stock: bool, ranks
 
 
 def first_difference(folder: Path, name: str, rank: int) -> str:
-    """Return the first step and state in which a resumed run differs, "" where it continues bit for bit."""
+    """Return the first step and state in which a resumed run differs, "" where it continues bit for
+    bit.
+    """
     through, resumed = (
-        json.loads((folder / f"{name}.{phase}.{rank}.json").read_text()) for phase in ("through", "resumed")
+        json.loads((folder / f"{name}.{phase}.{rank}.json").read_text())
+        for phase in ("through", "resumed")
     )
     for phase in (through, resumed):
         if phase["error"]:
@@ -503,9 +533,13 @@ def main() -> None:
     for name in names:
         differences = [first_difference(root, name, rank) for rank in range(2)]
         exact += not any(differences)
-        said = list(dict.fromkeys(itertools.chain(*(warned(root, name, rank) for rank in range(2)))))
+        said = list(
+            dict.fromkeys(itertools.chain(*(warned(root, name, rank) for rank in range(2))))
+        )
         print(
-            f"{name:22} {'exact' if not any(differences) else ' | '.join(dict.fromkeys(differences))} {said or ''}"
+            f"{name:22} "
+            f"{'exact' if not any(differences) else ' | '.join(dict.fromkeys(differences))} "
+            f"{said or ''}"
         )
     print(f"{exact} of {len(names)} exact")
 

@@ -2,7 +2,8 @@
 
     python resumed_script.py VARIANT FOLDER [--resume]
 
-VARIANT is JSON with the fields of ``Variant``. The recorder tests call ``train`` in a process that is running already.
+VARIANT is JSON with the fields of ``Variant``. The recorder tests call ``train`` in a process that
+is running already.
 """
 
 import contextlib
@@ -26,7 +27,9 @@ SAMPLES, BATCH = 32, 2
 
 @dataclass
 class Variant:
-    """What the script does. ``save``: steps (batches) after which it saves; negative: after the loop of that epoch."""
+    """What the script does. ``save``: steps (batches) after which it saves; negative: after the
+    loop of that epoch.
+    """
 
     save: int = 4
     epochs: int = 3
@@ -88,7 +91,9 @@ class Stream(IterableDataset):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         order = (
-            torch.randperm(SAMPLES, generator=self.generator).tolist() if self.generator else range(SAMPLES)
+            torch.randperm(SAMPLES, generator=self.generator).tolist()
+            if self.generator
+            else range(SAMPLES)
         )
         for at in order:
             yield {"at": torch.tensor(at), "x": torch.linspace(0, 1, 4) + at / SAMPLES}
@@ -113,7 +118,9 @@ def train(variant: Variant, folder: Path, *, resume: bool) -> None:
         gradient_accumulation_steps=v.accumulate,
         mixed_precision="bf16" if v.bf16 else "no",
         dataloader_config=DataLoaderConfiguration(
-            use_seedable_sampler=v.seedable, use_stateful_dataloader=v.stateful, dispatch_batches=v.dispatch
+            use_seedable_sampler=v.seedable,
+            use_stateful_dataloader=v.stateful,
+            dispatch_batches=v.dispatch,
         ),
     )
     if v.scaler:
@@ -125,7 +132,11 @@ def train(variant: Variant, folder: Path, *, resume: bool) -> None:
         torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
     norm = torch.nn.BatchNorm1d(8) if v.normalize else torch.nn.Identity()
     model: Any = torch.nn.Sequential(
-        torch.nn.Linear(4, 8), norm, torch.nn.Dropout(v.dropout), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        torch.nn.Linear(4, 8),
+        norm,
+        torch.nn.Dropout(v.dropout),
+        torch.nn.Linear(8, 8),
+        torch.nn.Linear(8, 8),
     )
     parameters = list(model.parameters())
     if v.order == "turned" and resume:
@@ -218,12 +229,16 @@ def train(variant: Variant, folder: Path, *, resume: bool) -> None:
                     if v.turns and one is not optimizers[-1]:
                         accelerator.backward(model(batch["x"]).abs().mean())
                 shared = (
-                    accelerator.reduce(loss.detach(), "mean") if v.schedule == "plateau" else loss.detach()
+                    accelerator.reduce(loss.detach(), "mean")
+                    if v.schedule == "plateau"
+                    else loss.detach()
                 )
                 for one in schedulers:
-                    one.step(
-                        float(loss.detach() if v.local else shared)
-                    ) if v.schedule == "plateau" else one.step()
+                    (
+                        one.step(float(loss.detach() if v.local else shared))
+                        if v.schedule == "plateau"
+                        else one.step()
+                    )
                 for one in optimizers:
                     one.zero_grad(set_to_none=not v.zeros)
             step += 1

@@ -2,7 +2,8 @@
 
     python resumed_trainer.py VARIANT FOLDER
 
-VARIANT is JSON with the fields of ``TrainerVariant``. A run that finds a checkpoint goes on from it.
+VARIANT is JSON with the fields of ``TrainerVariant``. A run that finds a checkpoint goes on from
+it.
 """
 
 import json
@@ -15,7 +16,13 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
-from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 
@@ -92,7 +99,9 @@ class Forgets(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
         if self.variant.forget and state.global_step == self.variant.save:
-            path = Path(arguments.output_dir) / f"checkpoint-{state.global_step}" / self.variant.forget
+            path = (
+                Path(arguments.output_dir) / f"checkpoint-{state.global_step}" / self.variant.forget
+            )
             path.unlink()
 
 
@@ -101,9 +110,10 @@ def train(variant: TrainerVariant, folder: Path) -> None:
     torch.manual_seed(0)
     arguments = TrainingArguments(
         str(folder), max_steps=variant.steps, per_device_train_batch_size=2, save_strategy="steps",
-        save_steps=variant.save, report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, seed=3,
-        gradient_accumulation_steps=variant.accumulate, learning_rate=1e-2, ignore_data_skip=variant.ignore_skip,
-        remove_unused_columns=False, dataloader_num_workers=variant.workers,
+        save_steps=variant.save, report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True,
+        seed=3, gradient_accumulation_steps=variant.accumulate, learning_rate=1e-2,
+        ignore_data_skip=variant.ignore_skip, remove_unused_columns=False,
+        dataloader_num_workers=variant.workers,
         accelerator_config={"use_seedable_sampler": variant.seedable},
     )  # fmt: skip
     last = get_last_checkpoint(str(folder))

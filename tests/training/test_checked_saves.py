@@ -1,4 +1,6 @@
-"""Checks after guarded saves: real saves of transformers, PEFT and accelerate, and what the log of the run says."""
+"""Checks after guarded saves: real saves of transformers, PEFT and accelerate, and what the log of
+the run says.
+"""
 
 import logging
 import os
@@ -113,7 +115,8 @@ def two_adapters() -> Any:
         ),
         # Simulated: ZeRO-3 without a gather gives the main process such states.
         pytest.param(
-            adapted, lambda model: {"state_dict": {}}, "incomplete-adapter", "0 of 0", id="simulated ZeRO-3"
+            adapted, lambda model: {"state_dict": {}}, "incomplete-adapter", "0 of 0",
+            id="simulated ZeRO-3"
         ),
         pytest.param(
             adapted,
@@ -153,7 +156,9 @@ def test_an_adapter_is_told_at_its_save(
 
 @pytest.mark.usefixtures("guarded")
 def test_an_adapter_in_a_sub_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """PEFT saves one with a name of its own there; what else lies below the folder is of other saves."""
+    """PEFT saves one with a name of its own there; what else lies below the folder is of other
+    saves.
+    """
     model = two_adapters()
     model.save_pretrained(str(tmp_path / "old/checkpoint-1"), state_dict={})
     checked_saves.forget()
@@ -168,7 +173,9 @@ def test_an_adapter_in_a_sub_folder(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_model_for_from_pretrained(tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str) -> None:
+def test_a_model_for_from_pretrained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str
+) -> None:
     run = Run(llama())
     for number in range(2):
         run.step()
@@ -178,7 +185,10 @@ def test_a_model_for_from_pretrained(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert bool(loaded["missing_keys"]) is bool(prefix)
     messages = warnings(caplog)
     assert len(messages) == bool(prefix), messages
-    assert all(message.startswith(f"{tmp_path / '0'} (step 1): model.safetensors: ") for message in messages)
+    assert all(
+        message.startswith(f"{tmp_path / '0'} (step 1): model.safetensors: ")
+        for message in messages
+    )
 
 
 class WrappedKeys(transformers.Trainer):  # type: ignore[misc]
@@ -192,7 +202,9 @@ class WrappedKeys(transformers.Trainer):  # type: ignore[misc]
 
 
 class Ungathered(transformers.Trainer):  # type: ignore[misc]
-    """Simulates ZeRO-3 without stage3_gather_16bit_weights_on_model_save: no weights, and a folder of DeepSpeed."""
+    """Simulates ZeRO-3 without stage3_gather_16bit_weights_on_model_save: no weights, and a folder
+    of DeepSpeed.
+    """
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict={})
@@ -229,7 +241,9 @@ def test_a_trainer_is_told_at_its_first_save(
 
 
 def hook_of(model: Any) -> Callable[..., None]:
-    """Return a hook of ``save_state`` that saves an adapter as a DistributedDataParallel model has it."""
+    """Return a hook of ``save_state`` that saves an adapter as a DistributedDataParallel model has
+    it.
+    """
 
     def save(models: Any, weights: Any, folder: str) -> None:
         model.save_pretrained(folder)
@@ -272,7 +286,11 @@ def test_off(
 
 def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(checked_saves.VARIABLE, "0")
-    assert [checked_saves.checks_saves(given) for given in (None, True, False)] == [False, True, False]
+    assert [checked_saves.checks_saves(given) for given in (None, True, False)] == [
+        False,
+        True,
+        False,
+    ]
     monkeypatch.setenv(checked_saves.VARIABLE, "no")
     for make in (patch_accelerate, lambda: Accelerator(cpu=True)):
         with pytest.raises(UsageError, match="CKPTFIX_CHECK_SAVES=no: expected 0 or 1"):
@@ -283,7 +301,9 @@ def test_the_patch_leaves_no_trace() -> None:
     classes = (transformers.PreTrainedModel, peft.PeftModel)
     before = [kind.save_pretrained for kind in classes]
     patch_accelerate()
-    assert all(kind.save_pretrained.__wrapped__ is one for kind, one in zip(classes, before, strict=True))
+    assert all(
+        kind.save_pretrained.__wrapped__ is one for kind, one in zip(classes, before, strict=True)
+    )
     patch_accelerate()
     unpatch_accelerate()
     assert [kind.save_pretrained for kind in classes] == before
@@ -295,17 +315,22 @@ def test_a_config_that_no_one_writes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     monkeypatch.setattr(
-        peft.LoraConfig, "save_pretrained", lambda self, folder, **_: (Path(folder) / "adapter_config.json")
-        .write_text(config),
+        peft.LoraConfig, "save_pretrained", lambda self, folder,
+        **_: (Path(folder) / "adapter_config.json") .write_text(config),
     )  # fmt: skip
     adapted().save_pretrained(str(tmp_path))
     assert "not checked" not in "".join(warnings(caplog))
 
 
 @pytest.mark.usefixtures("guarded")
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RuntimeError("a bug"), RecursionError()])
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), RuntimeError("a bug"), RecursionError()]
+)
 def test_a_check_that_fails_ends_no_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
 ) -> None:
     def fails(*given: Any, **options: Any) -> Any:
         raise error
@@ -323,7 +348,11 @@ def test_a_check_that_fails_ends_no_save(
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize(("limit", "words"), [("_SECONDS", "more than"), ("_BYTES", "MB to read")])
 def test_a_check_that_takes_long_stops(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, limit: str, words: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    words: str,
 ) -> None:
     model = adapted()
     model.save_pretrained(str(tmp_path / "first"))
@@ -357,7 +386,9 @@ def linear(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def of_ones(dtype: torch.dtype) -> Any:
-    """Return a norm, whose weights are 1 at the beginning: in bf16 the next number below is 4e-3 away."""
+    """Return a norm, whose weights are 1 at the beginning: in bf16 the next number below is 4e-3
+    away.
+    """
     return torch.nn.LayerNorm(8, bias=False).to(dtype)
 
 
@@ -383,10 +414,14 @@ class Mixed(torch.nn.Module):  # type: ignore[misc]
     [
         pytest.param(lambda: Run(linear()), True, True, True, id="old values"),
         pytest.param(lambda: Run(Mixed()), True, True, True, id="old values of a part"),
-        pytest.param(lambda: Run(linear(torch.bfloat16)), True, True, False, id="bf16, which may stay"),
+        pytest.param(
+            lambda: Run(linear(torch.bfloat16)), True, True, False, id="bf16, which may stay"
+        ),
         pytest.param(lambda: Run(linear()), False, True, False, id="healthy"),
         pytest.param(lambda: Run(Mixed()), False, True, False, id="frozen base"),
-        pytest.param(lambda: Run(linear()), True, False, False, id="no step, or one that fp16 skips"),
+        pytest.param(
+            lambda: Run(linear()), True, False, False, id="no step, or one that fp16 skips"
+        ),
         pytest.param(lambda: Run(linear(), lr=0.0), False, True, False, id="learning rate 0"),
         pytest.param(
             lambda: Run(of_ones(torch.bfloat16), lr=1e-3, weight_decay=0.0),
@@ -402,7 +437,9 @@ class Mixed(torch.nn.Module):  # type: ignore[misc]
             True,
             id="the same in fp32",
         ),
-        pytest.param(lambda: Run(linear(), kind=torch.optim.SGD), True, True, False, id="SGD: no count"),
+        pytest.param(
+            lambda: Run(linear(), kind=torch.optim.SGD), True, True, False, id="SGD: no count"
+        ),
     ],
 )
 def test_equal_weights(
@@ -425,16 +462,21 @@ def test_equal_weights(
     assert len(messages) == told, messages
     if told:
         assert messages[0].startswith(
-            f"{tmp_path / 'c1'} (step 3): model.safetensors: weights of c0 (expected new values: the step of AdamW "
-            f"went from 1 to 3 at a learning rate of {made.optimizer.param_groups[0]['lr']:g})"
+            f"{tmp_path / 'c1'} (step 3): model.safetensors: weights of c0 (expected new values: "
+            "the step of AdamW went from 1 to 3 at a learning rate of "
+            f"{made.optimizer.param_groups[0]['lr']:g})"
         )
 
 
 @pytest.mark.usefixtures("guarded")
-def test_a_table_of_which_one_row_is_trained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_of_which_one_row_is_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     table = of_one_row()
     accelerator = accelerate.Accelerator(cpu=True)
-    table, optimizer = accelerator.prepare(table, torch.optim.AdamW(table.parameters(), weight_decay=0.0))
+    table, optimizer = accelerator.prepare(
+        table, torch.optim.AdamW(table.parameters(), weight_decay=0.0)
+    )
     for number in range(3):
         table(torch.tensor([1999])).sum().backward()
         optimizer.step()
@@ -453,8 +495,10 @@ def test_the_best_weights_are_loaded_again_before_the_last_save(
 
     def save(name: str) -> None:
         folder = str(tmp_path / name)
-        run.model.save_pretrained(folder) if way == "save_pretrained" else run.accelerator.save_model(
-            run.model, folder
+        (
+            run.model.save_pretrained(folder)
+            if way == "save_pretrained"
+            else run.accelerator.save_model(run.model, folder)
         )
 
     run.step()
@@ -543,9 +587,9 @@ def test_an_adapter_that_zero_3_did_not_gather(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = ((tmp_path / f"log-{rank}").read_text() for rank in range(2))
-    assert first.startswith(f"{tmp_path / 'adapter'} (step 8): {NAME}: 2 of 2 tensors hold no elements"), (
-        first
-    )
+    assert first.startswith(
+        f"{tmp_path / 'adapter'} (step 8): {NAME}: 2 of 2 tensors hold no elements"
+    ), first
     assert first.count("\n") == 1
     assert second == ""
 
@@ -573,7 +617,12 @@ def test_a_script(tmp_path: Path, command: list[str], lines: int) -> None:
         [sys.executable, *command, str(tmp_path / "script.py"), str(tmp_path / "adapter")],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
+        env={
+            **os.environ,
+            "PYTHONPATH": root,
+            "HF_HUB_OFFLINE": "1",
+            "ACCELERATE_USE_CPU": "true",
+        },
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
@@ -584,7 +633,9 @@ def test_a_script(tmp_path: Path, command: list[str], lines: int) -> None:
 @pytest.mark.parametrize("has_own_disk", [False, True], ids=["one disk", "a disk for each node"])
 @pytest.mark.parametrize("way", ["save_state", "save_pretrained"])
 def test_two_processes(tmp_path: Path, way: str, has_own_disk: bool) -> None:
-    """Of one node: rank 0 alone. Of nodes with disks of their own: the first process of each that writes there."""
+    """Of one node: rank 0 alone. Of nodes with disks of their own: the first process of each that
+    writes there.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
 
@@ -647,6 +698,8 @@ def test_the_check_of_one_process_waits_for_no_other(tmp_path: Path, kind: str) 
 
     assert run_ranks(2, work, patience=60.0) == [0, 0]
     first, second = ((tmp_path / f"log-{rank}").read_text() for rank in range(2))
-    assert first.startswith(f"{tmp_path / 'old-1'} (step 5): model.safetensors: weights of old-0 "), first
+    assert first.startswith(
+        f"{tmp_path / 'old-1'} (step 5): model.safetensors: weights of old-0 "
+    ), first
     assert first.count("\n") == 1
     assert second == ""

@@ -1,4 +1,6 @@
-"""A guarded run has the numbers of the stock one, and one that is killed and resumed has those of the uninterrupted."""
+"""A guarded run has the numbers of the stock one, and one that is killed and resumed has those of
+the uninterrupted.
+"""
 
 import json
 import os
@@ -20,12 +22,21 @@ SHARE = 3
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_guarded_run_has_the_numbers_of_stock_and_resumes_to_them(tmp_path: Path, processes: int) -> None:
+def test_a_guarded_run_has_the_numbers_of_stock_and_resumes_to_them(
+    tmp_path: Path, processes: int
+) -> None:
     every = {**LOOPS, **TRAINERS}
     drawn = random.sample([name for name in every if name not in ALWAYS], SHARE)
     names = list(every) if is_exhaustive() else [*ALWAYS, *drawn]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.equal_runs", str(tmp_path / "runs"), str(processes), *names],
+        [
+            sys.executable,
+            "-m",
+            "tests.training.equal_runs",
+            str(tmp_path / "runs"),
+            str(processes),
+            *names,
+        ],
         capture_output=True,
         text=True,
         cwd=Path(__file__).resolve().parents[2],

@@ -1,4 +1,6 @@
-"""Runs that are saved, ended and resumed in other processes: they go on bit for bit, or say by name why not."""
+"""Runs that are saved, ended and resumed in other processes: they go on bit for bit, or say by name
+why not.
+"""
 
 import importlib.util
 import random

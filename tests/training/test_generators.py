@@ -1,4 +1,6 @@
-"""States of generators: captured, written, read and set again; and the first difference of two states."""
+"""States of generators: captured, written, read and set again; and the first difference of two
+states.
+"""
 
 import io
 import random
@@ -143,7 +145,11 @@ def test_numbers_of_numpy_and_ordered_dicts_come_back_as_plain_ones() -> None:
     [
         ({"x": 1, "y": 2}, {"y": 2, "x": 1}, None),
         ({"x": [1, 2]}, {"x": [1, 3]}, "x.1"),
-        ({"x": {"exp_avg": torch.zeros(3)}}, {"x": {"exp_avg": torch.tensor([0.0, -0.0, 0.0])}}, "x.exp_avg"),
+        (
+            {"x": {"exp_avg": torch.zeros(3)}},
+            {"x": {"exp_avg": torch.tensor([0.0, -0.0, 0.0])}},
+            "x.exp_avg",
+        ),
         ({"x": torch.full((2,), float("nan"))}, {"x": torch.full((2,), float("nan"))}, None),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64), ""),
         (torch.zeros(2, 1), torch.zeros(1, 2), ""),

@@ -21,7 +21,9 @@ WRAPPED_AGAIN: dict[str, Callable[[nn.Module], Any]] = {
     "itself": lambda module: module,
     "in DataParallel": nn.DataParallel,
     "compiled": lambda module: torch.compile(module, backend="eager"),
-    "compiled in DataParallel": lambda module: nn.DataParallel(torch.compile(module, backend="eager")),
+    "compiled in DataParallel": lambda module: nn.DataParallel(
+        torch.compile(module, backend="eager")
+    ),
 }
 
 
@@ -50,7 +52,11 @@ def test_the_warning_names_the_line_that_called_and_what_would_come_of_it() -> N
     assert (warning.filename, warning.lineno) == (__file__, line)
     assert f"{__file__}:{line}" in text
     assert f"first at {__file__}:{first_line}" in text
-    for part in (f"accelerate {accelerate.__version__} would return it as it is", "prepare()", "Linear"):
+    for part in (
+        f"accelerate {accelerate.__version__} would return it as it is",
+        "prepare()",
+        "Linear",
+    ):
         assert part in text
 
 
@@ -102,7 +108,9 @@ def test_optimizers_schedulers_and_loaders_are_prepared_once() -> None:
         third = made.prepare(*first)
     assert all(a is b for a, b in zip(first, third, strict=True))
     verbs = ("prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader")
-    for verb, raw_one, prepared in zip(verbs, (raw, optimizer, scheduler, loader), first, strict=True):
+    for verb, raw_one, prepared in zip(
+        verbs, (raw, optimizer, scheduler, loader), first, strict=True
+    ):
         with pytest.warns(UserWarning, match=rf"{verb}\(\)"):
             assert getattr(made, verb)(raw_one) is prepared
     assert counts(made) == (1, 1, 1, 1, 0)
@@ -184,7 +192,8 @@ def test_equal_models_are_not_the_same_model() -> None:
     made = accelerator()
     student = model()
     teacher = copy.deepcopy(student)
-    averaged = torch.optim.swa_utils.AveragedModel(student)  # keeps a copy under the name of a wrapper
+    # Keeps a copy under the name of a wrapper.
+    averaged = torch.optim.swa_utils.AveragedModel(student)
     prepared = made.prepare(student, teacher, averaged)
     assert [id(one) for one in prepared] == [id(student), id(teacher), id(averaged)]
     assert counts(made) == (3, 0, 0, 0, 0)
@@ -237,7 +246,9 @@ def test_other_arguments_go_through() -> None:
 
 
 def test_megatron_is_left_to_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It builds models from a configuration; it cannot be run here, so only that nothing is changed is shown."""
+    """It builds models from a configuration; it cannot be run here, so only that nothing is changed
+    is shown.
+    """
     made = accelerator()
     raw = model()
     calls = []

@@ -1,4 +1,6 @@
-"""What the guard lets through: a stale flag, a copy or a failed call never stands for a preparation."""
+"""What the guard lets through: a stale flag, a copy or a failed call never stands for a
+preparation.
+"""
 
 import copy
 import gc

@@ -1,6 +1,7 @@
 """The guard with DeepSpeed: one engine, one optimizer, and its own rule of one model stays.
 
-In one process only: accelerate takes every process for the only one when DeepSpeed runs without a GPU.
+In one process only: accelerate takes every process for the only one when DeepSpeed runs without a
+GPU.
 """
 
 import json
@@ -60,7 +61,14 @@ with open(sys.argv[2], "w") as file:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeed(stage: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "1",
+    ]
     done = subprocess.run(
         [*launcher, str(tmp_path / "train.py"), str(stage), str(tmp_path / "seen.json"), str(tmp_path / "c")],
         capture_output=True, text=True, cwd=ROOT, timeout=400,
@@ -73,7 +81,9 @@ def test_deepspeed(stage: int, tmp_path: Path) -> None:
         "same": [True, True, True],
         "counts": [1, 1, 1],
         "warnings": 3,
-        "refused": "You can't use same `Accelerator()` instance with multiple models when using DeepSpeed",
+        "refused": (
+            "You can't use same `Accelerator()` instance with multiple models when using DeepSpeed"
+        ),
     }
     report = verify(tmp_path / "c")
     tensors = {one.name: one.outcome for one in report.items if one.kind is Kind.TENSOR}

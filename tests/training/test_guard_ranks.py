@@ -1,4 +1,6 @@
-"""The guard in two processes on gloo: DistributedDataParallel and both kinds of FSDP, run once for all tests here."""
+"""The guard in two processes on gloo: DistributedDataParallel and both kinds of FSDP, run once for
+all tests here.
+"""
 
 import json
 from pathlib import Path
@@ -53,7 +55,9 @@ def test_the_wrapper_of_the_first_prepare_comes_back(seen: Ranks, rank: int) -> 
     found = seen["again"][rank]
     assert len(found["same"]) == 12
     assert set(found["same"].values()) == {True}, found["same"]
-    assert all(files == ["guard_ranks.py"] for files in found["warnings"].values()), found["warnings"]
+    assert all(files == ["guard_ranks.py"] for files in found["warnings"].values()), found[
+        "warnings"
+    ]
     assert found["models"] == 1
     assert found["chain"] == ["DistributedDataParallel", "Counted"]
     assert found["gradients agree"]

@@ -33,7 +33,9 @@ def variables(request: pytest.FixtureRequest) -> dict[str, str]:
     assert request.config.cache is not None
     if request.param != "installed":
         made["PYTHONPATH"] = str(
-            accelerate_folder(request.param, Path(request.config.cache.mkdir(f"accelerate-{request.param}")))
+            accelerate_folder(
+                request.param, Path(request.config.cache.mkdir(f"accelerate-{request.param}"))
+            )
         )
     imported = subprocess.run(
         [sys.executable, "-c", "import accelerate; print(accelerate.__version__)"],
@@ -48,13 +50,27 @@ def reported(
 ) -> tuple[list[list[str]], str]:
     """Run the script in two processes; return the lines of each rank, and stderr."""
     folder.mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     script = [str(ROOT / "tests/training/reported.py"), str(folder), str(prepares)]
     done = subprocess.run(
-        [*launcher, *guard, *script], capture_output=True, text=True, cwd=ROOT, env=variables, timeout=200
+        [*launcher, *guard, *script],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=variables,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [(folder / f"rank-{rank}.txt").read_text().splitlines() for rank in range(2)], done.stderr
+    return [
+        (folder / f"rank-{rank}.txt").read_text().splitlines() for rank in range(2)
+    ], done.stderr
 
 
 def test_with_the_guard_it_is_the_correct_run(variables: dict[str, str], tmp_path: Path) -> None:
@@ -80,8 +96,8 @@ def test_with_the_guard_it_is_the_correct_run(variables: dict[str, str], tmp_pat
         losses = [line for line in lines if line.startswith("step ")]
         assert losses[3:5] == losses[5:7], "after load_state the same steps give the same losses"
         assert (
-            "files ['model.safetensors', 'optimizer.bin', 'random_states_0.pkl', 'random_states_1.pkl', "
-            "'run_state_0.pt', 'run_state_1.pt']" in lines
+            "files ['model.safetensors', 'optimizer.bin', 'random_states_0.pkl', "
+            "'random_states_1.pkl', 'run_state_0.pt', 'run_state_1.pt']" in lines
         )
     assert "prepare()" not in silence
     assert warning.count("UserWarning: prepare() at") == 2, "one for each process"
@@ -94,13 +110,21 @@ def check_claims(found: list[dict[str, Any]]) -> None:
         assert ("would return it as it is" in text) == (one["count"] == 1), one
         named = set(re.findall(r"again as (\w+\.\w+)", text))
         assert named <= set(one["files"]), one
-        doubled = {name for name in one["files"] if re.fullmatch(r"(model|optimizer|scheduler)_1\.\w+", name)}
+        doubled = {
+            name
+            for name in one["files"]
+            if re.fullmatch(r"(model|optimizer|scheduler)_1\.\w+", name)
+        }
         assert doubled == named, one
 
 
-def test_the_warning_says_what_this_accelerate_would_do(variables: dict[str, str], tmp_path: Path) -> None:
+def test_the_warning_says_what_this_accelerate_would_do(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "tests.training.claims", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=200)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert len(found) == 16
@@ -115,7 +139,10 @@ def test_the_warning_says_what_would_happen_on_two_processes(tmp_path: Path) -> 
         models = {one["case"]: one["said"][0] for one in found if "models" in one["case"]}
         for case, text in models.items():
             assert ("keys prefixed with 'module.'" in text) == ("prepared" in case)
-        names = {case: list(load_file(tmp_path / "saved" / case / "model_1.safetensors")) for case in models}
+        names = {
+            case: list(load_file(tmp_path / "saved" / case / "model_1.safetensors"))
+            for case in models
+        }
         for case, keys in names.items():
             assert keys[0].startswith("module.") == ("prepared" in case)
 

@@ -1,7 +1,8 @@
-"""The script that doubled its checkpoint resumes under the guard, from the folder as it is and from the repaired one.
+"""The script that doubled its checkpoint resumes under the guard, from the folder as it is and from
+the repaired one.
 
-The folders are those of ``fixtures``: real runs of two accelerate versions on two processes, with what they had in
-memory.
+The folders are those of ``fixtures``: real runs of two accelerate versions on two processes, with
+what they had in memory.
 """
 
 import json
@@ -111,7 +112,9 @@ def test_the_doubling_script_resumes_under_the_guard(tmp_path: Path, policy: Pol
                     continue
             found = in_memory(session)
             wrong += [
-                f"{target.relative_to(tmp_path)}: {part}" for part in found if found[part] != expected[part]
+                f"{target.relative_to(tmp_path)}: {part}"
+                for part in found
+                if found[part] != expected[part]
             ]
         assert not wrong, "\n".join(wrong)
 
@@ -124,11 +127,21 @@ def test_the_doubling_script_resumes_under_the_guard(tmp_path: Path, policy: Pol
 TWICE = ModelUse(prepares=2, form="raw", optimizer_prepares=2)
 TRAINED = [
     SaveState(
-        name="two pairs", models=(TWICE, replace(TWICE, seed=2)), scheduler=True, custom_registrations=2
+        name="two pairs",
+        models=(TWICE, replace(TWICE, seed=2)),
+        scheduler=True,
+        custom_registrations=2,
     ),
-    SaveState(name="first of three", models=(TWICE, ModelUse(seed=2), ModelUse(seed=3)), scheduler=True),
-    SaveState(name="wrapper", models=(ModelUse(prepares=2), ModelUse(seed=2, prepares=3), ModelUse(seed=3))),
-    SaveState(name="own DDP", models=(ModelUse(before="ddp", prepares=2), ModelUse(seed=2, before="ddp"))),
+    SaveState(
+        name="first of three", models=(TWICE, ModelUse(seed=2), ModelUse(seed=3)), scheduler=True
+    ),
+    SaveState(
+        name="wrapper",
+        models=(ModelUse(prepares=2), ModelUse(seed=2, prepares=3), ModelUse(seed=3)),
+    ),
+    SaveState(
+        name="own DDP", models=(ModelUse(before="ddp", prepares=2), ModelUse(seed=2, before="ddp"))
+    ),
 ]
 """Runs in which duplicates come before models and optimizers of the same shapes."""
 
@@ -136,7 +149,9 @@ TRAINED = [
 @pytest.mark.parametrize(
     "policy", [None, Policy(), Policy(keys=Keys.BARE)], ids=["as it is", "repaired", "bare"]
 )
-def test_trained_unguarded_and_resumed_under_the_guard(tmp_path: Path, policy: Policy | None) -> None:
+def test_trained_unguarded_and_resumed_under_the_guard(
+    tmp_path: Path, policy: Policy | None
+) -> None:
     def run(rank: int) -> None:
         for scenario in TRAINED:
             with warnings.catch_warnings():
@@ -227,7 +242,9 @@ OWN_WRAPPERS: dict[str, tuple[Callable[[Any], Any], ...]] = {
 
 
 @pytest.mark.parametrize("keys", [None, Keys.AUTO, Keys.BARE], ids=["as it is", "repaired", "bare"])
-def test_a_script_with_nested_wrappers_of_its_own_resumes(tmp_path: Path, keys: Keys | None) -> None:
+def test_a_script_with_nested_wrappers_of_its_own_resumes(
+    tmp_path: Path, keys: Keys | None
+) -> None:
     """After the default repair the unchanged script loads without the guard, too."""
 
     def prepared(wrappers: tuple[Callable[[Any], Any], ...], value: float) -> tuple[Any, Any]:
@@ -260,7 +277,10 @@ def test_a_script_with_nested_wrappers_of_its_own_resumes(tmp_path: Path, keys: 
                     # It says so where the keys are other ones.
                     warnings.simplefilter("ignore" if keys is Keys.BARE else "error")
                     accelerator.load_state(str(tmp_path / name))
-                assert all(bool((one == 0.25).all()) for one in net.parameters()), (name, is_guarded)
+                assert all(bool((one == 0.25).all()) for one in net.parameters()), (
+                    name,
+                    is_guarded,
+                )
 
     assert run_ranks(2, run) == [0, 0]
     for name in OWN_WRAPPERS:

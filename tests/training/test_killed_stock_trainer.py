@@ -1,4 +1,6 @@
-"""A Trainer without the guard is killed in a save: check names the folder that it would take, and a better one."""
+"""A Trainer without the guard is killed in a save: check names the folder that it would take, and a
+better one.
+"""
 
 import json
 import os

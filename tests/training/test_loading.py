@@ -1,4 +1,6 @@
-"""load_state_tolerant in one process: what is on disk arrives, however it was saved, and the disk stays as it is."""
+"""load_state_tolerant in one process: what is on disk arrives, however it was saved, and the disk
+stays as it is.
+"""
 
 import os
 import random
@@ -19,7 +21,15 @@ import ckptfix
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy, Status
 from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_state_tolerant
 from fixtures.models import ModuleOnly, Tied, TwoLayer
-from tests.training.loading_runs import FIXTURES, Run, files_of, make_run, reset, run_of_fixture, seeded
+from tests.training.loading_runs import (
+    FIXTURES,
+    Run,
+    files_of,
+    make_run,
+    reset,
+    run_of_fixture,
+    seeded,
+)
 
 SCENARIOS = sorted(
     path.parent
@@ -59,7 +69,9 @@ def saved(folder: Path, *, safe: bool = True) -> Path:
 
 
 def fresh() -> Run:
-    return make_run(seeded(TwoLayer, 8), seeded(lambda: nn.Linear(5, 3), 9), scheduler=True, custom=2)
+    return make_run(
+        seeded(TwoLayer, 8), seeded(lambda: nn.Linear(5, 3), 9), scheduler=True, custom=2
+    )
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
@@ -138,7 +150,9 @@ def test_versions_of_modules_follow_their_names(wrapped: bool) -> None:
     assert "module.module.fc1" in state._metadata
     model = seeded(TwoLayer, 3)
     seen: list[dict[str, int]] = []
-    model.fc1._register_load_state_dict_pre_hook(lambda state, prefix, metadata, *rest: seen.append(metadata))
+    model.fc1._register_load_state_dict_pre_hook(
+        lambda state, prefix, metadata, *rest: seen.append(metadata)
+    )
     load_checkpoint_tolerant(nn.DataParallel(model) if wrapped else model, folder / "model.bin")
     assert seen == [{"version": 1}]
 
@@ -182,7 +196,8 @@ def test_equal_architectures_go_by_position_and_the_report_says_so() -> None:
 def test_a_model_with_a_child_called_module_and_the_plain_one_are_two(tmp_path: Path) -> None:
     plain = seeded(TwoLayer, 3)
     own = ModuleOnly()
-    own.module.load_state_dict(plain.state_dict())  # equal bytes under module.: what a double looks like
+    # Equal bytes under module.: what a double looks like.
+    own.module.load_state_dict(plain.state_dict())
     run = make_run(plain, own, optimizer=None)
     run.accelerator.save_state(str(tmp_path / "c"))
     reset()
@@ -212,7 +227,9 @@ def test_tied_weights_that_the_file_lacks_are_filled_by_their_ties(tmp_path: Pat
 
 
 class Views(nn.Module):  # type: ignore[misc]
-    """Two halves of one buffer, and with ``whole`` the buffer itself: a storage is shared, not every byte."""
+    """Two halves of one buffer, and with ``whole`` the buffer itself: a storage is shared, not
+    every byte.
+    """
 
     def __init__(self, *, whole: bool) -> None:
         super().__init__()
@@ -273,7 +290,9 @@ def test_sharded_weights(tmp_path: Path, safe: bool) -> None:
     run.train()
     run.accelerator.save_state(str(tmp_path / "c"), safe_serialization=safe)
     (tmp_path / "c" / ("model.safetensors" if safe else "pytorch_model.bin")).unlink()
-    run.accelerator.save_model(run.models[0], tmp_path / "c", max_shard_size=200, safe_serialization=safe)
+    run.accelerator.save_model(
+        run.models[0], tmp_path / "c", max_shard_size=200, safe_serialization=safe
+    )
     assert len(list((tmp_path / "c").glob("*-of-*"))) > 1
     wanted = run.digest()["models"]
     reset()
@@ -383,7 +402,9 @@ def test_a_rank_without_random_states_opens_one_other_for_the_step(
     assert opened == []
 
 
-def test_states_without_a_step_send_no_rank_to_all_others(tmp_path: Path, opened: list[str]) -> None:
+def test_states_without_a_step_send_no_rank_to_all_others(
+    tmp_path: Path, opened: list[str]
+) -> None:
     folder = of_many_ranks(tmp_path)
     for path in folder.glob("random_states_*"):
         torch.save(
@@ -456,7 +477,8 @@ def test_a_hook_that_takes_the_models_loads_them_itself(tmp_path: Path) -> None:
         models.pop(0)
 
     run.accelerator.register_load_state_pre_hook(hook)
-    (folder / "model_1.safetensors").replace(folder / "model.safetensors")  # what such a script saves
+    # What such a script saves.
+    (folder / "model_1.safetensors").replace(folder / "model.safetensors")
     before = run.digest()["models"][0]
     report = load_state_tolerant(run.accelerator, folder)
     assert seen == [str(folder)]
@@ -481,7 +503,9 @@ def test_what_a_hook_did_to_the_models_is_taken_back_when_the_load_fails(tmp_pat
 
 
 class Stateful:
-    """What accelerate sees of a dataloader with ``use_stateful_dataloader``; torchdata is not needed for it."""
+    """What accelerate sees of a dataloader with ``use_stateful_dataloader``; torchdata is not
+    needed for it.
+    """
 
     use_stateful_dataloader = True
     dataset = (1, 2, 3)
@@ -506,7 +530,9 @@ def test_scaler_and_dataloaders_as_stock(tmp_path: Path) -> None:
 
     saving, loaders = run()
     loaders[1].state = {"batches": 5, "inner": {"position": [1, 2]}}
-    saving.accelerator.scaler.load_state_dict(saving.accelerator.scaler.state_dict() | {"scale": 3.0})
+    saving.accelerator.scaler.load_state_dict(
+        saving.accelerator.scaler.state_dict() | {"scale": 3.0}
+    )
     saving.accelerator.save_state(str(tmp_path / "c"))
     results = []
     for load in (
@@ -519,7 +545,11 @@ def test_scaler_and_dataloaders_as_stock(tmp_path: Path) -> None:
         results.append((here.accelerator.scaler.state_dict(), [loader.state for loader in loaders]))
     assert results[0] == results[1]
     assert results[1][0]["scale"] == 3.0
-    assert [component.part.value for component in report][2:5] == ["dataloaders", "dataloaders", "scaler"]
+    assert [component.part.value for component in report][2:5] == [
+        "dataloaders",
+        "dataloaders",
+        "scaler",
+    ]
     (tmp_path / "c" / "dl_state_dict_1.bin").unlink()
     (tmp_path / "c" / "scaler.pt").unlink()
     with pytest.raises(LoadError, match=r"scaler: .*scaler\.pt is missing"):
@@ -560,7 +590,9 @@ def test_numbers_go_on_after_a_load(tmp_path: Path, kind: type, loaded: int) -> 
     load_state_tolerant(again.accelerator, f"{folder}/")
     assert again.accelerator.project_configuration.iteration == 3
     again.accelerator.save_state()
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"checkpoint_{number}" for number in range(4)]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [
+        f"checkpoint_{number}" for number in range(4)
+    ]
 
 
 def test_numbers_stay_as_they_are_where_nothing_is_numbered(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What is built from opcodes, against what torch.load returns: the same values, types, order and sharing."""
+"""What is built from opcodes, against what torch.load returns: the same values, types, order and
+sharing.
+"""
 
 import math
 from collections import OrderedDict
@@ -17,8 +19,8 @@ from ckptfix.storage.reading import open_reader
 from tests.sampling import examples
 
 DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool,
-    torch.complex64,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8,
+    torch.uint8, torch.bool, torch.complex64,
 ]  # fmt: skip
 
 

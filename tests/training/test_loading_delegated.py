@@ -1,4 +1,5 @@
-"""Where accelerate loads itself (FSDP, DeepSpeed, Megatron): what it swallows is found, and everything is reported.
+"""Where accelerate loads itself (FSDP, DeepSpeed, Megatron): what it swallows is found, and
+everything is reported.
 
 Without models and optimizers, accelerate's own load_state runs as under FSDP, in one process.
 """

@@ -1,4 +1,6 @@
-"""Optimizers go where their models went, schedulers where their optimizers went: by the manifest, or by the order."""
+"""Optimizers go where their models went, schedulers where their optimizers went: by the manifest,
+or by the order.
+"""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,9 @@ def fresh_state() -> Iterator[None]:
 
 
 class Left(nn.Module):  # type: ignore[misc]
-    """Shapes as in Right, under another name: models are told apart, states of their optimizers are not."""
+    """Shapes as in Right, under another name: models are told apart, states of their optimizers are
+    not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +61,9 @@ class Wide(nn.Module):  # type: ignore[misc]
 
 
 def adam(*models: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([parameter for model in models for parameter in model.parameters()], lr=0.1)
+    return torch.optim.AdamW(
+        [parameter for model in models for parameter in model.parameters()], lr=0.1
+    )
 
 
 def step_of(optimizer: Any) -> Any:
@@ -71,7 +77,9 @@ def prepared(
     *,
     guarded: bool = True,
 ) -> Run:
-    """Prepare these, in this order, with an Accelerator of ckptfix, which records a manifest, or of accelerate."""
+    """Prepare these, in this order, with an Accelerator of ckptfix, which records a manifest, or of
+    accelerate.
+    """
     kind = ckptfix.Accelerator if guarded else Accelerator
     run = Run(kind(cpu=True), list(models), list(optimizers), list(schedulers))
     run.accelerator.prepare(*models, *optimizers, *schedulers)
@@ -87,7 +95,11 @@ def manifest_of(run: Run, folder: Path) -> Manifest:
 
 def test_the_manifest_says_whose_parameters_an_optimizer_holds(tmp_path: Path) -> None:
     one, two, three = seeded(Left, 1), seeded(Right, 2), seeded(Left, 3)
-    optimizers = [adam(two), adam(three, one), torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)]
+    optimizers = [
+        adam(two),
+        adam(three, one),
+        torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1),
+    ]
     schedulers = [step_of(optimizers[1]), step_of(optimizers[0])]
     manifest = manifest_of(prepared([one, two, three], optimizers, schedulers), tmp_path / "c")
     assert [entry.models for entry in manifest.optimizers] == [(1,), (0, 2), ()]
@@ -115,7 +127,9 @@ def test_a_hook_that_writes_models_itself_leaves_nothing_to_number(tmp_path: Pat
 def saved(
     folder: Path, *, guarded: bool, kinds: Sequence[type[nn.Module]] = (Left, Right)
 ) -> dict[type, list[Any]]:
-    """Save models, each with an optimizer and a scheduler; return by class what each of the three shall be."""
+    """Save models, each with an optimizer and a scheduler; return by class what each of the three
+    shall be.
+    """
     models = [seeded(kind, 1 + index) for index, kind in enumerate(kinds)]
     optimizers = [adam(model) for model in models]
     run = prepared(models, optimizers, [step_of(one) for one in optimizers], guarded=guarded)
@@ -152,7 +166,9 @@ def refused(run: Run, folder: Path, match: str, **policy: Any) -> str:
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["by the manifest", "by the order"])
-def test_models_in_another_order_take_optimizers_and_schedulers_along(tmp_path: Path, guarded: bool) -> None:
+def test_models_in_another_order_take_optimizers_and_schedulers_along(
+    tmp_path: Path, guarded: bool
+) -> None:
     wanted = saved(tmp_path / "c", guarded=guarded)
     run = fresh(Right, Left)
     report = load_state_tolerant(run.accelerator, tmp_path / "c")
@@ -172,7 +188,10 @@ def test_the_same_order_is_no_adaptation(tmp_path: Path, guarded: bool) -> None:
     wanted = saved(tmp_path / "c", guarded=guarded)
     run = fresh(Left, Right)
     report = load_state_tolerant(run.accelerator, tmp_path / "c")
-    assert [seen(run, number, number, number) for number in (0, 1)] == [wanted[Left], wanted[Right]]
+    assert [seen(run, number, number, number) for number in (0, 1)] == [
+        wanted[Left],
+        wanted[Right],
+    ]
     assert {component.status for component in report} == {Status.RESTORED}
 
 
@@ -199,14 +218,17 @@ def test_an_optimizer_of_several_models(tmp_path: Path) -> None:
     here.accelerator.save_state(str(tmp_path / "c"))
     wanted = [state_digest(one.state_dict()) for one in both]
     reset()
-    # Left 0 and Left 2 look alike and go by position: what was the second pair is the first one here.
+    # Left 0 and Left 2 look alike and go by position: what was the second pair is the first one
+    # here.
     here, both = run((2, 3, 0, 1))
     load_state_tolerant(here.accelerator, tmp_path / "c")
     assert [state_digest(one.state_dict()) for one in both] == wanted[::-1]
 
 
 @pytest.mark.parametrize("frozen", [1, 2])
-def test_what_cannot_be_followed_is_refused_and_not_given_by_position(tmp_path: Path, frozen: int) -> None:
+def test_what_cannot_be_followed_is_refused_and_not_given_by_position(
+    tmp_path: Path, frozen: int
+) -> None:
     kinds: tuple[type[nn.Module], ...] = (Left, Right, Wide)
 
     def run(*order: int) -> Run:
@@ -222,7 +244,9 @@ def test_what_cannot_be_followed_is_refused_and_not_given_by_position(tmp_path: 
     report = load_state_tolerant(run(0, 1, 2).accelerator, tmp_path / "c")
     assert report.is_complete
     reset()
-    text = refused(run(2, 1, 0), tmp_path / "c", r"the models are in another order here than in the folder")
+    text = refused(
+        run(2, 1, 0), tmp_path / "c", r"the models are in another order here than in the folder"
+    )
     assert "optimizer.bin: " in text
     assert "optimizer_1.bin: " in text
     assert "next: prepare the models in the order of the run that saved" in text
@@ -236,7 +260,9 @@ def test_what_cannot_be_followed_is_refused_and_not_given_by_position(tmp_path: 
     assert not report.is_complete
 
 
-def test_schedulers_are_not_given_by_position_when_their_optimizers_are_ignored(tmp_path: Path) -> None:
+def test_schedulers_are_not_given_by_position_when_their_optimizers_are_ignored(
+    tmp_path: Path,
+) -> None:
     saved(tmp_path / "c", guarded=False)
     refused(fresh(Right, Left), tmp_path / "c", "schedulers 0 .*another order", optimizers="ignore")
 
@@ -283,7 +309,10 @@ def test_doubles_in_the_folder_are_no_other_order(tmp_path: Path) -> None:
 def test_an_optimizer_whose_parameters_are_no_models_cannot_be_followed(tmp_path: Path) -> None:
     saved(tmp_path / "c", guarded=True)
     models = [seeded(Right, 11), seeded(Left, 12)]
-    loose = [nn.ParameterList([nn.Parameter(one.clone()) for one in model.parameters()]) for model in models]
+    loose = [
+        nn.ParameterList([nn.Parameter(one.clone()) for one in model.parameters()])
+        for model in models
+    ]
     run = prepared(models, [adam(one) for one in loose], guarded=False)
     refused(run, tmp_path / "c", "optimizers 0 .*another order", schedulers="ignore")
 
@@ -296,7 +325,9 @@ def test_a_model_that_a_hook_loads_leaves_the_others_where_they_were(tmp_path: P
     assert seen(run, 0, 0, 0)[1:] == wanted[Left][1:]
     assert seen(run, 1, 1, 1) == wanted[Right]
     by_index = {
-        component.index: component for component in report.of("models") if component.index is not None
+        component.index: component
+        for component in report.of("models")
+        if component.index is not None
     }
     assert "by a hook" in by_index[0].reason
     assert by_index[1].files == ("model_1.safetensors",)
@@ -305,7 +336,10 @@ def test_a_model_that_a_hook_loads_leaves_the_others_where_they_were(tmp_path: P
 
 @pytest.mark.parametrize(
     ("name", "match"),
-    [("optimizer_1.bin", r"optimizers 1 \(AdamW\)"), ("random_states_0.pkl", r"rng: .*random_states_0\.pkl")],
+    [
+        ("optimizer_1.bin", r"optimizers 1 \(AdamW\)"),
+        ("random_states_0.pkl", r"rng: .*random_states_0\.pkl"),
+    ],
 )
 def test_hooks_that_load_models_themselves_see_nothing_when_a_state_is_not_there(
     tmp_path: Path, name: str, match: str
@@ -323,7 +357,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_an_optimizer_without_any_state_is_told_by_the_shapes_in_the_manifest(tmp_path: Path) -> None:
+def test_an_optimizer_without_any_state_is_told_by_the_shapes_in_the_manifest(
+    tmp_path: Path,
+) -> None:
     models = [seeded(Left, 1), seeded(Wide, 2)]
     optimizers = [sgd(model) for model in models]
     for number, optimizer in enumerate(optimizers):

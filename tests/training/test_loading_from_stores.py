@@ -33,7 +33,9 @@ def bucket(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
 def test_what_a_killed_repair_has_changed_in_part_is_neither_the_newest_nor_loaded(
     bucket: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: object
 ) -> None:
-    """A teacher gets its new number before the student's duplicate has gone: every file is complete by its header."""
+    """A teacher gets its new number before the student's duplicate has gone: every file is complete
+    by its header.
+    """
     monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
     old = put(bucket, STUDENT_AND_TEACHER)
     repair(URL)
@@ -53,7 +55,9 @@ def test_what_a_killed_repair_has_changed_in_part_is_neither_the_newest_nor_load
         if objects(bucket) in (old, new):
             continue
         mixtures += 1
-        with pytest.raises(UsageError, match="checkpoint_7: a repair was interrupted, or is running"):
+        with pytest.raises(
+            UsageError, match="checkpoint_7: a repair was interrupted, or is running"
+        ):
             latest_checkpoint(RUN)
         with pytest.raises(UsageError, match=f"next: ckptfix repair {URL}"), fetched(URL):
             pass
@@ -64,7 +68,9 @@ def test_what_a_killed_repair_has_changed_in_part_is_neither_the_newest_nor_load
     assert mixtures > 1
 
 
-def test_a_folder_that_a_killed_repair_has_changed_in_part_is_not_the_newest(tmp_path: Path) -> None:
+def test_a_folder_that_a_killed_repair_has_changed_in_part_is_not_the_newest(
+    tmp_path: Path,
+) -> None:
     for number, journal in ((1, ""), (2, ".ckptfix/0001.pending")):
         for name in STUDENT_AND_TEACHER.iterdir():
             (tmp_path / f"checkpoint_{number}").mkdir(exist_ok=True)
@@ -100,11 +106,15 @@ def test_the_newest_is_found_while_a_run_deletes_its_oldest(bucket: Cloud) -> No
 def test_what_is_kept_for_an_undo_is_not_fetched_and_copies_of_killed_loads_go(
     bucket: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is as large as a checkpoint: the disk of a node that died twice while it loaded would be full."""
+    """Each is as large as a checkpoint: the disk of a node that died twice while it loaded would be
+    full.
+    """
     monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
     put(bucket, STUDENT_AND_TEACHER)
     repair(URL)
-    bucket.write("run/checkpoint_7/.ckptfix/new-1234/model.safetensors", b"of an upload that was cut short")
+    bucket.write(
+        "run/checkpoint_7/.ckptfix/new-1234/model.safetensors", b"of an upload that was cut short"
+    )
     with fetched(URL) as copy:
         assert not (copy / ".ckptfix").exists()
         (folder,) = (tmp_path / f"ckptfix-loads-{os.geteuid()}").iterdir()

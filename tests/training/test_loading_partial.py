@@ -1,4 +1,6 @@
-"""LoadPolicy(models="partial"): what matches is loaded bit for bit, all else is untouched, and the report lists it."""
+"""LoadPolicy(models="partial"): what matches is loaded bit for bit, all else is untouched, and the
+report lists it.
+"""
 
 import json
 import warnings
@@ -14,7 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Requirement, Status
+from ckptfix.training.loading.load_report import (
+    LoadError,
+    LoadPolicy,
+    LoadReport,
+    Requirement,
+    Status,
+)
 from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_state_tolerant
 from fixtures.models import Tied
 from tests.sampling import examples
@@ -87,7 +95,9 @@ def load(run: Run, folder: Path, policy: LoadPolicy = PARTIAL) -> LoadReport:
         return load_state_tolerant(run.accelerator, folder, policy=policy)
 
 
-names = st.sampled_from(["a.weight", "a.bias", "b.weight", "b.bias", "c.0.weight", "c.1.weight", "d"])
+names = st.sampled_from(
+    ["a.weight", "a.bias", "b.weight", "b.bias", "c.0.weight", "c.1.weight", "d"]
+)
 shapes = st.sampled_from([(2,), (3,), (2, 3), (3, 2), ()])
 tensors = st.dictionaries(names, shapes, min_size=1)
 prefixes = st.sampled_from(["", "module.", "_orig_mod."])
@@ -95,12 +105,14 @@ kinds = st.sampled_from(["safetensors", "bin", "sharded"])
 
 
 @settings(
-    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(file=tensors, model=tensors, prefix=prefixes, own=prefixes, kind=kinds)
 def test_what_is_loaded_is_exactly_the_intersection(
-    tmp_path: Path, file: dict[str, tuple[int, ...]], model: dict[str, tuple[int, ...]], prefix: str, own: str,
-    kind: str,
+    tmp_path: Path, file: dict[str, tuple[int, ...]], model: dict[str, tuple[int, ...]],
+    prefix: str, own: str, kind: str,
 ) -> None:  # fmt: skip
     state = {prefix + name: torch.randn(shape) for name, shape in file.items()}
     path = stored(tmp_path, state, kind)
@@ -120,8 +132,12 @@ def test_what_is_loaded_is_exactly_the_intersection(
         assert equal(value, state[prefix + bare] if bare in common else before[name])
     assert set(report.fresh) == {own + name for name in model.keys() - file.keys()}
     assert set(report.unused) == {prefix + name for name in file.keys() - model.keys()}
-    assert {(one.key.removeprefix(own), one.file_shape, one.model_shape) for one in report.mismatched} == {
-        (name, file[name], model[name]) for name in model.keys() & file.keys() if file[name] != model[name]
+    assert {
+        (one.key.removeprefix(own), one.file_shape, one.model_shape) for one in report.mismatched
+    } == {
+        (name, file[name], model[name])
+        for name in model.keys() & file.keys()
+        if file[name] != model[name]
     }
     assert (report.status is Status.PARTIAL) == (len(common) < len(model))
     assert len(caught) == (not report.is_in_full)
@@ -141,7 +157,10 @@ def stored(folder: Path, state: dict[str, torch.Tensor], kind: str) -> Path:
     }
     for name, part in parts.items():
         save_file(part, folder / name)
-    index = {"metadata": {}, "weight_map": {key: name for name, part in parts.items() for key in part}}
+    index = {
+        "metadata": {},
+        "weight_map": {key: name for name, part in parts.items() for key in part},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder / "model.safetensors.index.json"
 
@@ -191,7 +210,10 @@ def goes_on_as(saved: Run, run: Run, carried: list[str]) -> None:
         assert equal(weights[0][name], weights[1][name])
         assert after[0][name].keys() == after[1][name].keys()
         for key, value in after[0][name].items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[1][name][key])), (name, key)
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[1][name][key])), (
+                name,
+                key,
+            )
 
 
 BODY = [f"{layer}.{part}" for layer in ("first", "norm", "last") for part in ("weight", "bias")]
@@ -248,7 +270,10 @@ def test_a_head_of_another_size(tmp_path: Path, safe: bool) -> None:
 def grouped(model: nn.Module, lr: float, *, names: bool = False) -> torch.optim.AdamW:
     """Return the optimizer of the usual scripts: weight decay for matrices alone."""
     named = list(model.named_parameters())
-    groups = ([one for one in named if one[1].ndim > 1], [one for one in named if one[1].ndim <= 1])
+    groups = (
+        [one for one in named if one[1].ndim > 1],
+        [one for one in named if one[1].ndim <= 1],
+    )
     return torch.optim.AdamW([
         {"params": list(group) if names else [one for _, one in group], "weight_decay": decay, "lr": lr * (decay + 1)}
         for group, decay in zip(groups, (0.1, 0.0), strict=True)
@@ -282,7 +307,9 @@ def test_two_groups(tmp_path: Path, named: bool) -> None:
     goes_on_as(saved, run, BODY)
 
 
-def test_another_number_of_groups_is_refused_without_names_and_mapped_with_them(tmp_path: Path) -> None:
+def test_another_number_of_groups_is_refused_without_names_and_mapped_with_them(
+    tmp_path: Path,
+) -> None:
     model = seeded(Old, 1)
     saved = run_of(model, torch.optim.AdamW(model.named_parameters(), lr=0.3))
     saved.train()
@@ -294,7 +321,9 @@ def test_another_number_of_groups_is_refused_without_names_and_mapped_with_them(
     model = seeded(New, 2)
     run = run_of(model, grouped(model, 0.9))
     before = run.digest()
-    with pytest.raises(LoadError, match=r'1 parameter group without param_names.*optimizers="warn"'):
+    with pytest.raises(
+        LoadError, match=r'1 parameter group without param_names.*optimizers="warn"'
+    ):
         load(run, tmp_path / "plain")
     assert run.digest() == before
     load(run, tmp_path / "named")
@@ -337,7 +366,9 @@ class Row(nn.Module):  # type: ignore[misc]
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
 def test_moments_that_could_be_anothers_are_not_carried(tmp_path: Path, safe: bool) -> None:
-    """Of a removed layer of the same shape safetensors does not say where it was; a file of torch.save does."""
+    """Of a removed layer of the same shape safetensors does not say where it was; a file of
+    torch.save does.
+    """
     saved = make_run(seeded(lambda: Row("one", "gone", "two"), 1))
     saved.train()
     saved.accelerator.save_state(str(tmp_path / "c"), safe_serialization=safe)
@@ -391,10 +422,20 @@ def test_two_models_of_which_one_changed(tmp_path: Path) -> None:
     run = make_run(seeded(New, 3), seeded(Old, 4))
     report = load(run, tmp_path / "c")
     assert [one.status for one in report.of("models")] == [Status.PARTIAL, Status.RESTORED]
-    assert [one.files for one in report.of("models")] == [("model.safetensors",), ("model_1.safetensors",)]
-    assert [one.files for one in report.of("optimizers")] == [("optimizer.bin",), ("optimizer_1.bin",)]
-    assert torch.equal(moments(run)["last.weight"]["exp_avg"], moments(saved)["last.weight"]["exp_avg"])
-    assert torch.equal(moments(run, 1)["head.weight"]["exp_avg"], moments(saved, 1)["head.weight"]["exp_avg"])
+    assert [one.files for one in report.of("models")] == [
+        ("model.safetensors",),
+        ("model_1.safetensors",),
+    ]
+    assert [one.files for one in report.of("optimizers")] == [
+        ("optimizer.bin",),
+        ("optimizer_1.bin",),
+    ]
+    assert torch.equal(
+        moments(run)["last.weight"]["exp_avg"], moments(saved)["last.weight"]["exp_avg"]
+    )
+    assert torch.equal(
+        moments(run, 1)["head.weight"]["exp_avg"], moments(saved, 1)["head.weight"]["exp_avg"]
+    )
 
 
 def test_a_model_without_any_match_names_the_policy_that_leaves_it(tmp_path: Path) -> None:
@@ -403,11 +444,17 @@ def test_a_model_without_any_match_names_the_policy_that_leaves_it(tmp_path: Pat
     saved.accelerator.save_state(str(tmp_path / "c"))
     reset()
     run = make_run(seeded(Old, 2), seeded(lambda: Row("other"), 3))
-    with pytest.raises(LoadError, match=r'next: policy=LoadPolicy\(models="warn", optimizers="warn"\)'):
+    with pytest.raises(
+        LoadError, match=r'next: policy=LoadPolicy\(models="warn", optimizers="warn"\)'
+    ):
         load(run, tmp_path / "c")
-    report = load(run, tmp_path / "c", LoadPolicy(models=Requirement.WARN, optimizers=Requirement.WARN))
+    report = load(
+        run, tmp_path / "c", LoadPolicy(models=Requirement.WARN, optimizers=Requirement.WARN)
+    )
     assert [one.status for one in report.of("models")] == [Status.RESTORED, Status.FAILED]
-    assert torch.equal(moments(run)["last.weight"]["exp_avg"], moments(saved)["last.weight"]["exp_avg"])
+    assert torch.equal(
+        moments(run)["last.weight"]["exp_avg"], moments(saved)["last.weight"]["exp_avg"]
+    )
 
 
 def test_one_optimizer_for_two_that_fit_names_the_policy(tmp_path: Path) -> None:
@@ -416,11 +463,13 @@ def test_one_optimizer_for_two_that_fit_names_the_policy(tmp_path: Path) -> None
     (tmp_path / "c" / "optimizer_1.bin").unlink()
     reset()
     run = make_run(seeded(New, 3), seeded(Old, 4))
-    with pytest.raises(LoadError, match=r'or policy=LoadPolicy\(optimizers="warn"\) leaves it as it is'):
+    with pytest.raises(
+        LoadError, match=r'or policy=LoadPolicy\(optimizers="warn"\) leaves it as it is'
+    ):
         load(run, tmp_path / "c")
-    assert load(run, tmp_path / "c", LoadPolicy(models=Requirement.PARTIAL, optimizers=Requirement.WARN)).of(
-        "models"
-    )
+    assert load(
+        run, tmp_path / "c", LoadPolicy(models=Requirement.PARTIAL, optimizers=Requirement.WARN)
+    ).of("models")
 
 
 def test_a_doubled_checkpoint_counts_once(tmp_path: Path) -> None:
@@ -484,7 +533,9 @@ def test_weights_that_are_offloaded_or_on_the_meta_device(tmp_path: Path) -> Non
     assert torch.equal(offloaded(x), plain.eval()(x))
     with init_empty_weights():
         empty = New()
-    with pytest.raises(LoadError, match=r"'middle\.weight' is on the meta device, without a value") as caught:
+    with pytest.raises(
+        LoadError, match=r"'middle\.weight' is on the meta device, without a value"
+    ) as caught:
         load_checkpoint_tolerant(empty, tmp_path / "m.safetensors", policy=PARTIAL)
     assert not caught.value.modified
 
@@ -501,7 +552,10 @@ def test_the_strict_policy_names_this_one(tmp_path: Path) -> None:
     folder = trained(tmp_path / "c")
     run = make_run(seeded(New, 2), custom=1)
     before = run.digest()
-    match = r'policy=LoadPolicy\(models="partial"\) loads the 9 of its 13 keys that match in key and shape'
+    match = (
+        r'policy=LoadPolicy\(models="partial"\) loads the 9 of its 13 keys that match in key and'
+        r" shape"
+    )
     with pytest.raises(LoadError, match=match):
         load_state_tolerant(run.accelerator, folder)
     with pytest.raises(LoadError, match=match):
@@ -513,7 +567,9 @@ def test_no_optimizer_is_restored_over_weights_that_are_not_loaded(tmp_path: Pat
     folder = trained(tmp_path / "c")
     run = make_run(seeded(lambda: Old(classes=9), 2), custom=1)
     before = run.digest()
-    with pytest.raises(LoadError, match=r"belong to the weights of models 0 \(Old\), which are not loaded"):
+    with pytest.raises(
+        LoadError, match=r"belong to the weights of models 0 \(Old\), which are not loaded"
+    ):
         load(run, folder, LoadPolicy(models=Requirement.WARN))
     assert run.digest() == before
     report = load(run, folder, LoadPolicy(models=Requirement.WARN, optimizers=Requirement.WARN))
@@ -522,7 +578,8 @@ def test_no_optimizer_is_restored_over_weights_that_are_not_loaded(tmp_path: Pat
     assert run.accelerator.step == 2  # all else is loaded
     reset()
     run = make_run(seeded(Old, 2), custom=1)
-    run.models[0].norm.register_buffer("more", torch.zeros(1))  # the optimizer fits, and the model does not
+    # The optimizer fits, and the model does not.
+    run.models[0].norm.register_buffer("more", torch.zeros(1))
     report = load(run, folder, LoadPolicy(models=Requirement.WARN, optimizers=Requirement.WARN))
     assert [(one.status, one.files) for one in report.of("optimizers")] == [
         (Status.FAILED, ("optimizer.bin",))
@@ -536,7 +593,9 @@ def test_no_optimizer_is_restored_over_weights_that_are_not_loaded(tmp_path: Pat
 
 
 def test_same_shapes_under_another_name_get_no_moments_either(tmp_path: Path) -> None:
-    """The numbers and shapes agree, so that torch itself would take the state of the old layer for the new one."""
+    """The numbers and shapes agree, so that torch itself would take the state of the old layer for
+    the new one.
+    """
     saved = make_run(seeded(lambda: Row("one", "two"), 1))
     saved.train()
     saved.accelerator.save_state(str(tmp_path / "c"), safe_serialization=False)
@@ -626,7 +685,9 @@ layers = st.lists(st.sampled_from("abcdef"), unique=True, min_size=1).map(sorted
 
 
 @settings(
-    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     old=layers,
@@ -637,7 +698,13 @@ layers = st.lists(st.sampled_from("abcdef"), unique=True, min_size=1).map(sorted
     kind=st.sampled_from(["safetensors", "bin"]),
 )
 def test_no_moment_is_given_to_another_parameter(
-    tmp_path: Path, old: list[str], new: list[str], frozen: set[str], groups: bool, named: bool, kind: str
+    tmp_path: Path,
+    old: list[str],
+    new: list[str],
+    frozen: set[str],
+    groups: bool,
+    named: bool,
+    kind: str,
 ) -> None:
     def of(names: list[str]) -> Run:
         model = Layers([(name, widths[name]) for name in names])
@@ -666,7 +733,8 @@ def test_no_moment_is_given_to_another_parameter(
     for name, state in found.items():
         if name[0] not in common:
             assert state == {}
-        elif state or named or not (frozen or set(old) - set(new)):  # nothing is in doubt: all are carried
+        # Nothing is in doubt: all are carried.
+        elif state or named or not (frozen or set(old) - set(new)):
             assert state.keys() == wanted[name].keys()
             assert all(torch.equal(value, wanted[name][key]) for key, value in state.items())
     (tmp_path / "c" / "model.safetensors").unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""Pickles: data of numpy, omegaconf and enums loads, anything else is refused with the line that allows it."""
+"""Pickles: data of numpy, omegaconf and enums loads, anything else is refused with the line that
+allows it.
+"""
 
 import enum
 import os
@@ -28,7 +30,9 @@ def fresh_state() -> Iterator[None]:
     yield
     after = torch.serialization.get_safe_globals()
     assert set(before) <= set(after), "the allow-list of the process lost something"
-    assert not {RunSettings, Colour, numpy.ndarray} & set(after), "the allow-list of the process grew"
+    assert not {RunSettings, Colour, numpy.ndarray} & set(after), (
+        "the allow-list of the process grew"
+    )
     reset()
 
 
@@ -69,7 +73,10 @@ def load(folder: Path, **policy: Any) -> Any:
     "state",
     [
         {"loss": numpy.float64(0.5), "count": numpy.int64(3), "flag": numpy.bool_(True)},
-        {"array": numpy.arange(6.0).reshape(2, 3), "complex": numpy.ones(2, dtype=numpy.complex64)},
+        {
+            "array": numpy.arange(6.0).reshape(2, 3),
+            "complex": numpy.ones(2, dtype=numpy.complex64),
+        },
         {"text": numpy.array(["a", "bc"]), "when": numpy.datetime64("2024-01-02")},
         {"colour": Colour.RED},
         {"plain": [1, 2.5, None, (True, "x")], "set": {1, 2}},
@@ -89,7 +96,9 @@ def test_names_of_numpy_1_load_under_numpy_2(tmp_path: Path) -> None:
     assert any(b"numpy._core.multiarray" in data for data in records.values())
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in records.items():
-            archive.writestr(name, data.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+            archive.writestr(
+                name, data.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+            )
     result = load(folder)
     assert repr(result["loss"]) == "np.float64(0.5)"
     assert result["array"].tolist() == [0, 1, 2]
@@ -122,7 +131,8 @@ def test_a_class_of_the_users_is_refused_with_the_line_that_allows_it(tmp_path: 
     with pytest.raises(LoadError) as caught:
         load(folder)
     line = (
-        "import fixtures.models, torch; torch.serialization.add_safe_globals([fixtures.models.RunSettings])"
+        "import fixtures.models, torch; "
+        "torch.serialization.add_safe_globals([fixtures.models.RunSettings])"
     )
     assert line in str(caught.value)
     assert "custom_checkpoint_0.pkl needs fixtures.models.RunSettings" in str(caught.value)
@@ -142,7 +152,9 @@ def test_what_the_user_allowed_loads(tmp_path: Path) -> None:
 
 def test_trust_is_said_aloud(tmp_path: Path) -> None:
     folder = saved(tmp_path, {"settings": RunSettings(0.25)})
-    with pytest.warns(UserWarning, match=r"code in a pickle is executed, because trust=True: .*RunSettings"):
+    with pytest.warns(
+        UserWarning, match=r"code in a pickle is executed, because trust=True: .*RunSettings"
+    ):
         assert load(folder, trust=True)["settings"].learning_rate == 0.25
 
 
@@ -154,7 +166,8 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.filterwarnings("ignore")  # as an error, the warning of trust=True would hide that code runs
+# As an error, the warning of trust=True would hide that code runs.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["custom_checkpoint_0.pkl", "random_states_0.pkl"])
 def test_code_is_never_run(tmp_path: Path, name: str) -> None:
     folder = saved(tmp_path, {})

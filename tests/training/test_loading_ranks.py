@@ -1,4 +1,6 @@
-"""load_state_tolerant in two real processes: all ranks load, or none, and none waits for another for ever."""
+"""load_state_tolerant in two real processes: all ranks load, or none, and none waits for another
+for ever.
+"""
 
 import pytest
 
@@ -78,7 +80,10 @@ def test_fsdp_is_left_to_accelerate_and_said(seen: Ranks) -> None:
         assert rank["calls"]
         assert "by accelerator.load_state (FSDP)" in rank["report"]
         assert "custom_checkpoint_0.pkl needs posix.mkdir" in rank["error"]
-        assert "LoadPolicy(models='partial') is not possible with FSDP: accelerate's own" in rank["in_part"]
+        assert (
+            "LoadPolicy(models='partial') is not possible with FSDP: accelerate's own"
+            in rank["in_part"]
+        )
 
 
 def test_both_ranks_load_what_matches(seen: Ranks) -> None:

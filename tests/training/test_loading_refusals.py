@@ -1,4 +1,6 @@
-"""What load_state_tolerant refuses, by name and with the next command, and that nothing was modified by then."""
+"""What load_state_tolerant refuses, by name and with the next command, and that nothing was
+modified by then.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,7 +16,15 @@ from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy, Requirement, Status
 from ckptfix.training.loading.load_state import load_state_tolerant
 from fixtures.models import Tied, TwoLayer
-from tests.training.loading_runs import FIXTURES, Run, files_of, make_run, reset, run_of_fixture, seeded
+from tests.training.loading_runs import (
+    FIXTURES,
+    Run,
+    files_of,
+    make_run,
+    reset,
+    run_of_fixture,
+    seeded,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +111,8 @@ def test_unequal_counts_that_nothing_tells_apart_name_the_entries(tmp_path: Path
     refused(
         again,
         tmp_path / "c",
-        r"3 entries for 2 objects, .*: model\.safetensors, model_1\.safetensors, model_2\.safetensors "
+        r"3 entries for 2 objects, .*: model\.safetensors, model_1\.safetensors,"
+        r" model_2\.safetensors "
         r"for models 0 \(TwoLayer\), 1 \(TwoLayer\); next: ckptfix check",
     )
 
@@ -109,7 +120,8 @@ def test_unequal_counts_that_nothing_tells_apart_name_the_entries(tmp_path: Path
 def test_a_proven_double_is_set_aside_before_order_decides(tmp_path: Path) -> None:
     source = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors"
     shutil.copytree(source / "checkpoint", tmp_path / "c")
-    run = make_run(seeded(TwoLayer, 8), seeded(TwoLayer, 9), optimizer=None)  # two, as the folder has files
+    # Two, as the folder has files.
+    run = make_run(seeded(TwoLayer, 8), seeded(TwoLayer, 9), optimizer=None)
     refused(run, tmp_path / "c", r"1 entry for 2 objects, .*: model\.safetensors for models")
 
 
@@ -128,7 +140,10 @@ def test_a_broken_entry_is_not_passed_over_for_the_next_that_fits(folder: Path) 
     run = make_run(seeded(TwoLayer, 8))
     policy = LoadPolicy(custom=Requirement.IGNORE)
     error = refused(
-        run, folder, r"model\.safetensors is at its position and cannot be read \(truncated", policy
+        run,
+        folder,
+        r"model\.safetensors is at its position and cannot be read \(truncated",
+        policy,
     )
     assert "optimizer.bin is at its position and cannot be read" in str(error)
 
@@ -163,9 +178,13 @@ def test_names_that_do_not_fit_are_told_by_both_sides(folder: Path) -> None:
 
 
 def test_numbers_do_not_change_their_kind(tmp_path: Path) -> None:
-    save_file({"weight": torch.ones(2, 3, dtype=torch.int64), "bias": torch.ones(2)}, _made(tmp_path))
+    save_file(
+        {"weight": torch.ones(2, 3, dtype=torch.int64), "bias": torch.ones(2)}, _made(tmp_path)
+    )
     refused(
-        make_run(nn.Linear(3, 2), optimizer=None), tmp_path / "c", r"'weight': the dtype is int64 in the file"
+        make_run(nn.Linear(3, 2), optimizer=None),
+        tmp_path / "c",
+        r"'weight': the dtype is int64 in the file",
     )
 
 
@@ -214,7 +233,9 @@ def test_an_optimizer_with_its_parameters_in_another_order(tmp_path: Path) -> No
 
     run = make_run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), optimizer=backwards)
     refused(
-        run, folder, r"exp_avg of parameter 0 in group 0 has the shape \[4, 4\], the parameter here has \[4\]"
+        run,
+        folder,
+        r"exp_avg of parameter 0 in group 0 has the shape \[4, 4\], the parameter here has \[4\]",
     )
 
 
@@ -261,7 +282,9 @@ def test_the_manifest_tells_models_apart_that_look_alike(folder: Path) -> None:
     reset()
     lone = make_run(seeded(Teacher, 8), optimizer=None)  # the other count, and still no doubt
     load_state_tolerant(lone.accelerator, folder, policy=policy)
-    assert torch.equal(lone.models[0].fc1.weight, load_file(folder / "model_1.safetensors")["fc1.weight"])
+    assert torch.equal(
+        lone.models[0].fc1.weight, load_file(folder / "model_1.safetensors")["fc1.weight"]
+    )
 
 
 def test_a_manifest_that_speaks_of_another_file_says_nothing(folder: Path) -> None:
@@ -302,9 +325,14 @@ def test_what_the_manifest_says_was_tied_fills_a_model_that_does_not_tie(tmp_pat
 
 def test_the_manifest_names_the_optimizers_class(folder: Path) -> None:
     write_manifest(
-        folder, optimizers=(ManifestEntry(index=0, file="optimizer.bin", type="torch.optim.nadam.NAdam"),)
+        folder,
+        optimizers=(ManifestEntry(index=0, file="optimizer.bin", type="torch.optim.nadam.NAdam"),),
     )
-    refused(fresh(), folder, r"it was saved from torch\.optim\.nadam\.NAdam, the optimizer here is AdamW")
+    refused(
+        fresh(),
+        folder,
+        r"it was saved from torch\.optim\.nadam\.NAdam, the optimizer here is AdamW",
+    )
 
 
 def test_the_step_comes_from_the_manifest_when_no_rank_holds_it(folder: Path) -> None:
@@ -317,7 +345,9 @@ def test_the_step_comes_from_the_manifest_when_no_rank_holds_it(folder: Path) ->
     assert "from the manifest" in str(report.of("step")[0])
 
 
-def test_a_file_that_changes_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ckptfix.devices import torch_reading
     from ckptfix.training.loading import states
 

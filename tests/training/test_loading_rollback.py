@@ -1,4 +1,6 @@
-"""An object that refuses its state in the middle of a load: everything before it is taken back, or is named."""
+"""An object that refuses its state in the middle of a load: everything before it is taken back, or
+is named.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -13,7 +15,11 @@ from torch import nn
 from ckptfix.training.loading import commit
 from ckptfix.training.loading.draft import Draft
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport
-from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_here, load_state_tolerant
+from ckptfix.training.loading.load_state import (
+    load_checkpoint_tolerant,
+    load_here,
+    load_state_tolerant,
+)
 from ckptfix.training.ranks import Ranks
 from fixtures.models import ConvNorm, Tied, TwoLayer
 from tests.training.loading_runs import Run, make_run, reset, seeded
@@ -90,8 +96,12 @@ class Loader:
 
 
 def made(seed: int, last: Any) -> tuple[Run, Callable[[], Any]]:
-    """Return a run with one of everything, ``last`` its last object, and what shows all of its state."""
-    run = make_run(seeded(TwoLayer, seed), seeded(Tied, seed + 1), seeded(ConvNorm, seed + 2), scheduler=True)
+    """Return a run with one of everything, ``last`` its last object, and what shows all of its
+    state.
+    """
+    run = make_run(
+        seeded(TwoLayer, seed), seeded(Tied, seed + 1), seeded(ConvNorm, seed + 2), scheduler=True
+    )
     run.models[0](torch.ones(2, 6)).sum().backward()
     run.optimizers[0].step()
     momentum = Momentum(run.models[0].parameters(), lr=0.1 * seed, momentum=0.9)
@@ -105,7 +115,13 @@ def made(seed: int, last: Any) -> tuple[Run, Callable[[], Any]]:
     run.accelerator.step = seed
 
     def seen() -> Any:
-        return run.digest(), counter.seen(), last.seen(), loader.state, run.accelerator.scaler.state_dict()
+        return (
+            run.digest(),
+            counter.seen(),
+            last.seen(),
+            loader.state,
+            run.accelerator.scaler.state_dict(),
+        )
 
     return run, seen
 
@@ -163,7 +179,9 @@ def test_what_was_kept_for_the_way_back_changes_nothing_in_a_load_that_works(
 
 
 class Spoilt(Refusing):
-    """Changes in place what it then refuses, whatever it is given: there is no way back to what it was."""
+    """Changes in place what it then refuses, whatever it is given: there is no way back to what it
+    was.
+    """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.values.append("spoilt")
@@ -197,7 +215,9 @@ class Shy(Refusing):
             raise KeyError("colour")
 
 
-def test_an_object_without_a_state_of_its_own_yet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_without_a_state_of_its_own_yet(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, _ = made(5, Shy(5))
     with pytest.raises(LoadError, match=r"custom 1 \(Shy\) could not be undone"):
         load(run, folder)
@@ -210,7 +230,9 @@ def test_an_optimizer_with_a_way_of_its_own(folder: Path, monkeypatch: pytest.Mo
     before = seen()
     with monkeypatch.context() as patch:
         patch.setattr(Momentum, "refuses", True)
-        with pytest.raises(LoadError, match=r"optimizers 3 \(Momentum\) refused its state") as caught:
+        with pytest.raises(
+            LoadError, match=r"optimizers 3 \(Momentum\) refused its state"
+        ) as caught:
             load(run, folder)
     assert seen() == before
     assert not caught.value.modified
@@ -291,7 +313,9 @@ def test_a_scheduler_among_the_custom_objects_is_not_given_what_is_no_state_of_i
     assert "nothing was modified" in str(caught.value)
 
 
-def test_no_room_for_a_copy_stops_no_load_that_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_a_copy_stops_no_load_that_works(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def copying(value: Any) -> Any:
         raise MemoryError("no room")
 

@@ -1,4 +1,6 @@
-"""load_checkpoint_tolerant: one model, out of any file or folder; and models whose tensors are on the meta device."""
+"""load_checkpoint_tolerant: one model, out of any file or folder; and models whose tensors are on
+the meta device.
+"""
 
 import json
 import shutil
@@ -48,7 +50,9 @@ def test_every_lone_file_of_a_real_run_arrives(fixture: Path, of: str) -> None:
 
 
 class Names(nn.Module):  # type: ignore[misc]
-    """A model with these names and shapes, in modules as the dots say; two names can be one tensor."""
+    """A model with these names and shapes, in modules as the dots say; two names can be one
+    tensor.
+    """
 
     def __init__(self, state: dict[str, torch.Tensor], ties: dict[str, str]) -> None:
         super().__init__()
@@ -93,7 +97,9 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_training_dict_with_two_models_that_fit(tmp_path: Path) -> None:
     student, teacher = seeded(TwoLayer, 1), seeded(TwoLayer, 2)
-    torch.save({"student": student.state_dict(), "teacher": teacher.state_dict()}, tmp_path / "t.pt")
+    torch.save(
+        {"student": student.state_dict(), "teacher": teacher.state_dict()}, tmp_path / "t.pt"
+    )
     model = seeded(TwoLayer, 3)
     before = tensor_digests(model.state_dict())
     with pytest.raises(
@@ -106,7 +112,8 @@ def test_a_training_dict_with_two_models_that_fit(tmp_path: Path) -> None:
 def test_one_of_two_models_fits(tmp_path: Path) -> None:
     big = nn.Linear(5, 3)
     torch.save(
-        {"net": seeded(TwoLayer, 1).state_dict(), "heads": [{"a.weight": big.weight}]}, tmp_path / "t.pt"
+        {"net": seeded(TwoLayer, 1).state_dict(), "heads": [{"a.weight": big.weight}]},
+        tmp_path / "t.pt",
     )
     model = seeded(TwoLayer, 3)
     report = load_checkpoint_tolerant(model, tmp_path / "t.pt")
@@ -213,7 +220,9 @@ def test_empty_weights_are_made(tmp_path: Path) -> None:
     assert torch.equal(forward(model), forward(wanted))
 
 
-def test_weights_that_do_not_arrive_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_arrive_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_file(seeded(TwoLayer, 1).state_dict(), tmp_path / "m.safetensors")
     model = cpu_offload(seeded(TwoLayer, 2), execution_device=torch.device("cpu"))
     monkeypatch.setattr(offloaded.MemorySlot, "write", lambda slot, value: None)
@@ -228,7 +237,8 @@ def test_offloaded_weights_that_cannot_be_written_stop_the_load(tmp_path: Path) 
     before = forward(model)
     model.fc2._hf_hook.weights_map = None
     with pytest.raises(
-        LoadError, match=r"'fc2\.(weight|bias)' is on the meta device, and its hook keeps no weights"
+        LoadError,
+        match=r"'fc2\.(weight|bias)' is on the meta device, and its hook keeps no weights",
     ):
         load_checkpoint_tolerant(model, tmp_path / "m.safetensors")
     model.fc2._hf_hook.weights_map = model.fc1._hf_hook.weights_map.__class__(

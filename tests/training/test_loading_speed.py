@@ -1,4 +1,6 @@
-"""How long load_state_tolerant takes, against stock load_state; printed (``pytest -s``), never a failure."""
+"""How long load_state_tolerant takes, against stock load_state; printed (``pytest -s``), never a
+failure.
+"""
 
 import statistics
 import time
@@ -26,10 +28,12 @@ def fresh_state() -> Iterator[None]:
 def measure(
     folder: Path, *, layers: int, width: int, safe: bool, custom: int, rounds: int = 9
 ) -> tuple[float, float]:
-    """Return the ratios of the medians, ours over stock: of the time, and of the processors' time in this process.
+    """Return the ratios of the medians, ours over stock: of the time, and of the processors' time
+    in this process.
 
-    One model of ``4 * layers * width**2`` bytes with AdamW. ``custom``: registered objects of the script's, for whose
-    sake the weights are copied first. Both are measured in turn, so that other work on the machine hits both.
+    One model of ``4 * layers * width**2`` bytes with AdamW. ``custom``: registered objects of the
+    script's, for whose sake the weights are copied first. Both are measured in turn, so that other
+    work on the machine hits both.
     """
     run = make_run(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))), custom=custom)
     run.train(1)
@@ -51,7 +55,9 @@ def measure(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("safe", one_of([True, False]), ids=lambda safe: "safetensors" if safe else "bin")
+@pytest.mark.parametrize(
+    "safe", one_of([True, False]), ids=lambda safe: "safetensors" if safe else "bin"
+)
 @pytest.mark.parametrize("custom", [0, 1], ids=["torch's objects", "an object of the script's"])
 def test_time_against_stock(tmp_path: Path, safe: bool, custom: int) -> None:
     torch.manual_seed(0)

@@ -85,9 +85,9 @@ def test_what_was_prepared_before() -> None:
     for given in (raw, optimizer, scheduler, nn.DataParallel(raw), *first):
         with pytest.warns(UserWarning, match="before the guard was on"):
             made.prepare(given)
-    assert [len(kind) for kind in (made._models, made._optimizers, made._schedulers, made._dataloaders)] == [
-        1
-    ] * 4
+    assert [
+        len(kind) for kind in (made._models, made._optimizers, made._schedulers, made._dataloaders)
+    ] == [1] * 4
 
 
 def test_saves_are_whole_and_the_newest_whole_one_is_loaded(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The forked ranks of the tests: none hangs for what the test's process did, and none is killed while it computes."""
+"""The forked ranks of the tests: none hangs for what the test's process did, and none is killed
+while it computes.
+"""
 
 import os
 import time
@@ -24,8 +26,12 @@ def test_ranks_compute_when_the_test_has_used_several_threads() -> None:
         torch.set_num_threads(threads)
 
 
-def test_ranks_are_forked_before_the_thread_of_their_store_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds a lock of libc while it looks up a name: a rank forked then waited for that lock for ever."""
+def test_ranks_are_forked_before_the_thread_of_their_store_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It holds a lock of libc while it looks up a name: a rank forked then waited for that lock for
+    ever.
+    """
     fork, threads = os.fork, set(os.listdir("/proc/self/task"))
     started: list[set[str]] = []
 

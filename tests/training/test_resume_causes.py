@@ -1,7 +1,7 @@
 """Every known cause of a run that diverges, in a script that has it; and scripts that have none.
 
-A pair of ranks runs all scripts one after the other. Of the scripts without a fault a run has an eighth, once each;
-``--exhaustive`` has all of them, with 50 seeds.
+A pair of ranks runs all scripts one after the other. Of the scripts without a fault a run has an
+eighth, once each; ``--exhaustive`` has all of them, with 50 seeds.
 """
 
 import importlib.util
@@ -56,7 +56,9 @@ HEALTHY = {
     "seeded at every step": Variant(reseed=True, dropout=0.3),
     "batches skipped by continue": Variant(reseed=True, skip="continue"),
     "shuffled by the epoch": Variant(save=-2, shuffle=True, seedable=True, set_epoch=True),
-    "shuffled by the epoch, cut": Variant(save=12, shuffle=True, seedable=True, set_epoch=True, reseed=True),
+    "shuffled by the epoch, cut": Variant(
+        save=12, shuffle=True, seedable=True, set_epoch=True, reseed=True
+    ),
     "accumulation": Variant(save=-1, accumulate=4),
     "sgd": Variant(save=-1, kind="sgd"),
     "adagrad": Variant(save=-1, kind="adagrad"),
@@ -93,7 +95,9 @@ def scripts(variants: Mapping[str, Variant]) -> dict[str, Script]:
         return lambda folder, resume: train(variant, folder, resume=resume)
 
     return {
-        name: as_script(variant) for name, variant in variants.items() if HAS_STATEFUL or not variant.stateful
+        name: as_script(variant)
+        for name, variant in variants.items()
+        if HAS_STATEFUL or not variant.stateful
     }
 
 
@@ -127,7 +131,10 @@ def test_a_script_with_a_fault_is_caught_and_its_cause_named(name: str, faulty: 
     assert found.control is None
     assert all(one.words for one in found.differences)
     assert name.strip() in {one.cause.code for one in found.differences if one.cause}
-    assert False in {agrees for strip in found.strips.values() for agrees in strip} or name == "other-length"
+    assert (
+        False in {agrees for strip in found.strips.values() for agrees in strip}
+        or name == "other-length"
+    )
 
 
 @pytest.mark.parametrize("name", seeded())
@@ -143,7 +150,9 @@ def test_a_script_without_a_fault_is_exact(name: str, healthy: Path) -> None:
 
 
 RESTORED = {cause.code for cause in CAUSES if cause.is_restored}
-GUARDED = dict(sampling.sampled([(name, one) for name, one in FAULTY.items() if name.strip() in RESTORED]))
+GUARDED = dict(
+    sampling.sampled([(name, one) for name, one in FAULTY.items() if name.strip() in RESTORED])
+)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +163,9 @@ def under_guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_the_guard_makes_a_script_exact_whose_fault_it_restores(name: str, under_guard: Path) -> None:
+def test_the_guard_makes_a_script_exact_whose_fault_it_restores(
+    name: str, under_guard: Path
+) -> None:
     if not (under_guard / name).exists():
         pytest.skip("torchdata is not installed")
     found = comparison(under_guard / name)
@@ -204,7 +215,9 @@ def test_trainer(name: str, tmp_path: Path) -> None:
     assert found.control is None
     codes = {one.cause.code for one in found.differences if one.cause}
     assert (not codes and not found.differences) if name.startswith("exact") else name in codes
-    restored = {one.is_restored for one in found.differences if one.cause and one.cause.code == name}
+    restored = {
+        one.is_restored for one in found.differences if one.cause and one.cause.code == name
+    }
     assert restored == ({name in RESTORED} if codes else set())
 
 
@@ -221,7 +234,8 @@ def test_a_trainer_that_cannot_find_its_place_in_a_stream_says_so(
 ) -> None:
     monkeypatch.setitem(TRAINER, "unsized", {"stream": "unsized", "save": 20})
     with pytest.warns(
-        UserWarning, match="skips to batch 21, and .* with transformers' Trainer, give Stream a __len__"
+        UserWarning,
+        match="skips to batch 21, and .* with transformers' Trainer, give Stream a __len__",
     ):
         found = trained("unsized", tmp_path)
     assert found.differences
@@ -245,4 +259,6 @@ def test_a_large_tensor_is_compared_by_blocks_and_the_sum_of_its_bits() -> None:
         other = large.clone()
         other[place] += 1
         assert _sampled(other, 1 << 16) != known, place
-    assert _sampled(large.to(torch.bfloat16)[1:], 1 << 16) != known, "a view with an odd offset can be read"
+    assert _sampled(large.to(torch.bfloat16)[1:], 1 << 16) != known, (
+        "a view with an odd offset can be read"
+    )

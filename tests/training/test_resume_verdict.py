@@ -45,7 +45,9 @@ SAVED_AT, LAST = 3, 8
 
 def step(number: int, rank: int = 0) -> Step:
     batch = Batch(
-        {"x": f"x{number}.{rank}", "at": f"at{number}.{rank}"}, (f"s{number}.{rank}",), passing=number > 4
+        {"x": f"x{number}.{rank}", "at": f"at{number}.{rank}"},
+        (f"s{number}.{rank}",),
+        passing=number > 4,
     )
     states = {state: {f"a.{state}": f"{state}{number}", f"b.{state}": "same"} for state in TENSORS}
     states["generators"] = {"torch": f"after{number}"}
@@ -54,21 +56,31 @@ def step(number: int, rank: int = 0) -> Step:
 
 
 def entry(number: int) -> Entry:
-    return Entry(number, {state: {f"a.{state}": f"{state}{number}"} for state in TENSORS}, rows=number)
+    return Entry(
+        number, {state: {f"a.{state}": f"{state}{number}"} for state in TENSORS}, rows=number
+    )
 
 
 def run(first: int, last: int, *, rank: int = 0, world: int = 1, end: str = "script") -> RankRun:
     steps = tuple(step(number, rank) for number in range(first, last + 1))
-    saves = (Save(SAVED_AT, "/c", rows=SAVED_AT, facts={"inside_pass": True}),) if first <= SAVED_AT else ()
+    saves = (
+        (Save(SAVED_AT, "/c", rows=SAVED_AT, facts={"inside_pass": True}),)
+        if first <= SAVED_AT
+        else ()
+    )
     entries = (entry(0), entry(SAVED_AT)) if first <= SAVED_AT else (entry(SAVED_AT),)
-    passes = tuple(Pass(0, number, {"sampler": "SequentialSampler", "prepared": True}) for number in range(2))
+    passes = tuple(
+        Pass(0, number, {"sampler": "SequentialSampler", "prepared": True}) for number in range(2)
+    )
     return RankRun(rank, world, 1, {"torch": "2"}, steps, entries, saves, passes, (), (), end)
 
 
 def three(world: int = 1) -> list[list[RankRun]]:
     """Return an interrupted, an uninterrupted and a resumed run that agree."""
     spans = ((1, SAVED_AT), (1, LAST), (SAVED_AT + 1, LAST))
-    return [[run(first, last, rank=rank, world=world) for rank in range(world)] for first, last in spans]
+    return [
+        [run(first, last, rank=rank, world=world) for rank in range(world)] for first, last in spans
+    ]
 
 
 def verdict(runs: list[list[RankRun]]) -> Comparison:
@@ -76,7 +88,9 @@ def verdict(runs: list[list[RankRun]]) -> Comparison:
 
 
 def altered(one: RankRun, number: int, change: Callable[[Step], Step]) -> RankRun:
-    return replace(one, steps=tuple(change(each) if each.number == number else each for each in one.steps))
+    return replace(
+        one, steps=tuple(change(each) if each.number == number else each for each in one.steps)
+    )
 
 
 def with_other(state: str) -> Callable[[Step], Step]:
@@ -84,12 +98,16 @@ def with_other(state: str) -> Callable[[Step], Step]:
 
     def change(one: Step) -> Step:
         if state == "batch":
-            return replace(one, batches=(replace(one.batches[0], leaves={"x": "other", "at": "other"}),))
+            return replace(
+                one, batches=(replace(one.batches[0], leaves={"x": "other", "at": "other"}),)
+            )
         if state == "loss":
             return replace(one, losses=(replace(one.losses[0], value="9"),))
         if state == "generators":
             return replace(one, losses=(replace(one.losses[0], generators={"torch": "other"}),))
-        return replace(one, states={**one.states, state: {**one.states[state], f"a.{state}": "other"}})
+        return replace(
+            one, states={**one.states, state: {**one.states[state], f"a.{state}": "other"}}
+        )
 
     return change
 
@@ -138,7 +156,9 @@ def test_a_difference_before_the_save_is_never_blamed_on_the_resume(
 
 @given(
     some.lists(
-        some.tuples(some.sampled_from(STATES), some.integers(SAVED_AT + 1, LAST)), min_size=1, max_size=4
+        some.tuples(some.sampled_from(STATES), some.integers(SAVED_AT + 1, LAST)),
+        min_size=1,
+        max_size=4,
     )
 )
 def test_the_first_of_several_differences_comes_first(changes: list[tuple[str, int]]) -> None:
@@ -171,7 +191,10 @@ def test_a_generator_that_nobody_seeds_is_left_out_and_named() -> None:
 
     def own(one: Step) -> Step:
         return replace(
-            one, losses=(replace(one.losses[0], generators={"torch": f"g{one.number}.0", "python": "own"}),)
+            one,
+            losses=(
+                replace(one.losses[0], generators={"torch": f"g{one.number}.0", "python": "own"}),
+            ),
         )
 
     for number in range(1, LAST + 1):
@@ -180,7 +203,10 @@ def test_a_generator_that_nobody_seeds_is_left_out_and_named() -> None:
     assert (found.control, found.differences) == (None, ())
     assert found.ignored == {("generators", "python")}
     shown = "\n".join(map(str, certificate(found, runs[1]).lines()))
-    assert "not checked: the generator of python: it differs between two uninterrupted runs, too" in shown
+    assert (
+        "not checked: the generator of python: it differs between two uninterrupted runs, too"
+        in shown
+    )
 
 
 def test_a_generator_that_is_left_out_is_not_named_as_differing() -> None:
@@ -264,7 +290,9 @@ def test_the_words_for_a_batch(other: dict[str, str], relation: Relation, words:
     assert difference.words.endswith(words)
 
 
-@pytest.mark.parametrize(("last", "words"), [(6, "ends after 3 steps"), (9, "goes on after 5 steps")])
+@pytest.mark.parametrize(
+    ("last", "words"), [(6, "ends after 3 steps"), (9, "goes on after 5 steps")]
+)
 def test_a_run_of_another_length(last: int, words: str) -> None:
     runs = three()
     runs[2] = [run(SAVED_AT + 1, last)]
@@ -304,7 +332,9 @@ def test_the_certificate_says_what_was_compared() -> None:
     runs = three(2)
     made = certificate(verdict(runs), runs[1], stopped=True)
     first, *rest = map(str, made.lines())
-    assert first == "EXACT: train.py: killed after step 3 and resumed, the run continues bit for bit"
+    assert (
+        first == "EXACT: train.py: killed after step 3 and resumed, the run continues bit for bit"
+    )
     assert rest[0].startswith(
         "  compared: steps 4 to 8, 2 ranks: batches, learning rates, schedulers, generators"
     )
@@ -322,7 +352,9 @@ def test_the_certificate_names_the_difference_its_cause_and_the_line() -> None:
     runs[2][0] = altered(
         runs[2][0],
         4,
-        lambda one: replace(one, batches=(Batch({"x": "x1.0", "at": "at1.0"}),), losses=(Loss("7", {}),)),
+        lambda one: replace(
+            one, batches=(Batch({"x": "x1.0", "at": "at1.0"}),), losses=(Loss("7", {}),)
+        ),
     )
     made = certificate(verdict(runs), runs[1])
     shown = "\n".join(map(str, made.lines()))
@@ -383,17 +415,23 @@ OF_TRAINER = [cause for cause in CAUSES if not cause.code.startswith("stateful-"
 def test_a_script_with_a_trainer_is_told_what_it_can_do(cause: Cause) -> None:
     shown = cause.of_trainer()
     assert (shown.code, shown.applies) == (cause.code, cause.applies)
-    assert not OF_ACCELERATOR.search(f"{shown.words}; {shown.change.replace('self.accelerator.', '')}")
+    assert not OF_ACCELERATOR.search(
+        f"{shown.words}; {shown.change.replace('self.accelerator.', '')}"
+    )
     assert not shown.is_restored or cause.is_restored
 
 
 @pytest.mark.parametrize(("facts", "is_restored"), [({}, True), ({"skips_data": True}, False)])
-def test_what_the_guard_restores_of_a_trainer_is_offered(facts: dict[str, Any], is_restored: bool) -> None:
+def test_what_the_guard_restores_of_a_trainer_is_offered(
+    facts: dict[str, Any], is_restored: bool
+) -> None:
     runs = three()
     for at in (0, 1):
         save = replace(runs[at][0].saves[0], facts={"inside_pass": True, "trainer": True, **facts})
         runs[at][0] = replace(runs[at][0], saves=(save,))
-    runs[2][0] = altered(replace(runs[2][0], loads=(Load(SAVED_AT, "/c"),)), 4, with_other("generators"))
+    runs[2][0] = altered(
+        replace(runs[2][0], loads=(Load(SAVED_AT, "/c"),)), 4, with_other("generators")
+    )
     shown = "\n".join(map(str, certificate(verdict(runs), runs[1]).lines()))
     assert "cause: the Trainer restores the generators after it has fetched batches" in shown
     offer = "or: ckptfix run SCRIPT, which saves and restores this; --guard proves it"
@@ -428,11 +466,12 @@ def test_the_keys_of_the_json_stay() -> None:
     runs[2][0] = altered(runs[2][0], 5, with_other("loss"))
     made = certificate(verdict(runs), runs[1]).as_json()
     assert list(made) == [
-        "script", "verdict", "saved_at", "checkpoint", "ranks", "steps", "states", "differences", "first_steps",
-        "not_compared", "versions", "guarded", "seconds", "kept", "commands",
+        "script", "verdict", "saved_at", "checkpoint", "ranks", "steps", "states", "differences",
+        "first_steps", "not_compared", "versions", "guarded", "seconds", "kept", "commands",
     ]  # fmt: skip
     assert list(made["differences"][0]) == [
-        "step", "rank", "state", "message", "names", "expected", "found", "code", "cause", "change", "guard",
+        "step", "rank", "state", "message", "names", "expected", "found", "code", "cause", "change",
+        "guard",
     ]  # fmt: skip
 
 
@@ -445,7 +484,12 @@ def test_a_rank_without_a_record_is_not_called_compared() -> None:
 def test_another_checkpoint_than_the_saved_one() -> None:
     runs = three()
     runs[2][0] = altered(runs[2][0], 4, with_other("batch"))
-    for folder, code in (("/c", None), ("relative/c/", None), ("", None), ("/older", "other-checkpoint")):
+    for folder, code in (
+        ("/c", None),
+        ("relative/c/", None),
+        ("", None),
+        ("/older", "other-checkpoint"),
+    ):
         runs[2][0] = replace(runs[2][0], loads=(Load(0, folder),))
         cause = verdict(runs).differences[0].cause
         assert (cause.code if cause and cause.code == "other-checkpoint" else None) == code
@@ -453,7 +497,9 @@ def test_another_checkpoint_than_the_saved_one() -> None:
 
 def test_what_a_recorder_could_not_see_is_said() -> None:
     runs = three()
-    runs[1][0] = replace(runs[1][0], notes=("sampled", "tensors of type Odd: their bytes cannot be read"))
+    runs[1][0] = replace(
+        runs[1][0], notes=("sampled", "tensors of type Odd: their bytes cannot be read")
+    )
     made = certificate(verdict(runs), runs[1])
     assert made.not_compared == (
         "every byte of large tensors: evenly spaced blocks and the sum of all bits were compared",

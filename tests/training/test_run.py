@@ -59,8 +59,12 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("launcher", [RUN, (str(BINARIES / "ckptfix"), "run")], ids=["-m", "console"])
-def test_the_script_sees_what_it_sees_under_python(launcher: tuple[str, ...], project: Path) -> None:
+@pytest.mark.parametrize(
+    "launcher", [RUN, (str(BINARIES / "ckptfix"), "run")], ids=["-m", "console"]
+)
+def test_the_script_sees_what_it_sees_under_python(
+    launcher: tuple[str, ...], project: Path
+) -> None:
     name = script(project, LOOKS_AROUND)
     (project / "scripts" / "beside.py").write_text("")
     arguments = ["--json", "--help", "-x", "--", "a b", "--on-reprepare", "run"]
@@ -69,7 +73,9 @@ def test_the_script_sees_what_it_sees_under_python(launcher: tuple[str, ...], pr
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout == expected.stdout
     assert json.loads(found.stdout)["argv"] == [name, *arguments]
-    assert not list((project / "scripts" / "__pycache__").glob("train*")), "python leaves no compiled script"
+    assert not list((project / "scripts" / "__pycache__").glob("train*")), (
+        "python leaves no compiled script"
+    )
 
 
 def test_a_script_behind_a_link(project: Path) -> None:
@@ -92,11 +98,26 @@ def test_a_script_behind_a_link(project: Path) -> None:
         ("raise KeyboardInterrupt", -signal.SIGINT),
         ("this is no python", 1),
         (
-            "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('chained') from error",
+            (
+                "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise "
+                "ValueError('chained') from error"
+            ),
             1,
         ),
-        ("def inner():\n    raise OSError\ntry:\n    inner()\nexcept OSError:\n    raise TypeError", 1),
-        ("import sys; sys.excepthook = lambda *a: print(a[0], a[2].tb_lineno)\n\nraise KeyError", 1),
+        (
+            (
+                "def inner():\n    raise OSError\ntry:\n    inner()\nexcept OSError:\n    raise "
+                "TypeError"
+            ),
+            1,
+        ),
+        (
+            (
+                "import sys; sys.excepthook = lambda *a: print(a[0], a[2].tb_lineno)\n\nraise "
+                "KeyError"
+            ),
+            1,
+        ),
         ("pass", 0),
     ],
 )
@@ -165,7 +186,16 @@ def test_the_guard_is_on(project: Path) -> None:
     one_of(
         [
             ("torchrun", "--standalone", "--nproc_per_node", "2", "--module"),
-            ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "-m"),
+            (
+                "accelerate",
+                "launch",
+                "--multi_gpu",
+                "--num_processes",
+                "2",
+                "--num_machines",
+                "1",
+                "-m",
+            ),
         ]
     ),
     ids=lambda launcher: launcher[0],
@@ -173,7 +203,8 @@ def test_the_guard_is_on(project: Path) -> None:
 def test_two_processes(launcher: tuple[str, ...], project: Path) -> None:
     name = script(project, REPREPARES)
     command = [str(BINARIES / launcher[0]), *launcher[1:], "ckptfix", "run", name, "--lr", "1"]
-    # accelerate starts several processes for GPUs alone (or through MPI); what it starts may still use the CPU.
+    # accelerate starts several processes for GPUs alone (or through MPI); what it starts may still
+    # use the CPU.
     found = run(*command, cwd=project)
     assert found.returncode == 0, found.stderr
     assert found.stdout == "2 ['--lr', '1'] (1, 1) True\n" * 2, found.stderr
@@ -187,7 +218,10 @@ def test_torchruns_summary_shows_where_the_script_failed(project: Path) -> None:
     found = run(*launcher, "ckptfix", "run", name, cwd=project)
     assert found.returncode == 1
     summary = found.stderr.partition("Root Cause")[2]
-    assert f'traceback : Traceback (most recent call last):\n    File "{project / name}", line 3' in summary
+    assert (
+        f'traceback : Traceback (most recent call last):\n    File "{project / name}", line 3'
+        in summary
+    )
     assert "ValueError: no" in summary
 
 
@@ -266,7 +300,9 @@ def test_an_action_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(tmp_path))
     before = list(sys.meta_path)
     seen: list[Any] = []
-    running.when_imported("watched_module", lambda: seen.append(sys.modules["watched_module"].value))
+    running.when_imported(
+        "watched_module", lambda: seen.append(sys.modules["watched_module"].value)
+    )
     for _ in range(2):  # as transformers does, to learn whether it is installed
         spec = importlib.util.find_spec("watched_module")
         assert spec is not None
@@ -287,7 +323,9 @@ def test_an_action_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_action_follows_the_end_of_an_import_that_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    (tmp_path / "half_imported.py").write_text("import inside_of_it\ninside_of_it.may_fail()\nvalue = 3\n")
+    (tmp_path / "half_imported.py").write_text(
+        "import inside_of_it\ninside_of_it.may_fail()\nvalue = 3\n"
+    )
     (tmp_path / "inside_of_it.py").write_text("def may_fail(): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("half_imported", "inside_of_it"):
@@ -297,7 +335,9 @@ def test_an_action_follows_the_end_of_an_import_that_is_under_way(
 
     def ask() -> None:
         for _ in range(2):
-            running.when_imported("half_imported", lambda: seen.append(sys.modules["half_imported"].value))
+            running.when_imported(
+                "half_imported", lambda: seen.append(sys.modules["half_imported"].value)
+            )
         assert not seen
         assert not fails
 

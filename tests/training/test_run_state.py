@@ -1,4 +1,6 @@
-"""The run state of a rank: what a load does with it when it is whole, missing, damaged, or of another run."""
+"""The run state of a rank: what a load does with it when it is whole, missing, damaged, or of
+another run.
+"""
 
 import logging
 import random
@@ -31,7 +33,9 @@ class Run:
         accelerate.state.GradientState._reset_state()
         accelerate.utils.set_seed(1)
         self.accelerator = kind(cpu=True, **options)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)
+        )
         raw = torch.optim.AdamW(self.layers.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(raw, [3, 7], gamma=0.5)
         data = TensorDataset(torch.arange(48.0).reshape(12, 4))
@@ -69,7 +73,9 @@ class Run:
 
 
 def as_0_5_0(value: Any) -> Any:
-    """Return a part of a run state as 0.5.0 wrote it: the state of Python's generator is a tuple of integers."""
+    """Return a part of a run state as 0.5.0 wrote it: the state of Python's generator is a tuple of
+    integers.
+    """
     if isinstance(value, dict):
         return {key: as_0_5_0(inside) for key, inside in value.items()}
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], dict):
@@ -145,7 +151,9 @@ def test_a_tolerant_load_goes_on_bit_for_bit(tmp_path: Path) -> None:
     run = Run()
     reports = []
     assert (
-        run.resume(tmp_path / "c", lambda path: reports.append(load_state_tolerant(run.accelerator, path)))
+        run.resume(
+            tmp_path / "c", lambda path: reports.append(load_state_tolerant(run.accelerator, path))
+        )
         == expected
     )
     assert reports[0].inexact == ()
@@ -188,7 +196,9 @@ def test_of_a_folder_of_stock_accelerate_the_log_says_what_is_not_exact(
     with caplog.at_level(logging.WARNING, "ckptfix"):
         Run().accelerator.load_state(str(tmp_path / "c"))
     assert [
-        one.message for one in caplog.records if "not bit-exact: saved without a run state" in one.message
+        one.message
+        for one in caplog.records
+        if "not bit-exact: saved without a run state" in one.message
     ]
     report = load_state_tolerant(Run().accelerator, tmp_path / "c")
     assert "saved without a run state" in report.inexact[0]
@@ -198,7 +208,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "cut": lambda content: content[: len(content) // 2],
     "noise": lambda content: random.Random(3).randbytes(4000),
-    "flipped": lambda content: content[:40] + bytes(byte ^ 255 for byte in content[40:400]) + content[400:],
+    "flipped": (
+        lambda content: content[:40] + bytes(byte ^ 255 for byte in content[40:400]) + content[400:]
+    ),
 }
 
 
@@ -247,7 +259,9 @@ def test_a_script_that_skips_nothing_is_warned_once(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         for batch in run.loader:
             run.train(batch)
-    assert ["batches 1 to 4 of this pass are used again" in str(one.message) for one in said] == [True]
+    assert ["batches 1 to 4 of this pass are used again" in str(one.message) for one in said] == [
+        True
+    ]
 
 
 def test_other_data_are_named(tmp_path: Path) -> None:
@@ -256,14 +270,17 @@ def test_other_data_are_named(tmp_path: Path) -> None:
     run.accelerator._dataloaders.clear()
     run.accelerator.prepare(DataLoader(TensorDataset(torch.zeros(30, 4)), batch_size=2))
     with pytest.warns(
-        UserWarning, match="its data are TensorDataset of 30, in the checkpoint TensorDataset of 12"
+        UserWarning,
+        match="its data are TensorDataset of 30, in the checkpoint TensorDataset of 12",
     ):
         run.accelerator.load_state(str(tmp_path / "c"))
 
 
 def test_only_prepared_loaders_can_go_on(tmp_path: Path) -> None:
     run = Run()
-    with pytest.raises(ckptfix.UsageError, match="expected a data loader that this Accelerator has prepared"):
+    with pytest.raises(
+        ckptfix.UsageError, match="expected a data loader that this Accelerator has prepared"
+    ):
         run.accelerator.resume_dataloader([1, 2])
     assert run.accelerator.resume_dataloader(run.loader) is run.loader
 
@@ -283,7 +300,9 @@ def test_gradients_of_a_cut_accumulation_are_in_the_file(tmp_path: Path) -> None
 
 
 def test_another_accumulation_begins_with_a_complete_cycle(tmp_path: Path) -> None:
-    """The symptom: the first step took 2 batches instead of 4, with a quarter of each one's gradient."""
+    """The symptom: the first step took 2 batches instead of 4, with a quarter of each one's
+    gradient.
+    """
     Run(gradient_accumulation_steps=2).save_at(tmp_path / "c", 2)
     run = Run(gradient_accumulation_steps=4)
     with pytest.warns(UserWarning, match="saved with gradient_accumulation_steps=2, now 4"):
@@ -307,9 +326,14 @@ def test_another_number_of_processes_uses_no_sample_twice(tmp_path: Path) -> Non
             run.accelerator.load_state(str(tmp_path / "c"))
         words = [str(one.message) for one in said]
         assert run.accelerator.step == 0
-        assert any("not bit-exact: saved with 1 process, now 2" in one for one in words) == (rank == 0), words
+        assert any("not bit-exact: saved with 1 process, now 2" in one for one in words) == (
+            rank == 0
+        ), words
         seeds = (torch.initial_seed(), random.random(), float(np.random.rand()))
-        torch.save((len(list(run.accelerator.resume_dataloader(run.loader))), seeds), tmp_path / f"{rank}.pt")
+        torch.save(
+            (len(list(run.accelerator.resume_dataloader(run.loader))), seeds),
+            tmp_path / f"{rank}.pt",
+        )
 
     assert run_ranks(2, work) == [0, 0]
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
@@ -321,18 +345,24 @@ def test_another_number_of_processes_uses_no_sample_twice(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_fsdp2_with_a_scaler_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """torch steps the optimizer while it sets its state, and that step updates the scaler (accelerate#4289)."""
+    """torch steps the optimizer while it sets its state, and that step updates the scaler
+    (accelerate#4289).
+    """
 
     def work_of(*, resumes: bool) -> Callable[[int], None]:
         def work(rank: int) -> None:
             accelerate.state.AcceleratorState._reset_state(True)
             accelerate.utils.set_seed(1)
             plugin = accelerate.utils.FullyShardedDataParallelPlugin(
-                fsdp_version=2, cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT"
+                fsdp_version=2,
+                cpu_ram_efficient_loading=False,
+                state_dict_type="SHARDED_STATE_DICT",
             )
             accelerator = ckptfix.Accelerator(cpu=True, fsdp_plugin=plugin)
             accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-            layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+            layers = torch.nn.Sequential(
+                torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+            )
             data = TensorDataset(torch.arange(160.0).reshape(40, 4) / 100)
             model, optimizer, loader = accelerator.prepare(
                 layers,
@@ -397,7 +427,9 @@ def test_a_run_state_is_left_out_when_accelerate_alone_saved_over_its_checkpoint
     stock.accelerator.load_state(str(folder))
     expected = torch.rand(3).tolist()
     load = (
-        partial(load_state_tolerant, guarded.accelerator) if is_tolerant else guarded.accelerator.load_state
+        partial(load_state_tolerant, guarded.accelerator)
+        if is_tolerant
+        else guarded.accelerator.load_state
     )
     said = r"written over \w+\.(bin|pkl) since: run_state_0\.pt is of an older save"
     with pytest.warns(UserWarning, match=said):

@@ -1,7 +1,7 @@
 """A transformers Trainer under ``ckptfix run``, on two processes: saved, killed, resumed.
 
-The guarded runs call ``evaluate()`` before ``train()``. With accelerate 1.15.0 alone that leaves a flag on the model,
-and training then goes without DistributedDataParallel: each process for itself.
+The guarded runs call ``evaluate()`` before ``train()``. With accelerate 1.15.0 alone that leaves a
+flag on the model, and training then goes without DistributedDataParallel: each process for itself.
 """
 
 import json
@@ -20,7 +20,14 @@ pytestmark = pytest.mark.slow
 
 
 def train(folder: Path, arguments: str, *guard: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     script = [str(ROOT / "tests/training/trainer_script.py"), str(folder), *arguments.split()]
     return subprocess.run(
         [*launcher, *guard, *script],
@@ -49,7 +56,10 @@ def test_saved_killed_and_resumed(tmp_path: Path) -> None:
     killed = train(guarded, "5 evaluate", *guard)
     assert killed.returncode != 0
     assert "SIGKILL" in killed.stderr or "-9" in killed.stderr
-    assert {path.name for path in (guarded / "output").iterdir()} >= {"checkpoint-2", "checkpoint-4"}
+    assert {path.name for path in (guarded / "output").iterdir()} >= {
+        "checkpoint-2",
+        "checkpoint-4",
+    }
     assert latest_checkpoint(guarded / "output").name == "checkpoint-4"
     resumed = train(guarded, "0 evaluate", *guard)
     assert resumed.returncode == 0, resumed.stderr[-3000:]

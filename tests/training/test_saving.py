@@ -126,7 +126,9 @@ def test_digests_are_recorded_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_numbers_go_on_after_a_resume(tmp_path: Path) -> None:
-    """Stock accelerate starts at 0 again, and a later load_state() takes an older one for the newest."""
+    """Stock accelerate starts at 0 again, and a later load_state() takes an older one for the
+    newest.
+    """
     accelerator, model = run(tmp_path)
     for value in (1.0, 2.0):
         set_weight(model, value)
@@ -199,7 +201,9 @@ def test_a_sub_folder_of_a_hook_keeps_what_the_user_puts_there(tmp_path: Path) -
     assert (saved / "empty").is_dir()
     assert (saved / "secret").stat().st_mode & 0o777 == 0o600
     modes = {
-        path.stat().st_mode & 0o777 for path in saved.iterdir() if path.suffix in (".safetensors", ".pkl")
+        path.stat().st_mode & 0o777
+        for path in saved.iterdir()
+        if path.suffix in (".safetensors", ".pkl")
     }
     assert len(modes) == 1
     assert incomplete(saved) is None
@@ -227,7 +231,10 @@ def test_an_error_half_way_through_a_replacement_keeps_what_is_not_yet_in_place(
             accelerator.save_state(target)
     assert incomplete(target) is not None
     kept = [path.name for path in next(tmp_path.glob(".ckptfix-saving*")).iterdir()]
-    assert {*kept, *(path.name for path in target.iterdir())} >= {"model.safetensors", "optimizer.bin"}
+    assert {*kept, *(path.name for path in target.iterdir())} >= {
+        "model.safetensors",
+        "optimizer.bin",
+    }
     assert kept
     accelerator.save_state(target)
     assert incomplete(target) is None
@@ -248,7 +255,9 @@ def test_a_disk_that_keeps_whole_seconds_loses_no_model(tmp_path: Path) -> None:
     accelerator.save = saved_in_the_same_second
     for sharded in ({}, {"max_shard_size": 20}):
         for _ in range(2):
-            accelerator.save_model(model, tmp_path / str(len(sharded)), safe_serialization=False, **sharded)
+            accelerator.save_model(
+                model, tmp_path / str(len(sharded)), safe_serialization=False, **sharded
+            )
             for path in (tmp_path / str(len(sharded))).iterdir():
                 os.utime(path, (1, 1))
     assert accelerator.save is saved_in_the_same_second
@@ -258,7 +267,9 @@ def test_a_disk_that_keeps_whole_seconds_loses_no_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @FORKS
-def test_a_process_that_waits_in_vain_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_waits_in_vain_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckptfix.training.ranks.PATIENCE", 0.2)
     said = tmp_path / "said"
 
@@ -277,14 +288,17 @@ def test_a_process_that_waits_in_vain_says_why(tmp_path: Path, monkeypatch: pyte
 
     assert run_ranks(2, work) == [0, 0]
     assert (
-        "save_state has waited 0.2 s for 1 process (rank 1): every process must call it" in said.read_text()
+        "save_state has waited 0.2 s for 1 process (rank 1): every process must call it"
+        in said.read_text()
     )
     assert "if only the main process saves, pass save_together=False" in said.read_text()
     assert "after 540 s this save ends with an error" in said.read_text()
 
 
 def wait_long(accelerator: Accelerator) -> None:
-    """Let a save wait as long as by default: on a busy machine a process may come a second after another."""
+    """Let a save wait as long as by default: on a busy machine a process may come a second after
+    another.
+    """
     os.environ.pop("CKPTFIX_SAVE_TIMEOUT", None)
     guard_of(accelerator).settings.save_timeout = None
 
@@ -295,7 +309,9 @@ def wait_long(accelerator: Accelerator) -> None:
 def test_a_save_of_the_main_process_alone_ends_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    """It waited for ever. The others train on meanwhile, so nothing of torch.distributed may be waited for."""
+    """It waited for ever. The others train on meanwhile, so nothing of torch.distributed may be
+    waited for.
+    """
     if given == "environment":
         monkeypatch.setenv("CKPTFIX_SAVE_TIMEOUT", "0.5")
 
@@ -306,7 +322,11 @@ def test_a_save_of_the_main_process_alone_ends_with_an_error(
             if rank == 0:
                 with pytest.raises(OperationError) as caught:
                     accelerator.save_state(tmp_path / "alone")
-                for part in ("0.5 s for 1 process (rank 1)", "save_together=False", "nothing was written"):
+                for part in (
+                    "0.5 s for 1 process (rank 1)",
+                    "save_together=False",
+                    "nothing was written",
+                ):
                     assert part in str(caught.value)
             accelerator.backward(model(torch.ones(1, 2)).sum())
         wait_long(accelerator)
@@ -320,7 +340,9 @@ def test_a_save_of_the_main_process_alone_ends_with_an_error(
 
 @pytest.mark.slow
 @FORKS
-def test_a_process_that_comes_after_another_gave_up_waits_for_the_next_meeting(tmp_path: Path) -> None:
+def test_a_process_that_comes_after_another_gave_up_waits_for_the_next_meeting(
+    tmp_path: Path,
+) -> None:
     def work(rank: int) -> None:
         accelerator = Accelerator(cpu=True, save_timeout=0.5)
         accelerator.prepare(torch.nn.Linear(2, 2))
@@ -336,7 +358,9 @@ def test_a_process_that_comes_after_another_gave_up_waits_for_the_next_meeting(t
     assert incomplete(tmp_path / "c") is None
 
 
-def test_a_process_goes_on_as_soon_as_it_sees_that_all_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_goes_on_as_soon_as_it_sees_that_all_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It slept once more, and all others waited for it in the next step of the save."""
     store, sleeps = torch.distributed.HashStore(), []
 
@@ -357,7 +381,9 @@ def test_a_process_goes_on_as_soon_as_it_sees_that_all_are_here(monkeypatch: pyt
 def test_processes_wait_for_each_other_no_more_than_they_must(
     tmp_path: Path, nodes: int, expected: int
 ) -> None:
-    """They have written, and the checkpoint is in its place; of two nodes, each has its folder and its checkpoint."""
+    """They have written, and the checkpoint is in its place; of two nodes, each has its folder and
+    its checkpoint.
+    """
 
     def work(rank: int) -> None:
         if nodes == 2:
@@ -373,7 +399,13 @@ def test_processes_wait_for_each_other_no_more_than_they_must(
 
             return call
 
-        for name in ("all_reduce", "all_gather_object", "barrier", "broadcast", "broadcast_object_list"):
+        for name in (
+            "all_reduce",
+            "all_gather_object",
+            "barrier",
+            "broadcast",
+            "broadcast_object_list",
+        ):
             setattr(torch.distributed, name, counted(name, getattr(torch.distributed, name)))
         accelerator.save_state(tmp_path / "c")
         assert calls == {"all_reduce": expected}
@@ -383,7 +415,9 @@ def test_processes_wait_for_each_other_no_more_than_they_must(
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan"])
-def test_a_timeout_that_is_none_is_refused_at_once(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_that_is_none_is_refused_at_once(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPTFIX_SAVE_TIMEOUT", value)
     with pytest.raises(
         UsageError, match=f"CKPTFIX_SAVE_TIMEOUT={value}: expected a number of seconds above 0"
@@ -460,7 +494,10 @@ class Tied(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.module, self.other = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+        self.module, self.other = (
+            torch.nn.Linear(2, 2, bias=False),
+            torch.nn.Linear(2, 2, bias=False),
+        )
         self.other.weight = self.module.weight
 
 
@@ -472,7 +509,8 @@ def test_a_healthy_folder_is_loaded_without_a_word_of_duplicates(
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(kind())
     accelerator.save_state(str(tmp_path / "out"), safe_serialization=kind is Tied)
-    shutil.rmtree(tmp_path / "out" / ".ckptfix")  # as stock accelerate leaves it: nothing records a tie
+    # As stock accelerate leaves it: nothing records a tie.
+    shutil.rmtree(tmp_path / "out" / ".ckptfix")
     saved = model.module.weight.detach().clone()
     torch.nn.init.zeros_(model.module.weight)
     recwarn.clear()
@@ -529,7 +567,9 @@ def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
         accelerator, _ = run(tmp_path)
         accelerator.save_state()
         if rank == 1:
-            torch.save = lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+            torch.save = lambda *_, **__: (_ for _ in ()).throw(
+                OSError(28, "No space left on device")
+            )
         with pytest.raises(OSError, match="No space left"):
             accelerator.save_state()
 
@@ -573,7 +613,8 @@ def test_nodes_without_a_shared_disk_each_have_a_whole_part(tmp_path: Path) -> N
             (tmp_path / "not allowed").touch()
         accelerator, _ = run(disk, total_limit=1)
         if rank == 1 and not (tmp_path / "not allowed").exists():
-            leftover = disk / "checkpoints" / "checkpoint_0"  # of an earlier run, on this node alone
+            # Of an earlier run, on this node alone.
+            leftover = disk / "checkpoints" / "checkpoint_0"
             leftover.mkdir(parents=True)
             (leftover / "mine.txt").write_text("mine")
         for number in range(2):
@@ -653,7 +694,10 @@ def test_no_rank_goes_on_while_another_commits_or_removes_old_checkpoints(tmp_pa
 
             return slowly
 
-        for module, name, pause in ((joint_saves, "commit", 0.3 + rank), (save_state, "rotate", 1.3 - rank)):
+        for module, name, pause in (
+            (joint_saves, "commit", 0.3 + rank),
+            (save_state, "rotate", 1.3 - rank),
+        ):
             setattr(module, name, slowed(name, getattr(module, name), pause))
         accelerator.save_state()
         seen = {path.name for path in ended.iterdir()}
@@ -711,7 +755,9 @@ def test_a_rank_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path, vic
         best = newest_complete(found)
         assert best is not None
         assert weight_in(best.path) == best.number + 1.0
-        assert all(candidate.problem is None for candidate in found), "half a checkpoint has a number"
+        assert all(candidate.problem is None for candidate in found), (
+            "half a checkpoint has a number"
+        )
         assert {path.name for path in folder.iterdir()} <= {"checkpoint_0", "checkpoint_1"}
         if statuses == [0, 0]:
             assert kill_at > 2
@@ -733,7 +779,9 @@ def test_a_rank_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path, vic
 
 def test_what_is_there_is_said_where_no_name_counts(tmp_path: Path) -> None:
     (tmp_path / "run-4").mkdir()
-    with pytest.raises(UsageError, match=r"only folders called checkpoint_<number>, .*there are run-4"):
+    with pytest.raises(
+        UsageError, match=r"only folders called checkpoint_<number>, .*there are run-4"
+    ):
         latest_checkpoint(tmp_path)
 
 
@@ -744,7 +792,9 @@ def test_checkpoints_of_every_kind_of_name_are_found(tmp_path: Path) -> None:
         accelerator.save_state(tmp_path / name)
     (tmp_path / "step_11").mkdir()
     (tmp_path / "step_last").mkdir()
-    with pytest.warns(UserWarning, match="took step_10 and passed over step_11: no weights of a model"):
+    with pytest.warns(
+        UserWarning, match="took step_10 and passed over step_11: no weights of a model"
+    ):
         assert latest_checkpoint(tmp_path) == tmp_path / "step_10"
     assert latest_checkpoint(tmp_path, pattern="mine-{}-x") == tmp_path / "mine-12-x"
     with pytest.raises(UsageError, match=r"pattern='step_': expected .* 'step_\{\}'"):
@@ -793,11 +843,15 @@ def test_folders_of_the_trainer_are_complete_by_its_own_files(tmp_path: Path) ->
     assert "checkpoint-20: scheduler.pt without optimizer.pt" in text
     assert "checkpoint-15: model.safetensors: " in text
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 4}')
-    with pytest.warns(UserWarning, match=r"checkpoint-10: trainer_state\.json: \"global_step\" is 4, and"):
+    with pytest.warns(
+        UserWarning, match=r"checkpoint-10: trainer_state\.json: \"global_step\" is 4, and"
+    ):
         assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
 
 
-def test_a_stock_folder_without_a_model_is_passed_over_at_the_line_that_asks(tmp_path: Path) -> None:
+def test_a_stock_folder_without_a_model_is_passed_over_at_the_line_that_asks(
+    tmp_path: Path,
+) -> None:
     accelerator, _ = run(tmp_path)
     for _ in range(2):
         accelerate.Accelerator.save_state(accelerator)
@@ -827,7 +881,9 @@ def test_a_stock_folder_without_a_model_is_passed_over_at_the_line_that_asks(tmp
 def test_a_model_of_a_hook_without_its_weights_is_passed_over(
     tmp_path: Path, config: str, content: dict[str, str], model: str, weights: str
 ) -> None:
-    """A copy that was cut: ``unet/`` holds the config alone, and ``check`` warns of ``missing-model``."""
+    """A copy that was cut: ``unet/`` holds the config alone, and ``check`` warns of
+    ``missing-model``.
+    """
     accelerator, _ = run(tmp_path)
     for number in range(3):
         accelerate.Accelerator.save_state(accelerator)
@@ -843,7 +899,9 @@ def test_a_model_of_a_hook_without_its_weights_is_passed_over(
         (tmp_path / "checkpoints/checkpoint_1" / below / weights).unlink()
     with pytest.warns(UserWarning, match="took checkpoint_0 and passed over") as seen:
         assert latest_checkpoint(tmp_path).name == "checkpoint_0"
-    assert f"checkpoint_2: unet/ has no weights, and its {config} is of {model}" in str(seen[0].message)
+    assert f"checkpoint_2: unet/ has no weights, and its {config} is of {model}" in str(
+        seen[0].message
+    )
     assert "checkpoint_1: no weights of a model" in str(seen[0].message)
     for number in (1, 2):
         assert "missing-model" in {

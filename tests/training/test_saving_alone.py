@@ -1,4 +1,6 @@
-"""Under the patch, scripts call `save_state` on whichever processes they like: nothing hangs, nothing is lost."""
+"""Under the patch, scripts call `save_state` on whichever processes they like: nothing hangs,
+nothing is lost.
+"""
 
 import os
 import signal
@@ -237,7 +239,9 @@ def weight_in(checkpoint: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_killed_at_any_step_leaves_the_old_or_the_new(tmp_path: Path, victim: int) -> None:
+def test_a_process_killed_at_any_step_leaves_the_old_or_the_new(
+    tmp_path: Path, victim: int
+) -> None:
     for kill_at in filter(is_sampled, range(1000)):
         folder = tmp_path / str(kill_at)
 
@@ -251,7 +255,10 @@ def test_a_process_killed_at_any_step_leaves_the_old_or_the_new(tmp_path: Path, 
                     accelerator.wait_for_everyone()
                     if rank == victim:
                         steps = Steps(str(tmp_path), kill_at)
-                        for module, name in ((torch, "save"), (accelerate.utils.other, "safe_save_file")):
+                        for module, name in (
+                            (torch, "save"),
+                            (accelerate.utils.other, "safe_save_file"),
+                        ):
                             setattr(module, name, steps.around(getattr(module, name)))
                         steps.armed = True
                 accelerator.save_state(folder / "last")

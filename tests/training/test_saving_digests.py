@@ -89,7 +89,9 @@ def test_a_save_with_digests_verifies(tmp_path: Path, safetensors: bool) -> None
     assert set(wrong(verify(folder))) == {"first.bias", piece.path.name}
 
 
-def test_a_file_that_another_process_adds_later_is_no_difference_and_a_model_is(tmp_path: Path) -> None:
+def test_a_file_that_another_process_adds_later_is_no_difference_and_a_model_is(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "c"
     save(folder, safetensors=True)
     (folder / "random_states_1.pkl").write_bytes((folder / "random_states_0.pkl").read_bytes())
@@ -103,7 +105,9 @@ def test_a_file_that_another_process_adds_later_is_no_difference_and_a_model_is(
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the saves of two processes: as one, each for itself, and as FSDP does."""
+    """Return a folder with the saves of two processes: as one, each for itself, and as FSDP
+    does.
+    """
     folder = tmp_path_factory.mktemp("ranks")
 
     def work(rank: int) -> None:
@@ -130,7 +134,9 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counts(folder: Path) -> tuple[set[str], set[str], int]:
-    """Return the files whose digest matches, those that were not compared, and the number of matching tensors."""
+    """Return the files whose digest matches, those that were not compared, and the number of
+    matching tensors.
+    """
     report = verify(folder)
     assert report.status == 0, str(report)
     assert seal(folder).status == 0, "its own digests agree"
@@ -142,15 +148,27 @@ def counts(folder: Path) -> tuple[set[str], set[str], int]:
 @pytest.mark.slow
 def test_a_save_of_two_processes_is_born_sealed(of_two: Path) -> None:
     matching, others, tensors = counts(of_two / "together")
-    assert {"random_states_0.pkl", "random_states_1.pkl", "run_state_1.pt", "model.safetensors"} <= matching
+    assert {
+        "random_states_0.pkl",
+        "random_states_1.pkl",
+        "run_state_1.pt",
+        "model.safetensors",
+    } <= matching
     assert (others, tensors) == (set(), 4)
     assert not [path.name for path in of_two.rglob(".ckptfix-digests-*")]
 
 
 @pytest.mark.slow
-def test_a_process_that_saves_for_itself_leaves_the_digests_of_what_no_other_writes(of_two: Path) -> None:
+def test_a_process_that_saves_for_itself_leaves_the_digests_of_what_no_other_writes(
+    of_two: Path,
+) -> None:
     matching, others, tensors = counts(of_two / "alone")
-    assert matching == {"model.safetensors", "optimizer.bin", "random_states_0.pkl", "run_state_0.pt"}
+    assert matching == {
+        "model.safetensors",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        "run_state_0.pt",
+    }
     assert others == {"of_all.json", "random_states_1.pkl", "run_state_1.pt"}
     assert tensors == 4
 
@@ -206,14 +224,21 @@ def test_processes_share_the_tensors_that_deepspeed_cuts(tmp_path: Path) -> None
     ],
 )
 def test_of_1024_processes_few_read_the_files_of_all_ranks(
-    kind: DistributedType, rank: int, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    kind: DistributedType,
+    rank: int,
+    expected: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """DeepSpeed has no list of its tensors: a thousand processes would read a million files."""
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(SavedDigests, "hash_shared", lambda self, folder, *share: asked.append(share))
+    monkeypatch.setattr(
+        SavedDigests, "hash_shared", lambda self, folder, *share: asked.append(share)
+    )
     save = _Save.__new__(_Save)
     save._digests = SavedDigests()
-    save._accelerator = SimpleNamespace(distributed_type=kind, process_index=rank, num_processes=1024)
+    save._accelerator = SimpleNamespace(
+        distributed_type=kind, process_index=rank, num_processes=1024
+    )
     save._hash_shared(Path("c"))
     save.end()
     assert asked == expected
@@ -240,17 +265,25 @@ def wait_for(condition: Callable[[], object]) -> None:
         sleep(0.005)
 
 
-def test_a_file_is_hashed_while_the_next_one_is_written_and_again_if_it_changes(tmp_path: Path) -> None:
-    """A save whose file is changed after it was hashed must not record the digest of what it was."""
+def test_a_file_is_hashed_while_the_next_one_is_written_and_again_if_it_changes(
+    tmp_path: Path,
+) -> None:
+    """A save whose file is changed after it was hashed must not record the digest of what it
+    was.
+    """
     digests = SavedDigests()
-    first, second, third = (tmp_path / name for name in ("model.safetensors", "optimizer.bin", "ours.bin"))
+    first, second, third = (
+        tmp_path / name for name in ("model.safetensors", "optimizer.bin", "ours.bin")
+    )
     with digests.watching(tmp_path, lambda name: name != "ours.bin"):
         first.write_bytes(b"first")
         third.write_bytes(b"third")
         sleep(0.02)
         second.write_bytes(b"second")
         wait_for(lambda: digests._early)
-        assert digests._early.keys() == {"model.safetensors"}, "no one knows when the last one is complete"
+        assert digests._early.keys() == {"model.safetensors"}, (
+            "no one knows when the last one is complete"
+        )
         early = digests._early["model.safetensors"].parts[0]
         assert early.result() == hashlib.sha256(b"first").hexdigest()
         with first.open("r+b") as file:
@@ -293,7 +326,9 @@ def test_a_file_of_torch_is_hashed_while_it_grows(
                 file.write(part)
                 sleep(0.03)
         assert len(digests._early["optimizer.bin"].parts) == 3
-        assert digests._early["optimizer.bin"].parts[0].result(timeout=20), "its first range is full"
+        assert digests._early["optimizer.bin"].parts[0].result(timeout=20), (
+            "its first range is full"
+        )
         followed = digests._early["optimizer.bin"]
         if change == "shorter":
             os.truncate(path, 700)

@@ -1,4 +1,6 @@
-"""Saves to an object store, and to a mount of one: complete, or known not to be; the commit marker is written last."""
+"""Saves to an object store, and to a mount of one: complete, or known not to be; the commit marker
+is written last.
+"""
 
 import logging
 import os
@@ -54,9 +56,12 @@ def test_a_save_arrives_with_its_marker_last_and_is_loaded(
     there = store.list()
     commit = parse_commit(store.read(COMMITTED, 0, there[COMMITTED].size))
     assert set(there) == {COMMITTED, UPLOAD, *commit.objects}
-    assert {"model.safetensors", "optimizer.bin", "random_states_0.pkl", ".ckptfix/manifest.json"} < set(
-        there
-    )
+    assert {
+        "model.safetensors",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        ".ckptfix/manifest.json",
+    } < set(there)
     assert not list(staging.iterdir())
     assert check(url).findings == ()
     set_weight(model, 0.0)
@@ -72,7 +77,9 @@ def test_a_save_arrives_with_its_marker_last_and_is_loaded(
     accelerate.Accelerator.load_state(accelerator, str(tmp_path / "copy"))
     assert weight_of(model) == 3.0
     assert check(tmp_path / "copy").findings == ()
-    assert [path.name for path in staging.rglob("*") if not path.name.startswith("ckptfix-loads-")] == []
+    assert [
+        path.name for path in staging.rglob("*") if not path.name.startswith("ckptfix-loads-")
+    ] == []
 
 
 def test_numbers_rotation_and_the_newest_one(bucket: str) -> None:
@@ -137,7 +144,9 @@ def test_an_upload_that_fails_loses_no_save_and_the_command_finishes_it(
     assert weight_of(model) == 2.0  # the run goes on
     url = f"{bucket}/run/checkpoints/checkpoint_1"
     report = check(url)
-    assert [one.code for one in report.findings if one.code == "interrupted-save"] == ["interrupted-save"]
+    assert [one.code for one in report.findings if one.code == "interrupted-save"] == [
+        "interrupted-save"
+    ]
     assert report.status == 1
     with pytest.warns(
         UserWarning, match=r"checkpoint_0 and passed over checkpoint_1: its upload was cut short"
@@ -197,7 +206,9 @@ def test_a_run_that_is_killed_while_it_uploads_leaves_the_previous_one_and_its_s
 
 
 @FORKS
-def test_the_files_of_both_ranks_arrive(bucket: str, staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_both_ranks_arrive(
+    bucket: str, staging: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = f"{bucket}/run/checkpoint_7"
 
     def work(rank: int) -> None:
@@ -245,7 +256,9 @@ def test_a_rank_that_cannot_write_leaves_no_trace(bucket: str, staging: Path) ->
     def work(rank: int) -> None:
         accelerator, _ = run(None)
         if rank == 1:
-            torch.save = lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+            torch.save = lambda *_, **__: (_ for _ in ()).throw(
+                OSError(28, "No space left on device")
+            )
         with pytest.raises(OSError, match="No space left"):
             accelerator.save_state(url)
 
@@ -276,8 +289,8 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     mount.mkdir()
     info = tmp_path / "mountinfo"
     info.write_text(
-        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
-        f"44 22 0:43 / {mount} rw,nosuid,nodev,relatime shared:49 - fuse.gcsfuse my-bucket rw,user_id=0\n"
+        f"22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n44 22 0:43 / {mount} "
+        "rw,nosuid,nodev,relatime shared:49 - fuse.gcsfuse my-bucket rw,user_id=0\n"
     )
     monkeypatch.setattr(mounts, "MOUNTINFO", str(info))
     for name in ("rename", "replace"):
@@ -298,7 +311,10 @@ def test_a_save_to_a_mount_renames_nothing_and_has_a_marker(mount: Path, staging
         set_weight(model, value)
         saved = accelerator.save_state()
     assert saved == mount / "checkpoints" / "checkpoint_2"
-    assert sorted(path.name for path in (mount / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    assert sorted(path.name for path in (mount / "checkpoints").iterdir()) == [
+        "checkpoint_1",
+        "checkpoint_2",
+    ]
     assert (saved / COMMITTED).exists()
     assert incomplete(saved) is None
     assert check(saved).findings == ()

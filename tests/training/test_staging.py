@@ -1,4 +1,6 @@
-"""From a staging folder to a checkpoint: killed at any step, the old one or the new one is there."""
+"""From a staging folder to a checkpoint: killed at any step, the old one or the new one is
+there.
+"""
 
 import json
 import os
@@ -20,14 +22,36 @@ from ckptfix.diagnosis.resumable import mixed, newest_complete
 from ckptfix.storage import staged
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.staged import SAVING, sweep, temporary_name
-from ckptfix.training.saving.staged_saves import How, StagedSave, abandon, begin, commit, plan_staging, rotate
+from ckptfix.training.saving.staged_saves import (
+    How,
+    StagedSave,
+    abandon,
+    begin,
+    commit,
+    plan_staging,
+    rotate,
+)
 from tests.sampling import is_sampled
 from tests.training.killing import Steps, in_child
 
-OLD = {"model.safetensors": b"old", "model_1.safetensors": b"second", "random_states_0.pkl": b"old"}
-NEW = {"model.safetensors": b"newer", "random_states_0.pkl": b"new!", "random_states_1.pkl": b"new!"}
+OLD = {
+    "model.safetensors": b"old",
+    "model_1.safetensors": b"second",
+    "random_states_0.pkl": b"old",
+}
+NEW = {
+    "model.safetensors": b"newer",
+    "random_states_0.pkl": b"new!",
+    "random_states_1.pkl": b"new!",
+}
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
+FIXTURE = (
+    Path(__file__).parents[2]
+    / "fixtures"
+    / "accelerate-1.15.0"
+    / "clean-single-process"
+    / "checkpoint"
+)
 WHOLE = {path.name: path.read_bytes() for path in FIXTURE.iterdir()}
 
 
@@ -90,7 +114,9 @@ def test_a_link_to_a_checkpoint_stays_a_link(tmp_path: Path) -> None:
     assert contents(tmp_path / "real") == NEW
 
 
-def test_the_folder_of_the_process_is_not_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_the_process_is_not_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path / "c", OLD)
     monkeypatch.chdir(tmp_path / "c")
     assert save(Path("."), NEW).how is How.INSIDE
@@ -189,7 +215,9 @@ def test_rotation_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path) -
 
 OLD_SAVE = {
     **dict.fromkeys(("model.safetensors", "model_1.safetensors", "pytorch_model_2.bin"), b"old"),
-    **dict.fromkeys(("optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin"), b"old"),
+    **dict.fromkeys(
+        ("optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin"), b"old"
+    ),
     **dict.fromkeys(("sampler.bin", "sampler_1.bin", "dl_state_dict_1.bin", "scaler.pt"), b"old"),
     **dict.fromkeys(("custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"), b"old"),
     **{f"random_states_{rank}.pkl": b"old" for rank in range(4)},
@@ -237,9 +265,13 @@ def test_a_save_replaces_all_that_older_runs_left(
     repaired: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``model_1.safetensors`` of a doubling run stayed, and ``check`` called the folder a mix of two saves."""
+    """``model_1.safetensors`` of a doubling run stayed, and ``check`` called the folder a mix of
+    two saves.
+    """
     if not can_exchange:
-        monkeypatch.setattr("ckptfix.training.saving.staged_saves.exchange", lambda one, other: False)
+        monkeypatch.setattr(
+            "ckptfix.training.saving.staged_saves.exchange", lambda one, other: False
+        )
     target = tmp_path / "out"
     write_old(target, strangers)
     if repaired:
@@ -264,7 +296,9 @@ def test_a_strangers_file_in_a_folder_of_an_older_save_stays(tmp_path: Path) -> 
 
 
 def test_random_states_of_ranks_that_are_no_more_go(tmp_path: Path) -> None:
-    """Other ranks of the run add their own; those of an older run with more ranks are of another moment."""
+    """Other ranks of the run add their own; those of an older run with more ranks are of another
+    moment.
+    """
     target = tmp_path / "out"
     write(target, {f"random_states_{rank}.pkl": b"%d" % rank for rank in range(4)})
     own = {"model.safetensors": b"newer", "random_states_0.pkl": b"new!"}
@@ -283,9 +317,13 @@ def test_killed_over_an_older_save_it_is_the_old_the_new_or_known_as_a_mix(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "no exchange":
-        monkeypatch.setattr("ckptfix.training.saving.staged_saves.exchange", lambda one, other: False)
+        monkeypatch.setattr(
+            "ckptfix.training.saving.staged_saves.exchange", lambda one, other: False
+        )
     strangers = {"notes.txt": b"mine"} if way == "strangers" else {}
-    old = {name: WHOLE.get(name, b"old") for name in (*WHOLE, "model_1.safetensors", "optimizer_1.bin")}
+    old = {
+        name: WHOLE.get(name, b"old") for name in (*WHOLE, "model_1.safetensors", "optimizer_1.bin")
+    }
     for kill_at in filter(is_sampled, range(1000)):
         target = tmp_path / str(kill_at) / "out"
         write(target, {**old, **strangers})
@@ -313,7 +351,9 @@ def test_killed_over_an_older_save_it_is_the_old_the_new_or_known_as_a_mix(
 
 
 def test_files_that_only_look_like_ours_stay(tmp_path: Path) -> None:
-    """A folder that no guarded save wrote: what has the name of a checkpoint's file may be the user's."""
+    """A folder that no guarded save wrote: what has the name of a checkpoint's file may be the
+    user's.
+    """
     target = tmp_path / "out"
     mine = {"pytorch_model.bin": b"mine", "scheduler.bin": b"mine", "model_7.safetensors": b"mine"}
     write(target, mine)
@@ -374,7 +414,11 @@ def test_rotation_leaves_folders_and_links_that_are_not_of_a_save(tmp_path: Path
     for number in (2, 3, 4):
         save(folder / f"checkpoint_{number}", NEW)
     rotate(folder, 1)
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_1", "checkpoint_4"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoint_0",
+        "checkpoint_1",
+        "checkpoint_4",
+    ]
 
 
 def test_the_empty_folder_of_the_process_is_not_replaced(
@@ -409,14 +453,19 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     """Cut files in them were "truncated-file", with salvage as the next step."""
     machine, day = staged.this_machine(), 86400
     save(tmp_path / "checkpoints" / "checkpoint_0", WHOLE)
-    dead, running = left_over(tmp_path, machine, in_child_pid()), left_over(tmp_path, machine, os.getppid())
+    dead, running = (
+        left_over(tmp_path, machine, in_child_pid()),
+        left_over(tmp_path, machine, os.getppid()),
+    )
     (dead / "pytorch_model_fsdp_0").mkdir()
     (dead / "pytorch_model_fsdp_0" / "__0_0.distcp").touch()
     elsewhere = left_over(tmp_path, "gpu-17-99", 7)
     old = left_over(tmp_path, "gpu-18-99", 7, age=2 * day)
     assert run(["check", "-r", str(tmp_path), "--json"]) == 0
     found = {
-        Path(one["path"]): [(each["code"], each["message"], each["advice"]) for each in one["findings"]]
+        Path(one["path"]): [
+            (each["code"], each["message"], each["advice"]) for each in one["findings"]
+        ]
         for one in json.loads(capsys.readouterr().out)["checkpoints"]
     }
     assert {path: [each[0] for each in several] for path, several in found.items()} == {
@@ -428,7 +477,9 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
         assert message.startswith("abandoned staging folder of a save that was killed (pid ")
         assert message.endswith("; safe to delete")
         assert advice.endswith(f": rm -r {shlex.quote(str(path))}")
-    assert f"a save is running (pid {os.getppid()} on {socket.gethostname()})" in found[running][0][1]
+    assert (
+        f"a save is running (pid {os.getppid()} on {socket.gethostname()})" in found[running][0][1]
+    )
     assert "(pid 7 on gpu-17) that changed less than a day ago" in found[elsewhere][0][1]
     assert not any("rm -r" in found[path][0][2] for path in (running, elsewhere))
     assert run(["check", "-r", str(tmp_path)]) == 0
@@ -440,14 +491,18 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     assert "\n5 checkpoints: 4 staging, 1 clean\nresume from " in out
     assert run(["verify", str(dead)]) == 3
     out = capsys.readouterr().out
-    assert out.endswith(", and this is the staging folder of a save or another command, not a checkpoint\n")
+    assert out.endswith(
+        ", and this is the staging folder of a save or another command, not a checkpoint\n"
+    )
     assert run(["check", str(dead)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{dead}: staging folder of c, not a checkpoint; not read\n")
     with monkeypatch.context() as patch:
         patch.chdir(dead)
         assert run(["check", "."]) == 0
-    assert capsys.readouterr().out.partition("\n")[2] == out.partition("\n")[2], "named as . it is the same"
+    assert capsys.readouterr().out.partition("\n")[2] == out.partition("\n")[2], (
+        "named as . it is the same"
+    )
     assert "salvage" not in out
     assert "no error found" not in out
     subprocess.run(["sh", "-c", out.partition("or you do: ")[2].splitlines()[0]], check=True)
@@ -463,7 +518,9 @@ def test_check_of_a_save_that_goes_on_in_this_process(tmp_path: Path) -> None:
     commit(staging, manifest(NEW))
 
 
-def test_a_folder_of_two_saves_is_no_healthy_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_two_saves_is_no_healthy_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "c"
     save(target, WHOLE)
     (target / "notes.txt").write_text("mine")  # so files are replaced one by one
@@ -487,7 +544,9 @@ def test_a_folder_of_two_saves_is_no_healthy_one(tmp_path: Path, monkeypatch: py
 def test_the_rest_of_an_interrupted_save_stays_until_the_next_one_is_complete(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be the only complete checkpoint: any writer next to it, and a save that failed in turn, deleted it."""
+    """It may be the only complete checkpoint: any writer next to it, and a save that failed in
+    turn, deleted it.
+    """
     target = tmp_path / "out"
     save(target, {**WHOLE, "model_1.safetensors": b"old"})
     if way == "strangers":
@@ -530,7 +589,11 @@ def dying(source: Path, place: Path) -> None:
 def test_a_mix_of_two_saves_names_what_to_load_instead(tmp_path: Path) -> None:
     """ "Load another checkpoint" was a dead end."""
     clean = (
-        Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
+        Path(__file__).parents[2]
+        / "fixtures"
+        / "accelerate-1.15.0"
+        / "clean-single-process"
+        / "checkpoint"
     )
     target = shutil.copytree(clean, tmp_path / "checkpoints" / "checkpoint_7")
     journal = target / JOURNAL
@@ -546,7 +609,9 @@ def test_a_mix_of_two_saves_names_what_to_load_instead(tmp_path: Path) -> None:
         target.parents[1] / temporary_name(target, SAVING),
     ):
         shutil.copytree(clean, place)
-        assert str(mixed(target)).endswith(f"next: load the interrupted save, which is intact in {place}")
+        assert str(mixed(target)).endswith(
+            f"next: load the interrupted save, which is intact in {place}"
+        )
         (place / "optimizer.bin").unlink()  # moved: in no folder is all of it
         assert f"load {older}" in str(mixed(target))
 

@@ -1,4 +1,6 @@
-"""A transformers Trainer that is killed at every file of a save goes on from a complete checkpoint, to the same end."""
+"""A transformers Trainer that is killed at every file of a save goes on from a complete checkpoint,
+to the same end.
+"""
 
 import json
 import os
@@ -14,12 +16,16 @@ from tests.sampling import one_of
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = ROOT / ".venv/transformers-4.44"
-"""Where the oldest transformers that is supported was installed; without it the tests of it are skipped."""
+"""Where the oldest transformers that is supported was installed; without it the tests of it are
+skipped.
+"""
 
 pytestmark = pytest.mark.slow
 
 ADAPTED = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-"""transformers 4.44 does not read its own random states with torch 2.6 and later, which has this switch for it."""
+"""transformers 4.44 does not read its own random states with torch 2.6 and later, which has this
+switch for it.
+"""
 
 
 def sweep(
@@ -27,7 +33,14 @@ def sweep(
 ) -> list[dict[str, Any]]:
     module = ["-m", "tests.training.trainer_kills"]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *module, str(folder), *map(str, (processes, victim, stage))],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            *module,
+            str(folder),
+            *map(str, (processes, victim, stage)),
+        ],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -40,7 +53,9 @@ def sweep(
 
 @pytest.mark.parametrize(
     ("version", "processes", "victim"),
-    one_of((version, *ranks) for version in ("newest", "oldest") for ranks in ((1, 0), (2, 0), (2, 1))),
+    one_of(
+        (version, *ranks) for version in ("newest", "oldest") for ranks in ((1, 0), (2, 0), (2, 1))
+    ),
 )
 def test_killed_at_any_file(tmp_path: Path, version: str, processes: int, victim: int) -> None:
     pytest.importorskip(
@@ -49,7 +64,9 @@ def test_killed_at_any_file(tmp_path: Path, version: str, processes: int, victim
     environment = {}
     if version == "oldest":
         if not OLDEST.is_dir():
-            pytest.skip(f"no {OLDEST}: transformers 4.44.2 is installed there by the README's test command")
+            pytest.skip(
+                f"no {OLDEST}: transformers 4.44.2 is installed there by the README's test command"
+            )
         environment = {**ADAPTED, "PYTHONPATH": str(OLDEST)}
     first, *killed = sweep(tmp_path, processes, victim, environment)
     assert first["transformers"].startswith("4.44.") == (version == "oldest")
@@ -65,7 +82,9 @@ def resumed_from_complete_ones(first: dict[str, Any], killed: list[dict[str, Any
         assert one["killed"]
         assert one["problems"] == {}, "a killed save leaves nothing that looks like a checkpoint"
         assert one["newest"] in (4, 6)
-        assert one["same"], "it resumed, and has the losses and weights of the run that was not killed"
+        assert one["same"], (
+            "it resumed, and has the losses and weights of the run that was not killed"
+        )
         assert one["after"] == first["names"]
         assert one["left"] == [], "the next save removes what the killed one left"
 

@@ -1,7 +1,8 @@
-"""A transformers Trainer on two processes: one fails, nodes have disks of their own, the model is sharded.
+"""A transformers Trainer on two processes: one fails, nodes have disks of their own, the model is
+sharded.
 
-They are forked, which hangs now and then once the process has trained (and other tests train in it): so a process that
-has done nothing else runs them.
+They are forked, which hangs now and then once the process has trained (and other tests train in
+it): so a process that has done nothing else runs them.
 """
 
 import contextlib
@@ -29,7 +30,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PATIENCE = 200.0
 ALONE = "CKPTFIX_TESTS_ALONE"
-in_own_process = pytest.mark.skipif(not os.environ.get(ALONE), reason="runs in a process of its own")
+in_own_process = pytest.mark.skipif(
+    not os.environ.get(ALONE), reason="runs in a process of its own"
+)
 
 
 @pytest.mark.skipif(bool(os.environ.get(ALONE)), reason="this is that process")
@@ -104,7 +107,8 @@ def test_nodes_with_disks_of_their_own(tmp_path: Path, each: bool) -> None:
     disk.mkdir()
 
     def work(rank: int) -> None:
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each is the first process of its node
+        # Each is the first process of its node.
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         if rank == 1 and not own_disk(disk):
             (tmp_path / "not allowed").touch()
         trainer = build(disk, [], save_on_each_node=each)
@@ -133,7 +137,9 @@ def test_nodes_with_disks_of_their_own(tmp_path: Path, each: bool) -> None:
         resumed = build(disk, [], save_on_each_node=True)
         resumed.train(resume_from_checkpoint=True)
         assert losses(resumed) == losses(trainer)
-        assert (checkpoint / "optimizer.pt").exists(), "checkpoint-6 was taken, and this one was saved again"
+        assert (checkpoint / "optimizer.pt").exists(), (
+            "checkpoint-6 was taken, and this one was saved again"
+        )
 
     on_two(work)
     if (tmp_path / "not allowed").exists():
@@ -145,7 +151,9 @@ def test_processes_resume_from_one_checkpoint(tmp_path: Path) -> None:
     def work(rank: int) -> None:
         build(tmp_path, []).train()
         with pytest.raises(UsageError, match="rank 0: checkpoint-6, rank 1: checkpoint-8"):
-            build(tmp_path, []).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{6 + 2 * rank}"))
+            build(tmp_path, []).train(
+                resume_from_checkpoint=str(tmp_path / f"checkpoint-{6 + 2 * rank}")
+            )
         torch.distributed.barrier()
         if rank == 0:
             (tmp_path / "checkpoint-8/rng_state_1.pth").unlink()

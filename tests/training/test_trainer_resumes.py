@@ -1,4 +1,6 @@
-"""Resumes of a transformers Trainer: from the newest complete checkpoint, and from none that would go on in silence."""
+"""Resumes of a transformers Trainer: from the newest complete checkpoint, and from none that would
+go on in silence.
+"""
 
 import os
 import shutil
@@ -76,7 +78,10 @@ def test_the_highest_number_of_an_older_run_is_not_taken(run: Any) -> None:
     folder, _ = run
     with pytest.warns(UserWarning, match="holds checkpoint-8, of another run"):
         build(folder, [], max_steps=4, learning_rate=1e-2, save_total_limit=None).train()
-    said = r"checkpoint-4 and checkpoint-8 are of two runs .*next: trainer.train\(resume_from_checkpoint='"
+    said = (
+        r"checkpoint-4 and checkpoint-8 are of two runs .*next:"
+        r" trainer.train\(resume_from_checkpoint='"
+    )
     with pytest.raises(UsageError, match=said):
         transformers.trainer.get_last_checkpoint(folder)
     with pytest.raises(UsageError, match=said):
@@ -95,13 +100,16 @@ def test_an_incomplete_path_is_refused(run: Any, name: str) -> None:
     (folder / "checkpoint-6" / name).unlink()
     trainer = build(folder, [])
     with pytest.raises(
-        UsageError, match=f"checkpoint-6 is not resumed from: .*({in_words(name)}).*/checkpoint-8', which is"
+        UsageError,
+        match=f"checkpoint-6 is not resumed from: .*({in_words(name)}).*/checkpoint-8', which is",
     ):
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-6/")
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_what_is_missing_may_be_allowed(run: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_may_be_allowed(
+    run: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = run
     shutil.rmtree(folder / "checkpoint-8")
     (folder / "checkpoint-6" / name).unlink()
@@ -136,13 +144,19 @@ RUNS = {
     "workers": {"dataloader_num_workers": 2},
     "in the second epoch": {"max_steps": 40, "save_steps": 35},
     "at the end of an epoch": {"max_steps": 40, "save_steps": 32},
-    "accumulation in the third epoch": {"max_steps": 40, "save_steps": 37, "gradient_accumulation_steps": 2},
+    "accumulation in the third epoch": {
+        "max_steps": 40,
+        "save_steps": 37,
+        "gradient_accumulation_steps": 2,
+    },
     "evaluation between": {"eval_strategy": "steps", "eval_steps": 1},
 }
 
 
 @pytest.mark.parametrize("arguments", RUNS.values(), ids=RUNS)
-def test_data_that_are_drawn_at_random_go_on_as_well(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_data_that_are_drawn_at_random_go_on_as_well(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
     given = {"augment": True, "dataloader_num_workers": 0, **arguments}
     trainer = build(tmp_path, [], **given)
     trainer.train()
@@ -153,15 +167,22 @@ def test_data_that_are_drawn_at_random_go_on_as_well(tmp_path: Path, arguments: 
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(trainer)
     assert all(
-        value.equal(resumed.model.state_dict()[name]) for name, value in trainer.model.state_dict().items()
+        value.equal(resumed.model.state_dict()[name])
+        for name, value in trainer.model.state_dict().items()
     )
 
 
 def test_between_epochs_a_run_state_of_0_5_0_leaves_the_generators_to_the_file_of_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {"augment": True, "dataloader_num_workers": 0, "max_steps": 40, "save_steps": 32}
-    # 0.5.0 recorded them at the beginning of a save, so before what a method of the Trainer drew in it.
+    given: dict[str, Any] = {
+        "augment": True,
+        "dataloader_num_workers": 0,
+        "max_steps": 40,
+        "save_steps": 32,
+    }
+    # 0.5.0 recorded them at the beginning of a save, so before what a method of the Trainer drew in
+    # it.
     torch.manual_seed(123)
     before, collect = capture(), run_state.collect
 
@@ -223,7 +244,9 @@ def test_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
         transformers.trainer.get_last_checkpoint(str(tmp_path / "none"))
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4/model.safetensors").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"no complete checkpoint in .*checkpoint-4.*next: ckptfix check -r"):
+    with pytest.raises(
+        UsageError, match=r"no complete checkpoint in .*checkpoint-4.*next: ckptfix check -r"
+    ):
         transformers.trainer.get_last_checkpoint(str(tmp_path))
     trainer = build(tmp_path / "new", [])
     trainer.train(resume_from_checkpoint=False)
@@ -276,14 +299,19 @@ WITHOUT = "import sys, accelerate; assert 'transformers' not in sys.modules"
 
 
 @pytest.mark.parametrize(
-    ("code", "is_run"), [(BEFORE, False), (UNDER_RUN, True), (WITHOUT, True)], ids=["patch", "run", "without"]
+    ("code", "is_run"),
+    [(BEFORE, False), (UNDER_RUN, True), (WITHOUT, True)],
+    ids=["patch", "run", "without"],
 )
-def test_transformers_is_patched_when_the_script_imports_it(tmp_path: Path, code: str, is_run: bool) -> None:
+def test_transformers_is_patched_when_the_script_imports_it(
+    tmp_path: Path, code: str, is_run: bool
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(code.replace("{module!r}", repr("ckptfix.training.trainer.trainer_patch")))
     command = [sys.executable, *(("-m", "ckptfix", "run") if is_run else ()), str(script)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).resolve().parents[2],
+        command, capture_output=True, text=True, timeout=200,
+        cwd=Path(__file__).resolve().parents[2],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

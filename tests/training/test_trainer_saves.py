@@ -37,7 +37,9 @@ def test_a_save_has_all_files_of_a_stock_save_and_a_manifest(tmp_path: Path) -> 
     build(tmp_path / "stock", []).train()
     patch_accelerate()
     build(tmp_path / "guarded", []).train()
-    assert names(tmp_path / "guarded") == names(tmp_path / "stock") == ["checkpoint-6", "checkpoint-8"]
+    assert (
+        names(tmp_path / "guarded") == names(tmp_path / "stock") == ["checkpoint-6", "checkpoint-8"]
+    )
     stock, made = tmp_path / "stock/checkpoint-8", tmp_path / "guarded/checkpoint-8"
     assert names(made) == sorted([".ckptfix", "run_state_0.pt", *names(stock)])
     manifest = read_manifest(made)
@@ -82,7 +84,9 @@ def test_the_same_step_is_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr("ckptfix.training.saving.staged_saves.exchange", lambda one, other: False)
+        monkeypatch.setattr(
+            "ckptfix.training.saving.staged_saves.exchange", lambda one, other: False
+        )
     trainer = build(tmp_path, [Adds()])
     trainer.train()
     made = tmp_path / "checkpoint-8"
@@ -138,8 +142,8 @@ def best_of(tmp_path: Path, scores: list[float], **arguments: Any) -> Any:
             metrics["eval_score"] = scores.pop(0)
 
     return build(
-        tmp_path, [Scores()], metric_for_best_model="score", greater_is_better=True, load_best_model_at_end=True,
-        eval_steps=2, eval_strategy="steps", **arguments,
+        tmp_path, [Scores()], metric_for_best_model="score", greater_is_better=True,
+        load_best_model_at_end=True, eval_steps=2, eval_strategy="steps", **arguments,
     )  # fmt: skip
 
 
@@ -173,12 +177,15 @@ def test_the_best_model_is_found_at_its_final_path_and_kept(
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"guarded/checkpoint-{best}")
     for one in candidates(tmp_path / "guarded", TRAINER):
         said, of_stock = (
-            state_of(root / one.path.name)["best_model_checkpoint"] for root in (tmp_path / "guarded", stock)
+            state_of(root / one.path.name)["best_model_checkpoint"]
+            for root in (tmp_path / "guarded", stock)
         )
         assert said == of_stock.replace(str(stock), str(tmp_path / "guarded"))
 
 
-def test_old_checkpoints_go_by_step_and_incomplete_ones_neither_count_nor_go(tmp_path: Path) -> None:
+def test_old_checkpoints_go_by_step_and_incomplete_ones_neither_count_nor_go(
+    tmp_path: Path,
+) -> None:
     build(tmp_path, [], save_total_limit=None).train()
     (tmp_path / "checkpoint-4/trainer_state.json").unlink()
     shutil.copytree(tmp_path / "checkpoint-8", tmp_path / "checkpoint-100")
@@ -214,7 +221,10 @@ def test_a_push_begins_when_the_checkpoint_is_in_its_place(tmp_path: Path) -> No
     ((folder, files),) = pushed
     assert folder == str(tmp_path / "checkpoint-3")
     assert {".ckptfix", "trainer_state.json", "model.safetensors"} <= set(files)
-    assert staged[0].parts[:2] == (".cache", "huggingface"), "what is half written is never part of an upload"
+    assert staged[0].parts[:2] == (
+        ".cache",
+        "huggingface",
+    ), "what is half written is never part of an upload"
     from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS  # type: ignore[attr-defined]
 
     assert ".cache/huggingface/*" in DEFAULT_IGNORE_PATTERNS
@@ -228,8 +238,8 @@ def pushed(folder: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> list
     with fake_hub() as (url, commits):
         monkeypatch.setattr(transformers.trainer, "hf_api", lambda: HfApi(endpoint=url))
         trainer = build(
-            folder, [], push_to_hub=True, hub_model_id="me/run", hub_token="hf_none", hub_strategy=strategy,
-            hub_always_push=True, save_total_limit=None,
+            folder, [], push_to_hub=True, hub_model_id="me/run", hub_token="hf_none",
+            hub_strategy=strategy, hub_always_push=True, save_total_limit=None,
         )  # fmt: skip
         trainer.train()
         return sorted(commits, key=lambda commit: sorted(commit))
@@ -256,7 +266,9 @@ def test_the_hub_gets_the_files_of_a_stock_run(
             state = json.loads(commit[f"{root}/trainer_state.json"])
             assert state["global_step"] in (2, 4, 6, 8)
             made = tmp_path / "guarded" / f"checkpoint-{state['global_step']}"
-            files = {str(path.relative_to(made)): path for path in made.rglob("*") if path.is_file()}
+            files = {
+                str(path.relative_to(made)): path for path in made.rglob("*") if path.is_file()
+            }
             assert {path.removeprefix(f"{root}/") for path in commit} == files.keys()
             for name, path in files.items():
                 assert commit[f"{root}/{name}"] == path.read_bytes(), name
@@ -269,7 +281,9 @@ def _of_ckptfix(path: str) -> bool:
 def test_only_the_model(tmp_path: Path) -> None:
     build(tmp_path, [], save_only_model=True).train()
     assert [one.problem for one in candidates(tmp_path, TRAINER)] == [None, None]
-    assert not [name for name in names(tmp_path / "checkpoint-8") if name.startswith(("optimizer", "r"))]
+    assert not [
+        name for name in names(tmp_path / "checkpoint-8") if name.startswith(("optimizer", "r"))
+    ]
 
 
 def test_a_subclass_rotates_by_its_own_rules(tmp_path: Path) -> None:
@@ -277,7 +291,9 @@ def test_a_subclass_rotates_by_its_own_rules(tmp_path: Path) -> None:
     told = []
 
     class Keeps(type(trainer)):  # type: ignore[misc]
-        def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+        def _rotate_checkpoints(
+            self, use_mtime: bool = False, output_dir: str | None = None
+        ) -> None:
             told.append(output_dir)
 
     trainer.__class__ = Keeps
@@ -293,7 +309,9 @@ def test_adapters(tmp_path: Path) -> None:
     model = peft.get_peft_model(
         trainer.model, peft.LoraConfig(target_modules=["c_attn"], r=2, fan_in_fan_out=True)
     )
-    trainer = transformers.Trainer(model=model, args=trainer.args, train_dataset=trainer.train_dataset)
+    trainer = transformers.Trainer(
+        model=model, args=trainer.args, train_dataset=trainer.train_dataset
+    )
     trainer.args.output_dir = str(tmp_path / "out")
     trainer.train()
     found = candidates(tmp_path / "out", TRAINER)

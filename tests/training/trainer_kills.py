@@ -2,10 +2,10 @@
 
     python -m tests.training.trainer_kills FOLDER PROCESSES RANK [STAGE]
 
-Prints one line of JSON for each point at which RANK was killed, and one for a run that was not. STAGE is that of
-DeepSpeed's ZeRO, which then has model and optimizer. transformers is imported once; every run is a fork, so that
-hundreds of them take seconds each and not a start of torch. An ordinary run of the tests strikes three points of its
-share, other ones each time.
+Prints one line of JSON for each point at which RANK was killed, and one for a run that was not.
+STAGE is that of DeepSpeed's ZeRO, which then has model and optimizer. transformers is imported
+once; every run is a fork, so that hundreds of them take seconds each and not a start of torch. An
+ordinary run of the tests strikes three points of its share, other ones each time.
 """
 
 import json
@@ -22,11 +22,20 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install ckptfix[transformers]")
+pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install ckptfix[transformers]"
+)
 import transformers as transformers  # for the tests of Trainers, which are skipped here without it
 import transformers.trainer
 import transformers.trainer_utils
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from ckptfix.training.ranks import Ranks
 from tests.sampling import is_exhaustive, sampled
@@ -34,7 +43,9 @@ from tests.training.killing import Steps
 from tests.training.ranks import run_ranks
 
 STEPS, EVERY, ARMED = 8, 2, 6
-"""Steps of a run, steps between two saves, and the save in which processes are killed: old ones are removed then."""
+"""Steps of a run, steps between two saves, and the save in which processes are killed: old ones are
+removed then.
+"""
 
 
 class Tokens(torch.utils.data.Dataset):  # type: ignore[misc]
@@ -59,8 +70,9 @@ def build(output: Path, callbacks: list[Any], *, augment: bool = False, **argume
     }  # fmt: skip
     set_seed(0)
     given = {
-        "output_dir": str(output), "max_steps": STEPS, "save_steps": EVERY, "logging_steps": 1, "use_cpu": True,
-        "report_to": [], "per_device_train_batch_size": 2, "save_total_limit": 2, "disable_tqdm": True, **arguments,
+        "output_dir": str(output), "max_steps": STEPS, "save_steps": EVERY, "logging_steps": 1,
+        "use_cpu": True, "report_to": [], "per_device_train_batch_size": 2, "save_total_limit": 2,
+        "disable_tqdm": True, **arguments,
     }  # fmt: skip
     return Trainer(
         model=GPT2LMHeadModel(GPT2Config(**shape)),
@@ -72,7 +84,9 @@ def build(output: Path, callbacks: list[Any], *, augment: bool = False, **argume
 
 
 def turn_on_deepspeed(stage: int) -> dict[str, Any]:
-    """Turn on DeepSpeed for this process, which runs on the CPU; return the arguments of a Trainer that uses it."""
+    """Turn on DeepSpeed for this process, which runs on the CPU; return the arguments of a Trainer
+    that uses it.
+    """
     from accelerate import PartialState
 
     os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "false"}
@@ -82,11 +96,18 @@ def turn_on_deepspeed(stage: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": stage},
     }  # fmt: skip
     configured = {"use_configured_state": True}
-    return {"deepspeed": settings, "use_cpu": False, "accelerator_config": configured, "optim": "adamw_torch"}
+    return {
+        "deepspeed": settings,
+        "use_cpu": False,
+        "accelerator_config": configured,
+        "optim": "adamw_torch",
+    }
 
 
 def weights_of(model: Any, stage: int) -> dict[str, Any]:
-    """Return a model's weights as lists; those of ZeRO-3 are gathered, which all processes take part in."""
+    """Return a model's weights as lists; those of ZeRO-3 are gathered, which all processes take
+    part in.
+    """
     if stage < 3:
         return {name: value.tolist() for name, value in model.state_dict().items()}
     with sys.modules["deepspeed"].zero.GatheredParameters(list(model.parameters())):
@@ -94,7 +115,9 @@ def weights_of(model: Any, stage: int) -> dict[str, Any]:
 
 
 def on_any_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Read for the CPU whatever number transformers 4.44 gives it in a distributed run: torch knows no cpu:0."""
+    """Read for the CPU whatever number transformers 4.44 gives it in a distributed run: torch knows
+    no cpu:0.
+    """
 
     def loading(file: Any, map_location: Any = None, **options: Any) -> Any:
         is_cpu = isinstance(map_location, torch.device) and map_location.type == "cpu"
@@ -104,11 +127,15 @@ def on_any_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def losses(trainer: Any) -> dict[str, Any]:
-    return {str(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    return {
+        str(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+    }
 
 
 class Arms(TrainerCallback):  # type: ignore[misc]
-    """Begins to count file operations when the save comes in which a process is killed, and ends after it."""
+    """Begins to count file operations when the save comes in which a process is killed, and ends
+    after it.
+    """
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
@@ -121,8 +148,8 @@ class Arms(TrainerCallback):  # type: ignore[misc]
 
 
 def run(
-    output: Path, result: Path | None, *, guard: bool, resume: bool, kill_at: int | None, victim: int,
-    stage: int = 0,
+    output: Path, result: Path | None, *, guard: bool, resume: bool, kill_at: int | None,
+    victim: int, stage: int = 0,
 ) -> None:  # fmt: skip
     """Train in this process, and write what it saw."""
     transformers.logging.set_verbosity_error()
@@ -132,24 +159,35 @@ def run(
         patch_accelerate()
     rank = int(os.environ.get("RANK", "0"))
     steps = Steps(str(output), kill_at if rank == victim else None)
-    torch.save = steps.around(torch.save)  # it writes without an audit event, and so does safetensors
+    # It writes without an audit event, and so does safetensors.
+    torch.save = steps.around(torch.save)
     torch.load = on_any_cpu(torch.load)
-    transformers.modeling_utils.safe_save_file = steps.around(transformers.modeling_utils.safe_save_file)
+    transformers.modeling_utils.safe_save_file = steps.around(
+        transformers.modeling_utils.safe_save_file
+    )
     if guard:  # killed before and after each meeting of the processes, too
         Ranks.agree = steps.around(Ranks.agree)  # type: ignore[method-assign]
         Ranks.on_main = steps.around(Ranks.on_main)  # type: ignore[method-assign]
     settings = turn_on_deepspeed(stage) if stage else {}
-    trainer = build(output, [Arms(steps)], augment=True, eval_strategy="steps", eval_steps=3, **settings)
+    trainer = build(
+        output, [Arms(steps)], augment=True, eval_strategy="steps", eval_steps=3, **settings
+    )
     trainer.train(resume_from_checkpoint=True if resume else None)
     if result is not None:
-        seen = {"losses": losses(trainer), "weights": weights_of(trainer.model, stage), "count": steps.count}
+        seen = {
+            "losses": losses(trainer),
+            "weights": weights_of(trainer.model, stage),
+            "count": steps.count,
+        }
         result.with_name(f"{result.name}.{rank}").write_text(json.dumps(seen))
     if trainer.args.world_size > 1:
         torch.distributed.barrier()
 
 
 def in_processes(processes: int, work: Callable[[], None], log: Path) -> list[int]:
-    """Run work in forked processes of one run, and return their wait statuses. What they print goes to a file."""
+    """Run work in forked processes of one run, and return their wait statuses. What they print goes
+    to a file.
+    """
 
     def logged(rank: int) -> None:
         with log.open("a") as file:
@@ -173,7 +211,10 @@ def in_processes(processes: int, work: Callable[[], None], log: Path) -> list[in
 
 
 def read(result: Path, processes: int) -> list[Any]:
-    return [json.loads(result.with_name(f"{result.name}.{rank}").read_text()) for rank in range(processes)]
+    return [
+        json.loads(result.with_name(f"{result.name}.{rank}").read_text())
+        for rank in range(processes)
+    ]
 
 
 def main(folder: Path, processes: int, victim: int, stage: int = 0) -> None:
@@ -181,14 +222,21 @@ def main(folder: Path, processes: int, victim: int, stage: int = 0) -> None:
 
     if stage:
         import_module("deepspeed")
-        vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None  # compiled at its first use
+        # Compiled at its first use.
+        vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
 
     def train(output: Path, result: Path | None = None, *, guard: bool = True, resume: bool = False,
               kill_at: int | None = None) -> list[int]:  # fmt: skip
         return in_processes(
             processes,
             lambda: run(
-                output, result, guard=guard, resume=resume, kill_at=kill_at, victim=victim, stage=stage
+                output,
+                result,
+                guard=guard,
+                resume=resume,
+                kill_at=kill_at,
+                victim=victim,
+                stage=stage,
             ),
             folder / "log",
         )
@@ -198,14 +246,17 @@ def main(folder: Path, processes: int, victim: int, stage: int = 0) -> None:
         folder / "log"
     ).read_text()
     expected = read(folder / "stock.json", processes)
-    assert train(folder / "whole", folder / "whole.json") == [0] * processes, (folder / "log").read_text()
+    assert train(folder / "whole", folder / "whole.json") == [0] * processes, (
+        folder / "log"
+    ).read_text()
     whole = read(folder / "whole.json", processes)
     steps = whole[victim]["count"]
     names = sorted(path.name for path in (folder / "whole").iterdir())
     print(json.dumps({"steps": steps, "names": names, "as stock": strip(whole) == strip(expected),
                       "transformers": transformers.__version__}), flush=True)  # fmt: skip
     points = sampled(range(steps))
-    every = 1 if is_exhaustive() else max(1, len(points) // 3)  # a point takes two runs of a Trainer
+    # A point takes two runs of a Trainer.
+    every = 1 if is_exhaustive() else max(1, len(points) // 3)
     for point in points[random.randrange(every) :: every]:
         output = folder / f"killed-{point}"
         statuses = train(output, kill_at=point)
@@ -219,8 +270,12 @@ def main(folder: Path, processes: int, victim: int, stage: int = 0) -> None:
         result = folder / f"resumed-{point}"
         line["resumed"] = train(output, result, resume=True) == [0] * processes
         line["same"] = line["resumed"] and strip(read(result, processes)) == strip(expected)
-        line["left"] = [path.name for path in output.iterdir() if not path.name.startswith("checkpoint-")]
-        line["after"] = sorted(path.name for path in output.iterdir() if path.name not in line["left"])
+        line["left"] = [
+            path.name for path in output.iterdir() if not path.name.startswith("checkpoint-")
+        ]
+        line["after"] = sorted(
+            path.name for path in output.iterdir() if path.name not in line["left"]
+        )
         print(json.dumps(line), flush=True)
         shutil.rmtree(output)
 

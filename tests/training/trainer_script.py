@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 trainer_script.py FOLDER STEP [evaluate]
 
-STEP is the step at which rank 1 is killed; 0 is never. A run that finds a checkpoint goes on from it. `evaluate` is
-called before training when asked for: it prepares the model for evaluation only.
+STEP is the step at which rank 1 is killed; 0 is never. A run that finds a checkpoint goes on from
+it. `evaluate` is called before training when asked for: it prepares the model for evaluation only.
 """
 
 import json
@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 folder, death = Path(sys.argv[1]), int(sys.argv[2])
@@ -43,8 +50,9 @@ set_seed(0)
 trainer = Trainer(
     model=GPT2LMHeadModel(GPT2Config(**SHAPE)),
     args=TrainingArguments(
-        output_dir=str(folder / "output"), max_steps=8, save_steps=2, logging_steps=1, use_cpu=True, report_to="none",
-        per_device_train_batch_size=2, gradient_accumulation_steps=2, save_total_limit=2, disable_tqdm=True,
+        output_dir=str(folder / "output"), max_steps=8, save_steps=2, logging_steps=1, use_cpu=True,
+        report_to="none", per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        save_total_limit=2, disable_tqdm=True,
     ),
     train_dataset=Tokens(),
     eval_dataset=Tokens(),
@@ -53,7 +61,9 @@ trainer = Trainer(
 if "evaluate" in sys.argv:
     trainer.evaluate()
 set_seed(0)  # the same for all, whatever was done before
-last = get_last_checkpoint(trainer.args.output_dir) if Path(trainer.args.output_dir).is_dir() else None
+last = (
+    get_last_checkpoint(trainer.args.output_dir) if Path(trainer.args.output_dir).is_dir() else None
+)
 trainer.train(resume_from_checkpoint=last)
 losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 seen = {
@@ -67,6 +77,6 @@ seen = {
 }
 (folder / f"seen-{trainer.args.process_index}.json").write_text(json.dumps(seen))
 trainer.accelerator.wait_for_everyone()
-# At a usual exit gloo's threads abort now and then ("terminate called without an active exception", torch 2.13, with
-# ckptfix and without): that is not what is tested.
+# At a usual exit gloo's threads abort now and then ("terminate called without an active exception",
+# torch 2.13, with ckptfix and without): that is not what is tested.
 os._exit(0)

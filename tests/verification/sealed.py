@@ -18,7 +18,10 @@ Summary = dict[str, tuple[str, str | None]]
 
 def state(count: int = 4) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return {f"layers.{number}.weight": torch.randn(16, 24, generator=generator) for number in range(count)}
+    return {
+        f"layers.{number}.weight": torch.randn(16, 24, generator=generator)
+        for number in range(count)
+    }
 
 
 def make_safetensors(folder: Path) -> Path:

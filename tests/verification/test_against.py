@@ -1,4 +1,6 @@
-"""``verify --against``: files of models count by their tensors, and what else they hold is said, not compared."""
+"""``verify --against``: files of models count by their tensors, and what else they hold is said,
+not compared.
+"""
 
 import json
 from pathlib import Path
@@ -27,7 +29,10 @@ def test_a_header_with_other_metadata_is_no_difference_of_the_models(tmp_path: P
         (tmp_path / name / "config.json").write_text("{}")
     report = verify(tmp_path / "a", against=tmp_path / "b")
     assert report.status == 0
-    assert files(report) == {"config.json": Outcome.MATCH, "model.safetensors": Outcome.NOT_CHECKED}
+    assert files(report) == {
+        "config.json": Outcome.MATCH,
+        "model.safetensors": Outcome.NOT_CHECKED,
+    }
     text = next(item.text for item in report.items if item.name == "model.safetensors")
     assert text == "differs; only its tensors are compared, one by one"
     assert report.count(Kind.TENSOR)[Outcome.MATCH] == 4
@@ -64,7 +69,9 @@ def test_what_a_training_dict_holds_beside_its_model_is_said(tmp_path: Path) -> 
         torch.save({"model": state(), "epoch": epoch}, folder(tmp_path / name) / "train.pt")
     report = verify(tmp_path / "a", against=tmp_path / "b")
     assert (report.status, files(report)) == (0, {"train.pt": Outcome.NOT_CHECKED})
-    assert "what train.pt['model'] holds next to its tensors: 'epoch'" in " ".join(report.not_checked)
+    assert "what train.pt['model'] holds next to its tensors: 'epoch'" in " ".join(
+        report.not_checked
+    )
 
 
 def test_a_model_in_another_format_beside_it_is_compared_by_bytes(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A statement of tensors stays true through repairs and migrations, and finds every flipped bit after each of them."""
+"""A statement of tensors stays true through repairs and migrations, and finds every flipped bit
+after each of them.
+"""
 
 import json
 import os
@@ -51,7 +53,9 @@ FILES, TENSORS = UNSIGNED
 
 
 def of_fixture(name: str) -> Callable[[Path], Path]:
-    return lambda folder: Path(shutil.copytree(FIXTURES / name / "checkpoint", folder, dirs_exist_ok=True))
+    return lambda folder: Path(
+        shutil.copytree(FIXTURES / name / "checkpoint", folder, dirs_exist_ok=True)
+    )
 
 
 SOURCES: dict[str, Callable[[Path], Path]] = {
@@ -162,7 +166,10 @@ def test_a_second_prepare_is_compared_once_after_its_copy_went(tmp_path: Path) -
     repaired(folder)
     report = verify(folder, statements=[statement])
     assert report.status == 0
-    assert "model_1.safetensors was stated, too: its 4 tensors are those of model.safetensors" in str(report)
+    assert (
+        "model_1.safetensors was stated, too: its 4 tensors are those of model.safetensors"
+        in str(report)
+    )
     undo(folder)
     assert differing(verify(folder, statements=[statement, folder / FILES])) == set()
 
@@ -177,7 +184,9 @@ def test_a_copy_that_was_not_signed_is_named(tmp_path: Path) -> None:
     undo(folder)  # the repair
     report = compared(folder, tmp_path / TENSORS)
     assert report.status == 1
-    assert {item.change for item in report.items if item.outcome is Outcome.DIFFER} == {Change.EXTRA}
+    assert {item.change for item in report.items if item.outcome is Outcome.DIFFER} == {
+        Change.EXTRA
+    }
     assert f"is not in {tmp_path / TENSORS}" in str(report)
 
 
@@ -187,18 +196,22 @@ def test_weights_in_another_file_are_a_difference_unless_they_were_there(tmp_pat
     report = compared(folder, folder / TENSORS)
     assert report.status == 1
     assert wrong(report)["pytorch_model.bin"][0] == "extra"
-    assert f"pytorch_model.bin: may hold weights, and is not covered by {folder / TENSORS}" in str(report)
+    assert f"pytorch_model.bin: may hold weights, and is not covered by {folder / TENSORS}" in str(
+        report
+    )
     assert seal(folder, force=True, oms=True).status == 0
     report = compared(folder, folder / TENSORS)
     assert "pytorch_model.bin" not in differing(report)
     assert (
-        f"not checked: pytorch_model.bin: may hold weights, and is not covered by {folder / TENSORS}"
-        in str(report)
+        "not checked: pytorch_model.bin: may hold weights, and is not covered by "
+        f"{folder / TENSORS}" in str(report)
     )
 
 
 @pytest.mark.parametrize("name", ["tf_model.h5", "sub/model.onnx", "model.GGUF", "model.pkl"])
-def test_weights_of_a_kind_that_is_not_read_and_pickles_are_a_difference_too(folder: Path, name: str) -> None:
+def test_weights_of_a_kind_that_is_not_read_and_pickles_are_a_difference_too(
+    folder: Path, name: str
+) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"x")
     report = compared(folder, folder / TENSORS)
@@ -224,7 +237,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_missing_additional_changed_and_renamed_tensors_are_named(folder: Path) -> None:
     one, two, three, four = state().values()
-    saved(folder, {"layers.0.weight": two, "layers.1.weight": one, "other.weight": three, "more": four + 1})
+    saved(
+        folder,
+        {"layers.0.weight": two, "layers.1.weight": one, "other.weight": three, "more": four + 1},
+    )
     report = compared(folder, folder / TENSORS)
     assert report.status == 1
     assert {name: change for name, (change, _) in wrong(report).items() if name not in (FILES, TENSORS)} == {
@@ -241,7 +257,9 @@ def test_the_same_bytes_in_another_shape_or_dtype_are_another_tensor(folder: Pat
     assert wrong(compared(folder, folder / TENSORS))["layers.1.weight"][0] == "changed"
 
 
-def test_a_value_that_is_not_a_plain_tensor_is_a_difference_unless_it_was_there(tmp_path: Path) -> None:
+def test_a_value_that_is_not_a_plain_tensor_is_a_difference_unless_it_was_there(
+    tmp_path: Path,
+) -> None:
     folder, path = tmp_path / "c", tmp_path / "c" / "pytorch_model.bin"
     folder.mkdir()
     extra = {"layers.0.extra": torch.eye(3).to_sparse()}
@@ -251,8 +269,9 @@ def test_a_value_that_is_not_a_plain_tensor_is_a_difference_unless_it_was_there(
     report = compared(folder, folder / TENSORS)
     assert report.status == 1
     assert differing(report) == {"layers.0.extra", "scale"}
-    assert f"'scale' is not in {folder / TENSORS}, and is not a plain tensor that could be compared" in str(
-        report
+    assert (
+        f"'scale' is not in {folder / TENSORS}, and is not a plain tensor that could be compared"
+        in str(report)
     )
     assert seal(folder, force=True, oms=True).status == 0
     assert compared(folder, folder / TENSORS).status == 0
@@ -277,8 +296,9 @@ def test_tensors_cannot_hide_in_what_a_dict_is_made_from(tmp_path: Path, place: 
     torch.save(value, folder / place)
     report = compared(folder, folder / TENSORS)
     assert report.status == 1
-    assert f"{place} is malformed: an OrderedDict is made from something else than a list of pairs" in str(
-        report
+    assert (
+        f"{place} is malformed: an OrderedDict is made from something else than a list of pairs"
+        in str(report)
     )
 
 
@@ -366,10 +386,12 @@ def test_a_tied_tensor_may_lose_a_name_and_get_it_again(tmp_path: Path) -> None:
     report = compared(folder, statement)
     assert report.status == 0, "another name of bytes that are compared"
     assert (
-        "note: pytorch_model.bin: other names of tensors that were stated, which were not: 'also a'"
-        in str(report)
+        "note: pytorch_model.bin: other names of tensors that were stated, which were not: "
+        "'also a'" in str(report)
     )
-    torch.save({"a": weight, "also a": weight.clone(), "c": torch.ones(3)}, folder / "pytorch_model.bin")
+    torch.save(
+        {"a": weight, "also a": weight.clone(), "c": torch.ones(3)}, folder / "pytorch_model.bin"
+    )
     assert wrong(compared(folder, statement))["also a"][0] == "extra"
 
 
@@ -393,22 +415,28 @@ def test_a_file_is_compared_with_its_part_of_a_statement(tmp_path: Path) -> None
 
 def test_a_copy_in_the_dtype_of_training_is_said_to_be_not_covered(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    shutil.copytree(FIXTURES.parent / "deepspeed-0.18.2" / "accelerate-zero2" / "checkpoint", folder)
+    shutil.copytree(
+        FIXTURES.parent / "deepspeed-0.18.2" / "accelerate-zero2" / "checkpoint", folder
+    )
     assert seal(folder, oms=True).status == 0
     said = str(compared(folder, folder / TENSORS))
     assert (
-        f"is covered by {folder / TENSORS} in its fp32 weights alone, not in a copy of another dtype" in said
+        f"is covered by {folder / TENSORS} in its fp32 weights alone, not in a copy of another "
+        "dtype" in said
     )
 
 
-def test_a_lone_file_that_holds_a_whole_model_must_have_all_its_tensors(folder: Path, tmp_path: Path) -> None:
+def test_a_lone_file_that_holds_a_whole_model_must_have_all_its_tensors(
+    folder: Path, tmp_path: Path
+) -> None:
     tensors = state()
     del tensors["layers.3.weight"]
     saved(folder, tensors)
     report = compared(folder / "model.safetensors", folder / TENSORS)
     assert report.status == 1
     assert wrong(report)["layers.3.weight"][0] == "missing"
-    shard = folder / "model-00001-of-00002.safetensors"  # as after a migration: the other one has the rest
+    # As after a migration: the other one has the rest.
+    shard = folder / "model-00001-of-00002.safetensors"
     save_file(tensors, shard, {"format": "pt"})
     assert compared(shard, folder / TENSORS).status == 0
     other = tmp_path / "other"
@@ -426,7 +454,10 @@ def test_files_are_compared_one_by_one_and_what_is_not_covered_is_said(folder: P
     report = compared(folder, folder / FILES)
     assert report.status == 0
     said = str(report)
-    assert f"not checked: 2 files: each is not covered by {folder / FILES}, which leaves it out" in said
+    assert (
+        f"not checked: 2 files: each is not covered by {folder / FILES}, which leaves it out"
+        in said
+    )
     assert "not checked: .ckptfix, the folder of ckptfix itself, which no loader reads" in said
     assert f"{folder / FILES}: files, not signed: anyone can have written it" in said
     (folder / "modeling.py").write_text("import os")
@@ -440,7 +471,12 @@ def test_files_are_compared_one_by_one_and_what_is_not_covered_is_said(folder: P
 
 
 def test_an_added_link_or_pipe_is_an_added_file_for_a_statement_of_files(folder: Path) -> None:
-    for name, leads_to in {"later.py": "/nonexistent", "above": "..", "here": ".", "pipe": None}.items():
+    for name, leads_to in {
+        "later.py": "/nonexistent",
+        "above": "..",
+        "here": ".",
+        "pipe": None,
+    }.items():
         if leads_to is None:
             os.mkfifo(folder / name)
         else:
@@ -471,7 +507,9 @@ def test_folders_of_ckptfix_in_sub_folders_are_said_to_be_not_compared(folder: P
     own = folder / "sub" / ".ckptfix"
     own.mkdir(parents=True)
     (own / "evil.py").write_text("import os")
-    said = "not checked: '.ckptfix', 'sub/.ckptfix': folders of ckptfix itself, which no loader reads"
+    said = (
+        "not checked: '.ckptfix', 'sub/.ckptfix': folders of ckptfix itself, which no loader reads"
+    )
     for statement in (FILES, TENSORS):
         assert said in str(compared(folder, folder / statement))
 
@@ -479,11 +517,15 @@ def test_folders_of_ckptfix_in_sub_folders_are_said_to_be_not_compared(folder: P
 def test_a_statement_of_tensors_in_the_place_of_that_of_files_is_refused(folder: Path) -> None:
     shutil.copy(folder / TENSORS, folder / FILES)
     (folder / "modeling.py").write_text("import os")
-    with pytest.raises(OperationError, match="refused, and nothing was compared: it is about tensors"):
+    with pytest.raises(
+        OperationError, match="refused, and nothing was compared: it is about tensors"
+    ):
         compared(folder, folder / FILES)
 
 
-def test_what_a_repair_changed_is_a_difference_for_files_and_none_for_tensors(tmp_path: Path) -> None:
+def test_what_a_repair_changed_is_a_difference_for_files_and_none_for_tensors(
+    tmp_path: Path,
+) -> None:
     folder = stated(tmp_path / "c", SOURCES["nested"])
     repaired(folder)
     assert compared(folder, folder / TENSORS).status == 0
@@ -521,7 +563,9 @@ def test_statements_belong_to_the_manifest_and_are_undone_with_it(tmp_path: Path
 def test_the_same_statement_is_not_written_again(folder: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
     assert seal(folder, oms=True).status == 0
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()} == before
+    assert {
+        path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()
+    } == before
     parsed = parse_statement((folder / FILES).read_bytes(), "")
     assert isinstance(parsed, FileStatement)
     assert list(parsed.files) == ["model.safetensors"]
@@ -585,7 +629,10 @@ def test_links_are_followed_and_said(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "model.safetensors").symlink_to("../blobs/model.safetensors")
     assert seal(folder, oms=True).status == 0
-    assert json.loads((folder / FILES).read_text())["predicate"]["serialization"]["allow_symlinks"] is True
+    assert (
+        json.loads((folder / FILES).read_text())["predicate"]["serialization"]["allow_symlinks"]
+        is True
+    )
     assert compared(folder, folder / FILES).status == 0
 
 
@@ -623,11 +670,18 @@ def test_killed_anywhere_statements_and_manifest_agree_after_the_next_seal(
             seen.add(now)
             assert now in (old, new), (at, fault)
             if now == new:
-                assert differing(verify(folder)) == set(), "a manifest lists no statement that is not there"
+                assert differing(verify(folder)) == set(), (
+                    "a manifest lists no statement that is not there"
+                )
             assert seal(folder, force=True, oms=True).status == 0
             assert differing(verify(folder, statements=[folder / FILES, folder / TENSORS])) == set()
             assert manifest_bytes(folder) == new
-            left = [name for _, _, names in os.walk(folder) for name in names if name.startswith(".ckptfix-")]
+            left = [
+                name
+                for _, _, names in os.walk(folder)
+                for name in names
+                if name.startswith(".ckptfix-")
+            ]
             assert left == [], "temporary files"
             shutil.rmtree(folder.parent)
     assert old in seen
@@ -667,7 +721,9 @@ def test_a_folder_is_no_statement(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_migrate_leaves_out_what_is_about_the_old_files(folder: Path, tmp_path: Path) -> None:
-    """The reference verifier would refuse the new folder; the statement of the tensors is right there."""
+    """The reference verifier would refuse the new folder; the statement of the tensors is right
+    there.
+    """
     receipt = migrate(folder, tmp_path / "new", to="bin")
     assert [one.what for one in receipt.left_out] == ["model.oms.json"]
     assert "ckptfix seal" in receipt.left_out[0].reason
@@ -682,7 +738,10 @@ def test_the_command_line_says_what_python_says(tmp_path: Path) -> None:
 
     def said(*arguments: str) -> tuple[int, str]:
         done = subprocess.run(
-            [sys.executable, "-m", "ckptfix", *arguments], cwd=tmp_path, capture_output=True, text=True
+            [sys.executable, "-m", "ckptfix", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
         )
         return done.returncode, done.stdout + done.stderr
 

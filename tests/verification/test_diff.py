@@ -1,4 +1,6 @@
-"""Two checkpoints side by side: what is matched, what is said of each tensor, and what was not compared."""
+"""Two checkpoints side by side: what is matched, what is said of each tensor, and what was not
+compared.
+"""
 
 import json
 import math
@@ -101,8 +103,10 @@ def test_every_outcome(tmp_path: Path) -> None:
 
 
 CHANGED_NOTHING = (
-    "both models have the same weights: if one is the other merged with an adapter, or trained further, the merge or "
-    "the training changed nothing",
+    (
+        "both models have the same weights: if one is the other merged with an adapter, or trained "
+        "further, the merge or the training changed nothing"
+    ),
 )
 
 
@@ -163,9 +167,11 @@ def test_wrapped_names_are_matched(tmp_path: Path, left: str, right: str, words:
 
 def test_a_module_of_the_users_own_is_no_wrapper() -> None:
     tensor: Any = None
-    # All of B's names begin with "module.", and one of A's names equals one of B's, as wrapped it is another tensor.
+    # All of B's names begin with "module.", and one of A's names equals one of B's, as wrapped it
+    # is another tensor.
     matched, words = match_names(
-        dict.fromkeys(["w", "module.w"], tensor), dict.fromkeys(["module.w", "module.module.w"], tensor)
+        dict.fromkeys(["w", "module.w"], tensor),
+        dict.fromkeys(["module.w", "module.module.w"], tensor),
     )
     assert {one.name: (one.a, one.b) for one in matched} == {
         "w": ("w", "module.w"),
@@ -173,7 +179,9 @@ def test_a_module_of_the_users_own_is_no_wrapper() -> None:
     }
     assert words == "without 'module.' in B"
     # Only some names are wrapped: nothing is taken off.
-    matched, words = match_names(dict.fromkeys(["w", "v"], tensor), dict.fromkeys(["module.w", "v"], tensor))
+    matched, words = match_names(
+        dict.fromkeys(["w", "v"], tensor), dict.fromkeys(["module.w", "v"], tensor)
+    )
     assert words == ""
     assert [(one.a, one.b) for one in matched] == [("w", None), ("v", "v"), (None, "module.w")]
     matched, words = match_names(
@@ -230,8 +238,14 @@ def test_a_tie_counts_under_each_name(tmp_path: Path) -> None:
 def test_other_layouts(tmp_path: Path) -> None:
     torch.manual_seed(3)
     base = torch.randn(300, 400)
-    torch.save({"t": base.t(), "row": base[::2], "wide": base[:1].expand(9, 400)}, tmp_path / "a.bin")
-    plain = {"t": base.t().contiguous(), "row": base[::2].contiguous(), "wide": base[:1].repeat(9, 1)}
+    torch.save(
+        {"t": base.t(), "row": base[::2], "wide": base[:1].expand(9, 400)}, tmp_path / "a.bin"
+    )
+    plain = {
+        "t": base.t().contiguous(),
+        "row": base[::2].contiguous(),
+        "wide": base[:1].repeat(9, 1),
+    }
     save_file(plain, tmp_path / "b.safetensors")
     assert diff(tmp_path / "a.bin", tmp_path / "b.safetensors").status == 0
     plain["t"][399, 299] += 2
@@ -306,7 +320,9 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
     layout = Contiguous((Piece(tmp_path / "x", 0, 200),))
     with pytest.raises(ChangedError):
         reading.read_all(
-            iter([lambda sides: list(sides.blocks(layout, layout, (1, 1), reading.BUFFER))]), 2, None
+            iter([lambda sides: list(sides.blocks(layout, layout, (1, 1), reading.BUFFER))]),
+            2,
+            None,
         )
     short = Contiguous((Piece(tmp_path / "x", 0, 50),))
     whole = Contiguous((Piece(tmp_path / "x", 0, 100),))
@@ -319,7 +335,11 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
 def test_parts_of_pieces(tmp_path: Path) -> None:
     data = bytes(range(200))
     (tmp_path / "x").write_bytes(data)
-    pieces = (Piece(tmp_path / "x", 10, 20), Piece(tmp_path / "x", 50, 5), Piece(tmp_path / "x", 100, 40))
+    pieces = (
+        Piece(tmp_path / "x", 10, 20),
+        Piece(tmp_path / "x", 50, 5),
+        Piece(tmp_path / "x", 100, 40),
+    )
     joined = b"".join(data[offset : offset + length] for _, offset, length in pieces)
     for begin in range(65):
         for end in range(begin, 66):

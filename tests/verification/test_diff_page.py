@@ -41,7 +41,9 @@ class Page(HTMLParser):
             self.cells[-1] = css, title, text + data
 
 
-def page_of(tmp_path: Path, a: "dict[str, torch.Tensor]", b: "dict[str, torch.Tensor]") -> "tuple[str, Page]":
+def page_of(
+    tmp_path: Path, a: "dict[str, torch.Tensor]", b: "dict[str, torch.Tensor]"
+) -> "tuple[str, Page]":
     save_file(a, tmp_path / "a.safetensors")
     save_file(b, tmp_path / "b.safetensors")
     text = html_page(diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors"))
@@ -78,7 +80,11 @@ def test_the_map(tmp_path: Path) -> None:
 
 
 def test_it_is_self_contained_and_names_are_escaped(tmp_path: Path) -> None:
-    names = {f"layers.0.{HOSTILE}": torch.ones(2), f"{HOSTILE}.1.w": torch.ones(2), HOSTILE: torch.ones(2)}
+    names = {
+        f"layers.0.{HOSTILE}": torch.ones(2),
+        f"{HOSTILE}.1.w": torch.ones(2),
+        HOSTILE: torch.ones(2),
+    }
     text, page = page_of(tmp_path, names, {name: tensor * 2 for name, tensor in names.items()})
     assert "script" not in page.tags
     assert "default-src 'none'" in text
@@ -96,7 +102,9 @@ def test_a_page_of_many_tensors_stays_small(tmp_path: Path) -> None:
 
 def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -106,12 +114,16 @@ def test_text_has_contrast_in_both_modes(tmp_path: Path) -> None:
     assert len(pairs) == 22, "eleven kinds of cells in two modes"
     for background, colour in pairs:
         light, dark = sorted((luminance(background), luminance(colour)), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{colour} on {background}: WCAG AA asks for 4.5"
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, (
+            f"{colour} on {background}: WCAG AA asks for 4.5"
+        )
 
 
 def test_it_fits_a_narrow_window(tmp_path: Path) -> None:
     long = "x" * 500
-    text, page = page_of(tmp_path, {f"layers.0.{long}": torch.ones(1)}, {f"layers.0.{long}": torch.zeros(1)})
+    text, page = page_of(
+        tmp_path, {f"layers.0.{long}": torch.ones(1)}, {f"layers.0.{long}": torch.zeros(1)}
+    )
     assert '<meta name="viewport" content="width=device-width' in text
     assert page.tags.count("table") == text.count('<div class="scroll"><table'), (
         "a wide table scrolls by itself"

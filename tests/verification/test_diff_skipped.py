@@ -1,4 +1,6 @@
-"""What a comparison may not pass over in silence: values that it cannot read, names in two files, hostile sizes."""
+"""What a comparison may not pass over in silence: values that it cannot read, names in two files,
+hostile sizes.
+"""
 
 import json
 from pathlib import Path
@@ -31,7 +33,8 @@ def write_shards(folder: Path, first: float) -> Path:
 def test_a_name_in_two_shards_is_refused(tmp_path: Path) -> None:
     a, b = write_shards(tmp_path / "a", 1.0), write_shards(tmp_path / "b", 9.0)
     with pytest.raises(
-        OperationError, match=r"'a' is in both model-00001-of-\S+ and model-00002-of-\S+; next: ckptfix check"
+        OperationError,
+        match=r"'a' is in both model-00001-of-\S+ and model-00002-of-\S+; next: ckptfix check",
     ):
         diff(a, b)
 
@@ -50,7 +53,10 @@ def test_what_lies_beside_is_said(tmp_path: Path, of: Any, left: str) -> None:
     torch.save(of(torch.zeros(3)), tmp_path / "a.pt")
     torch.save(of(torch.ones(3)), tmp_path / "b.pt")
     report = diff(tmp_path / "a.pt", tmp_path / "b.pt")
-    said = [f"what {side.lower()}.pt in {side} holds next to what was compared: '{left}'" for side in "AB"]
+    said = [
+        f"what {side.lower()}.pt in {side} holds next to what was compared: '{left}'"
+        for side in "AB"
+    ]
     assert list(report.not_compared) == said
 
 
@@ -110,7 +116,9 @@ def test_state_dicts_of_one_file_are_paired_by_their_keys(tmp_path: Path) -> Non
         (None, "c.pt['third']"),
     ]
     torch.save({"ema": module(1), "net": module(0)}, tmp_path / "d.pt")
-    assert diff(tmp_path / "a.pt", tmp_path / "d.pt").status == 0, "what is left is one on each side"
+    assert diff(tmp_path / "a.pt", tmp_path / "d.pt").status == 0, (
+        "what is left is one on each side"
+    )
 
 
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan"), -1.0])

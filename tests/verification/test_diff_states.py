@@ -30,7 +30,9 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_state_that_one_of_two_saves_lacks_is_a_difference(name: str, is_first: bool, saved: Path) -> None:
+def test_a_state_that_one_of_two_saves_lacks_is_a_difference(
+    name: str, is_first: bool, saved: Path
+) -> None:
     copy = Path(shutil.copytree(saved, saved.parent / "checkpoint_2"))
     assert diff(saved, copy).status == 0
     (copy / name).unlink()
@@ -44,7 +46,11 @@ def test_an_export_of_the_weights_is_equal_to_the_save(saved: Path, tmp_path: Pa
     export = tmp_path / "export"
     export.mkdir()
     shutil.copy(saved / "model.safetensors", export)
-    for report in (diff(saved, export), diff(export, saved), diff(saved / "model.safetensors", export)):
+    for report in (
+        diff(saved, export),
+        diff(export, saved),
+        diff(saved / "model.safetensors", export),
+    ):
         assert (report.status, report.one_sided) == (0, ())
 
 

@@ -1,4 +1,6 @@
-"""Downloads of the real client of the Hugging Face hub, from a small hub on this machine, verified without a seal."""
+"""Downloads of the real client of the Hugging Face hub, from a small hub on this machine, verified
+without a seal.
+"""
 
 import importlib
 import json
@@ -28,7 +30,9 @@ __all__ = ["hub", "said"]
 
 huggingface_hub: Any = pytest.importorskip("huggingface_hub")
 
-CONFIG = json.dumps({"architectures": ["LlamaModel"], "model_type": "llama", "hidden_size": 8}).encode()
+CONFIG = json.dumps(
+    {"architectures": ["LlamaModel"], "model_type": "llama", "hidden_size": 8}
+).encode()
 TOKENIZER = json.dumps({"vocab": {str(number): number for number in range(500)}}).encode()
 
 SHARD, OTHER = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -40,7 +44,11 @@ def weights(layers: range, seed: int = 0) -> bytes:
     """Return a safetensors file with one weight for each layer."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for number, layer in enumerate(layers):
-        place = {"dtype": "F32", "shape": [16, 16], "data_offsets": [number * 1024, number * 1024 + 1024]}
+        place = {
+            "dtype": "F32",
+            "shape": [16, 16],
+            "data_offsets": [number * 1024, number * 1024 + 1024],
+        }
         header[f"layers.{layer}.mlp.up_proj.weight"] = place
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
@@ -53,9 +61,13 @@ def weights(layers: range, seed: int = 0) -> bytes:
 
 @pytest.fixture
 def repo(hub: Hub) -> Hub:
-    """A repository with a model in two shards, a head below it, and a long tokenizer, which is in LFS."""
+    """A repository with a model in two shards, a head below it, and a long tokenizer, which is in
+    LFS.
+    """
     shards = {SHARD: weights(range(4)), OTHER: weights(range(4, 10))}
-    places = {f"layers.{layer}.mlp.up_proj.weight": SHARD if layer < 4 else OTHER for layer in range(10)}
+    places = {
+        f"layers.{layer}.mlp.up_proj.weight": SHARD if layer < 4 else OTHER for layer in range(10)
+    }
     index = {"metadata": {"total_size": 10240}, "weight_map": places}
     hub.write(
         {
@@ -105,7 +117,12 @@ def words_of(report: VerifyReport | CheckReport) -> str:
 def type_in(command: str) -> None:
     """Run a command as a user types it, with the hub that this process knows."""
     endpoint = importlib.import_module("huggingface_hub.constants").ENDPOINT
-    variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    variables = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
     variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"
     subprocess.run(command, shell=True, check=True, env=variables, capture_output=True)
 
@@ -115,7 +132,9 @@ def test_a_download_is_verified_without_a_seal(download: Download, repo: Hub) ->
     asked = len(repo.asked)
     report = verify(folder)
     assert (report.status, report.no_digest) == (0, "")
-    assert outcomes(report, Outcome.MATCH) == {*repo.tree}, "the files of the client are none of the folder"
+    assert outcomes(report, Outcome.MATCH) == {*repo.tree}, (
+        "the files of the client are none of the folder"
+    )
     assert report.hub is not None
     assert dict(report.hub.revisions) == {repo.head: len(repo.tree)}
     assert f"revision {repo.head}" in words_of(report)
@@ -130,7 +149,9 @@ def test_the_id_of_git_is_that_of_the_client(tmp_path: Path) -> None:
     for size in (0, 1, 3 << 20):
         file = tmp_path / str(size)
         file.write_bytes(bytes(range(251)) * (size // 251) + b"x" * (size % 251))
-        assert hash_all([FileJob(file, size, algorithm=GIT)])[0].digest == sha.git_hash(file.read_bytes())
+        assert hash_all([FileJob(file, size, algorithm=GIT)])[0].digest == sha.git_hash(
+            file.read_bytes()
+        )
 
 
 def test_the_damaged_file_alone_is_downloaded_again(download: Download, repo: Hub) -> None:
@@ -142,14 +163,18 @@ def test_the_damaged_file_alone_is_downloaded_again(download: Download, repo: Hu
     assert report.hub is not None
     (again,) = report.hub.again
     assert again in words_of(report)
-    assert [word for word in shlex.split(again) if word.endswith((".safetensors", ".json"))] == [SHARD]
+    assert [word for word in shlex.split(again) if word.endswith((".safetensors", ".json"))] == [
+        SHARD
+    ]
     asked = len(repo.asked)
     type_in(again.replace("REPO", REPO))
     assert not [path for _, path in repo.asked[asked:] if "resolve" in path and SHARD not in path]
     assert verify(folder).status == 0
 
 
-def test_a_file_of_a_snapshot_that_is_no_link_is_downloaded_again(repo: Hub, tmp_path: Path) -> None:
+def test_a_file_of_a_snapshot_that_is_no_link_is_downloaded_again(
+    repo: Hub, tmp_path: Path
+) -> None:
     folder = cached(tmp_path)
     data = (folder / SHARD).read_bytes()
     (folder / SHARD).unlink()
@@ -170,9 +195,13 @@ def test_shards_in_each_others_place_are_told(download: Download, tmp_path: Path
     (tmp_path / "aside").rename(other)
     report = verify(folder)
     if "local" in folder.parts:
-        assert {item.change for item in report.items if item.outcome is Outcome.DIFFER} == {Change.SWAPPED}
+        assert {item.change for item in report.items if item.outcome is Outcome.DIFFER} == {
+            Change.SWAPPED
+        }
     else:
-        assert report.status == 1, "the links go with the files, and the shards are not those of the index"
+        assert report.status == 1, (
+            "the links go with the files, and the shards are not those of the index"
+        )
 
 
 @pytest.mark.parametrize("name", ["config.json", "README.md", "tokenizer.json"])
@@ -202,7 +231,9 @@ def test_an_edited_text_is_listed_and_no_damage(download: Download, name: str) -
     ],
     ids=["cut", "zeros", "no text", "empty", "pointer"],
 )
-def test_a_text_that_no_user_writes_is_damage(download: Download, damage: Callable[[bytes], bytes]) -> None:
+def test_a_text_that_no_user_writes_is_damage(
+    download: Download, damage: Callable[[bytes], bytes]
+) -> None:
     folder = download()
     for name in ("config.json", "tokenizer.json"):
         (folder / name).resolve().write_bytes(damage((folder / name).read_bytes()))
@@ -226,8 +257,8 @@ def test_files_of_the_user_are_listed(download: Download) -> None:
     assert report.hub is not None
     assert report.hub.unvouched == ("extra/model.safetensors", "notes.txt")
     assert (
-        "2 files ('extra/model.safetensors', 'notes.txt'): each has no digest of the hub: nobody vouches for it"
-        in words_of(report)
+        "2 files ('extra/model.safetensors', 'notes.txt'): each has no digest of the hub: nobody "
+        "vouches for it" in words_of(report)
     )
 
 
@@ -267,7 +298,9 @@ def test_a_part_of_a_download(download: Download, repo: Hub) -> None:
 
 
 def test_a_fine_tune_saved_over_a_download(repo: Hub, tmp_path: Path) -> None:
-    """Weights and config are new: nothing is compared, as without records, and a seal takes the folder."""
+    """Weights and config are new: nothing is compared, as without records, and a seal takes the
+    folder.
+    """
     folder = local(tmp_path)
     for name in (SHARD, OTHER):
         flip(folder / name)
@@ -275,15 +308,22 @@ def test_a_fine_tune_saved_over_a_download(repo: Hub, tmp_path: Path) -> None:
     alone = verify(folder)
     assert alone.status == 1, "all shards can be damaged, too"
     assert "they were saved over, or all of them are damaged" in words_of(alone)
-    (folder / "config.json").write_text(json.dumps(json.loads(CONFIG) | {"transformers_version": "4.46.0"}))
+    (folder / "config.json").write_text(
+        json.dumps(json.loads(CONFIG) | {"transformers_version": "4.46.0"})
+    )
     os.utime(folder / "config.json", (4e9, 4e9))
     report = verify(folder)
     assert report.status == 3
-    assert f"saved here after the download of revision {repo.head}; next: ckptfix seal" in report.no_digest
+    assert (
+        f"saved here after the download of revision {repo.head}; next: ckptfix seal"
+        in report.no_digest
+    )
     assert verify(folder, data=True).status == 0
     receipt = seal(folder)
     assert receipt.written
-    assert "not compared: the weights and config.json were saved here" in "\n".join(map(str, receipt.lines()))
+    assert "not compared: the weights and config.json were saved here" in "\n".join(
+        map(str, receipt.lines())
+    )
     assert verify(folder).status == 0
 
 
@@ -302,8 +342,12 @@ SAVED_OVER = {
 
 
 @pytest.mark.parametrize("name", SAVED_OVER)
-def test_a_model_saved_over_its_download_is_not_downloaded_again(name: str, hub: Hub, tmp_path: Path) -> None:
-    """The command to download it again, over the fine-tune, came first: only ``config.json`` was looked at."""
+def test_a_model_saved_over_its_download_is_not_downloaded_again(
+    name: str, hub: Hub, tmp_path: Path
+) -> None:
+    """The command to download it again, over the fine-tune, came first: only ``config.json`` was
+    looked at.
+    """
     saved, kept = SAVED_OVER[name]
     models = {**saved, **kept}
     content = b'{"peft_type": "POLY"}' if name == "an adapter" else CONFIG
@@ -350,7 +394,9 @@ def test_records_without_weights_verify_nothing(repo: Hub, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("way", ["by the listing", "of an older client"])
-def test_a_cache_without_links(repo: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_a_cache_without_links(
+    repo: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     constants = importlib.import_module("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_SYMLINKS", True)
     monkeypatch.setattr(
@@ -371,7 +417,9 @@ def test_a_cache_without_links(repo: Hub, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_name_of_a_xet_blob_is_no_sha256(repo: Hub, tmp_path: Path) -> None:
-    """Caches of version 2 share the blobs of xet by another hash of 64 digits, behind the link with the sha256."""
+    """Caches of version 2 share the blobs of xet by another hash of 64 digits, behind the link with
+    the sha256.
+    """
     folder = cached(tmp_path)
     shared = importlib.import_module("huggingface_hub.utils._shared_blobs")
     blob = folder.parents[1] / "blobs" / os.readlink(folder / SHARD).rpartition("/")[2]
@@ -445,7 +493,14 @@ def test_a_record_that_is_no_file(repo: Hub, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "listing",
-    [b"", b"[]", b"{}", b'{"format_version": 1, "files": []}', b"[" * 100_000, b'{"files": {"a": 1}}'],
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"format_version": 1, "files": []}',
+        b"[" * 100_000,
+        b'{"files": {"a": 1}}',
+    ],
 )
 def test_a_listing_that_is_none(repo: Hub, tmp_path: Path, listing: bytes) -> None:
     folder = cached(tmp_path)
@@ -495,7 +550,9 @@ def test_a_file_that_the_user_deleted(repo: Hub, tmp_path: Path) -> None:
     assert report.status == 0
     assert report.hub is not None
     assert report.hub.gone == ("README.md", "extra/value_head.safetensors")
-    assert "downloaded and deleted since: 'README.md', 'extra/value_head.safetensors'" in words_of(report)
+    assert "downloaded and deleted since: 'README.md', 'extra/value_head.safetensors'" in words_of(
+        report
+    )
     for shard in folder.glob("model*"):
         shard.unlink()
     report = verify(folder)
@@ -514,7 +571,8 @@ def test_a_clone_with_pointers_of_lfs(repo: Hub, tmp_path: Path) -> None:
     for name, file in repo.commits[repo.head].items():
         (folder / name).parent.mkdir(exist_ok=True)
         pointer = (
-            f"version https://git-lfs.github.com/spec/v1\noid sha256:{file.etag}\nsize {len(file.data)}\n"
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{file.etag}\nsize "
+            f"{len(file.data)}\n"
         )
         (folder / name).write_bytes(pointer.encode() if file.is_large else file.data)
     assert verify(folder).hub is None
@@ -598,7 +656,9 @@ def test_a_download_that_was_uploaded_to_a_store(
     report = verify(url)
     assert (report.status, outcomes(report, Outcome.DIFFER)) == (1, {SHARD})
     assert report.hub is not None
-    assert report.hub.again == (f"hf download REPO {SHARD} --revision {repo.head} --force-download",)
+    assert report.hub.again == (
+        f"hf download REPO {SHARD} --revision {repo.head} --force-download",
+    )
     assert "newer than" not in words_of(report), "the times are those of the upload"
 
 
@@ -613,7 +673,9 @@ def test_what_json_has(repo: Hub, tmp_path: Path, said: Said) -> None:
         "revisions": {repo.head: 8},
         "unvouched": ["notes.txt"],
         "gone": [],
-        "next": [f"hf download REPO {SHARD} --revision {repo.head} --force-download --local-dir {folder}"],
+        "next": [
+            f"hf download REPO {SHARD} --revision {repo.head} --force-download --local-dir {folder}"
+        ],
     }
     shutil.rmtree(folder / ".cache")
     assert "hub" not in json.loads(said("verify", "--json", folder)[1])
@@ -627,7 +689,9 @@ def test_what_json_has(repo: Hub, tmp_path: Path, said: Said) -> None:
         ("spaces--a--b", "a/b", "space"),
     ],
 )
-def test_the_repository_is_that_of_the_cache(tmp_path: Path, name: str, repo_id: str, kind: str) -> None:
+def test_the_repository_is_that_of_the_cache(
+    tmp_path: Path, name: str, repo_id: str, kind: str
+) -> None:
     client = importlib.import_module("huggingface_hub.file_download")
     assert client.repo_folder_name(repo_id=repo_id, repo_type=kind) == name
     folder = tmp_path / name / "snapshots" / ("0" * 40)
@@ -637,8 +701,9 @@ def test_the_repository_is_that_of_the_cache(tmp_path: Path, name: str, repo_id:
     assert (found.place.repo, found.place.kind) == (repo_id, kind)
     again = found.place.again(["a b.bin"], "0" * 40)
     option = f" --repo-type {kind}" if kind != "model" else ""
-    assert again == (
-        f"hf download {repo_id} 'a b.bin'{option} --revision {'0' * 40} --force-download --cache-dir {tmp_path}"
+    assert (
+        again == f"hf download {repo_id} 'a b.bin'{option} --revision {'0' * 40} --force-download "
+        f"--cache-dir {tmp_path}"
     )
 
 

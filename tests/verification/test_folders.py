@@ -1,4 +1,6 @@
-"""DCP folders, whose tensors lie in several files: sealed, moved, damaged, compared with other formats."""
+"""DCP folders, whose tensors lie in several files: sealed, moved, damaged, compared with other
+formats.
+"""
 
 import shutil
 from pathlib import Path
@@ -45,7 +47,11 @@ def test_a_dcp_folder_without_its_metadata(tmp_path: Path) -> None:
     report = verify(tmp_path)
     assert report.status == 1
     assert wrong(report)["pytorch_model_fsdp_0/.metadata"] == ("missing", None)
-    lost = [item for item in report.items if item.kind is Kind.TENSOR and item.outcome is not Outcome.MATCH]
+    lost = [
+        item
+        for item in report.items
+        if item.kind is Kind.TENSOR and item.outcome is not Outcome.MATCH
+    ]
     assert {item.outcome for item in lost} == {Outcome.NOT_CHECKED}
     assert len(lost) == 4
     shutil.rmtree(tmp_path / "pytorch_model_fsdp_0")

@@ -42,7 +42,9 @@ def make(folder: Path, fixture: str, *, saved: bool = False) -> Path:
     seal(folder, force=True)
     if saved:  # as if the guarded save_state had written it
         manifest = json.loads((folder / MANIFEST).read_text())
-        manifest["files"] = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        manifest["files"] = {
+            path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()
+        }
         manifest["world_size"] = 2
         (folder / MANIFEST).write_text(json.dumps(manifest))
     return folder
@@ -115,11 +117,15 @@ def test_what_a_save_recorded_follows(tmp_path: Path) -> None:
     assert after.optimizers[0].models == (0, 1)
     assert after.schedulers == schedulers
     assert after.sha256 == {}
-    assert after.files == {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    assert after.files == {
+        path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()
+    }
 
 
 def test_names_keys_and_aliases_follow_a_rename(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "model.safetensors", {"module.module.a": b"1234", "module.module.b": b"56"})
+    write_safetensors(
+        tmp_path / "model.safetensors", {"module.module.a": b"1234", "module.module.b": b"56"}
+    )
     seal(tmp_path, force=True)
     document = json.loads((tmp_path / MANIFEST).read_text())
     document["models"][0]["aliases"] = {"module.module.c": "module.module.a"}
@@ -139,9 +145,13 @@ def test_names_keys_and_aliases_follow_a_rename(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changed_before_the_repair_still_differs_after_it(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "model.safetensors", {"module.module.a": b"1234", "module.module.b": b"56"})
+    write_safetensors(
+        tmp_path / "model.safetensors", {"module.module.a": b"1234", "module.module.b": b"56"}
+    )
     seal(tmp_path, force=True)
-    write_safetensors(tmp_path / "model.safetensors", {"module.module.a": b"1294", "module.module.b": b"56"})
+    write_safetensors(
+        tmp_path / "model.safetensors", {"module.module.a": b"1294", "module.module.b": b"56"}
+    )
     repair(tmp_path)
     report = verify(tmp_path)
     assert report.status == 1
@@ -150,7 +160,9 @@ def test_a_file_that_changed_before_the_repair_still_differs_after_it(tmp_path: 
 
 def test_a_lone_file_that_is_repaired_changes_the_manifest_of_its_folder(tmp_path: Path) -> None:
     for name in ("one.safetensors", "two.safetensors"):
-        write_safetensors(tmp_path / name, {"module.module.a": name.encode(), "module.module.b": b"56"})
+        write_safetensors(
+            tmp_path / name, {"module.module.a": name.encode(), "module.module.b": b"56"}
+        )
     seal(tmp_path, force=True)
     before = (tmp_path / MANIFEST).read_bytes()
     repair(tmp_path / "one.safetensors", policy=Policy(allow=frozenset({"nested-prefix"})))
@@ -168,7 +180,9 @@ def test_a_lone_file_that_is_repaired_changes_the_manifest_of_its_folder(tmp_pat
 
 
 def test_a_seal_after_a_repair_goes_before_the_repair_does(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "one.safetensors", {"module.module.a": b"1234", "module.module.b": b"56"})
+    write_safetensors(
+        tmp_path / "one.safetensors", {"module.module.a": b"1234", "module.module.b": b"56"}
+    )
     repair(tmp_path / "one.safetensors")
     seal(tmp_path)
     with pytest.raises(ChangedError, match="undo 2 first"):
@@ -210,7 +224,9 @@ def test_a_manifest_behind_a_link_is_replaced_and_put_back(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["repair", "undo"])
-def test_killed_anywhere_folder_and_manifest_are_old_or_new_together(tmp_path: Path, verb: str) -> None:
+def test_killed_anywhere_folder_and_manifest_are_old_or_new_together(
+    tmp_path: Path, verb: str
+) -> None:
     source = make(tmp_path / "source", "student-teacher-wrapper-safetensors")
     if verb == "undo":
         repair(source)

@@ -1,4 +1,6 @@
-"""Downloads of the hub's client that did not end: into a folder, and into its cache with a listing or without."""
+"""Downloads of the hub's client that did not end: into a folder, and into its cache with a listing
+or without.
+"""
 
 import importlib
 import json
@@ -86,7 +88,12 @@ def test_a_client_that_was_really_killed(repo: Hub, tmp_path: Path, kind: str) -
     )
     code = f"import huggingface_hub; huggingface_hub.snapshot_download({REPO!r}, {words})"
     endpoint = importlib.import_module("huggingface_hub.constants").ENDPOINT
-    variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    variables = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
     client = subprocess.Popen([sys.executable, "-c", code], env=variables)
     until = time.monotonic() + 60
     while not [*tmp_path.rglob("*.incomplete")] or not [*tmp_path.rglob(OTHER)]:
@@ -97,12 +104,16 @@ def test_a_client_that_was_really_killed(repo: Hub, tmp_path: Path, kind: str) -
     client.wait()
     killed.set()
     repo.strike = lambda method, path: None
-    folder = tmp_path / "local" if kind == "local" else next((tmp_path / "cache").glob("*/snapshots/*"))
+    folder = (
+        tmp_path / "local" if kind == "local" else next((tmp_path / "cache").glob("*/snapshots/*"))
+    )
     report = check(folder)
     assert report.status == 1
     # Other files may be on their way, too.
     (finding,) = (
-        each for each in report.findings if str(each).startswith(f"{SHARD} was not downloaded completely")
+        each
+        for each in report.findings
+        if str(each).startswith(f"{SHARD} was not downloaded completely")
     )
     assert finding.code == "interrupted-save"
     type_in(finding.advice.partition(": ")[2].partition("; ")[0].replace("REPO", REPO))
@@ -129,7 +140,9 @@ def test_a_part_that_was_stopped_is_a_warning(repo: Hub, tmp_path: Path, name: s
     half(folder, name, "ab" * 32)
     report = check(folder)
     assert report.status == 1
-    assert [one.severity.value for one in report.findings if one.code == "interrupted-save"] == ["warning"]
+    assert [one.severity.value for one in report.findings if one.code == "interrupted-save"] == [
+        "warning"
+    ]
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "onnx/model.onnx", "model.gguf"])
@@ -138,7 +151,9 @@ def test_a_second_format_that_was_stopped_is_a_note(repo: Hub, tmp_path: Path, n
     half(folder, name, "ab" * 32)
     report = check(folder)
     assert report.status == 0
-    assert [one.severity.value for one in report.findings if one.code == "interrupted-save"] == ["note"]
+    assert [one.severity.value for one in report.findings if one.code == "interrupted-save"] == [
+        "note"
+    ]
     assert verify(folder).status == 0
     assert seal(folder).written
 
@@ -164,11 +179,15 @@ def test_a_half_file_of_the_cache(repo: Hub, tmp_path: Path) -> None:
     assert report.status == 0, (
         "without the listing it may be of another revision, and the weights are complete"
     )
-    assert [one.severity.value for one in report.findings if one.code == "interrupted-save"] == ["note"]
+    assert [one.severity.value for one in report.findings if one.code == "interrupted-save"] == [
+        "note"
+    ]
 
 
 def without_listing(hub: Hub, tmp_path: Path, files: dict[str, bytes]) -> tuple[Path, Path]:
-    """Return a snapshot in the cache of a client before 2.0, and a half file of an unknown one, newer than it."""
+    """Return a snapshot in the cache of a client before 2.0, and a half file of an unknown one,
+    newer than it.
+    """
     hub.write({".gitattributes": b"*.safetensors filter=lfs\n", **files})
     folder = cached(tmp_path)
     shutil.rmtree(folder.parents[1] / "trees")
@@ -178,7 +197,11 @@ def without_listing(hub: Hub, tmp_path: Path, files: dict[str, bytes]) -> tuple[
 
 
 def halves_in(folder: Path) -> list[str]:
-    return [each.severity.value for each in check(folder).all_findings if each.code == "interrupted-save"]
+    return [
+        each.severity.value
+        for each in check(folder).all_findings
+        if each.code == "interrupted-save"
+    ]
 
 
 def test_a_half_file_of_a_pipeline_is_told_once(hub: Hub, tmp_path: Path) -> None:
@@ -198,8 +221,12 @@ def test_a_half_file_of_a_pipeline_is_told_once(hub: Hub, tmp_path: Path) -> Non
 
 
 def test_an_older_half_file_is_of_no_file_here(hub: Hub, tmp_path: Path, said: Said) -> None:
-    """A snapshot with a config alone got a warning for a download that was given up before, of whatever file."""
-    folder, part = without_listing(hub, tmp_path, {"config.json": CONFIG, "tokenizer.json": TOKENIZER})
+    """A snapshot with a config alone got a warning for a download that was given up before, of
+    whatever file.
+    """
+    folder, part = without_listing(
+        hub, tmp_path, {"config.json": CONFIG, "tokenizer.json": TOKENIZER}
+    )
     assert halves_in(folder) == ["warning"], "the client was killed at its first file of weights"
     os.utime(part, (1e9, 1e9))
     assert said("check", folder)[0] == 2, "as without the half file"
@@ -234,7 +261,9 @@ def test_each_record_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_folders_and_listings_are_read_once_for_all_half_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The listing of the revision and the folder were gone through for each blob: 800 took seconds."""
+    """The listing of the revision and the folder were gone through for each blob: 800 took
+    seconds.
+    """
 
     class Listing(dict[str, str]):
         times = 0
@@ -284,9 +313,10 @@ def test_a_snapshot_that_was_copied_without_its_blobs(repo: Hub, tmp_path: Path)
     report = check(tmp_path / "alone")
     assert report.status == 1
     (finding,) = (one for one in report.findings if one.code == "interrupted-save")
-    assert str(finding) == (
-        ".gitattributes and 6 more files are links to blobs that do not exist: the blobs were deleted, or the "
-        "snapshot was copied without its blobs/"
+    assert (
+        str(finding)
+        == ".gitattributes and 6 more files are links to blobs that do not exist: the blobs were "
+        "deleted, or the snapshot was copied without its blobs/"
     )
     assert "cp -rL" in finding.advice
     shutil.copytree(cached(tmp_path), tmp_path / "whole", symlinks=False)

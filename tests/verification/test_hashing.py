@@ -1,4 +1,6 @@
-"""The pipeline: the digests are those of hashlib and of the guarded save, in any order, with any number of threads."""
+"""The pipeline: the digests are those of hashlib and of the guarded save, in any order, with any
+number of threads.
+"""
 
 import hashlib
 import os
@@ -21,7 +23,13 @@ from ckptfix.training.saving.saved_digests import tensor_digest
 def test_digests_are_right(tmp_path: Path, threads: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     big = torch.randn(700, 1000, generator=generator)
-    state = {"big": big, "t": big.T, "row": big[:, 3], "s": torch.tensor(3), "none": torch.empty(0, 4)}
+    state = {
+        "big": big,
+        "t": big.T,
+        "row": big[:, 3],
+        "s": torch.tensor(3),
+        "none": torch.empty(0, 4),
+    }
     state["half"] = torch.arange(5).to(torch.bfloat16)
     if kind == "bin":
         torch.save(state, tmp_path / "pytorch_model.bin")
@@ -33,7 +41,10 @@ def test_digests_are_right(tmp_path: Path, threads: int, kind: str) -> None:
     (weights,) = open_checkpoint(tmp_path).weights
     path = next(tmp_path.iterdir())
     size = path.stat().st_size
-    jobs: list[Job] = [*(TensorJob(tensor, True) for tensor in weights.tensors), FileJob(path, size)]
+    jobs: list[Job] = [
+        *(TensorJob(tensor, True) for tensor in weights.tensors),
+        FileJob(path, size),
+    ]
     told: list[int] = []
     results = hash_all(jobs, threads=threads, progress=told.append)
     assert results[-1].digest == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -60,7 +71,11 @@ def test_zeros_at_the_end_are_counted_over_blocks(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_a_value_and_the_rest_goes_on(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"12")
     (tmp_path / "good").write_bytes(b"12")
-    jobs = [FileJob(tmp_path / "gone", 1), FileJob(tmp_path / "short", 9), FileJob(tmp_path / "good", 2)]
+    jobs = [
+        FileJob(tmp_path / "gone", 1),
+        FileJob(tmp_path / "short", 9),
+        FileJob(tmp_path / "good", 2),
+    ]
     gone, short, good = hash_all(jobs)
     assert (gone.digest, gone.problem) == ("", "No such file or directory")
     assert short.digest == ""
@@ -95,7 +110,8 @@ def test_jobs_of_a_file_stand_together_large_files_first(tmp_path: Path) -> None
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 90), st.binary(max_size=3)), min_size=1, max_size=3), st.integers(0, 5)
+    st.lists(st.tuples(st.integers(0, 90), st.binary(max_size=3)), min_size=1, max_size=3),
+    st.integers(0, 5),
 )
 def test_zeros_at_the_end_of_any_blocks(parts: list[tuple[int, bytes]], before: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,9 @@ from tests.verification.sealed import flip, make_safetensors, place, sealed, sta
 
 
 def recompress(path: Path) -> None:
-    """Write an archive of torch.save as other programs do, with compressed records: its tensors have no place."""
+    """Write an archive of torch.save as other programs do, with compressed records: its tensors
+    have no place.
+    """
     with zipfile.ZipFile(path) as archive:
         records = [(one.filename, archive.read(one)) for one in archive.infolist()]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -28,12 +30,16 @@ def recompress(path: Path) -> None:
 
 
 @pytest.mark.parametrize("only_the_tensors", [False, True])
-def test_tensors_with_a_digest_that_cannot_be_read_are_named(tmp_path: Path, only_the_tensors: bool) -> None:
+def test_tensors_with_a_digest_that_cannot_be_read_are_named(
+    tmp_path: Path, only_the_tensors: bool
+) -> None:
     folder = sealed(tmp_path, "bin")
     recompress(folder / "pytorch_model.bin")
     if only_the_tensors:  # as after a save with tensor_digests, which knows no digests of files
         document = json.loads((folder / MANIFEST).read_text())
-        document["files"] = {name: (folder / name).stat().st_size for name in document.pop("sha256")}
+        document["files"] = {
+            name: (folder / name).stat().st_size for name in document.pop("sha256")
+        }
         (folder / MANIFEST).write_text(json.dumps(document))
     report = verify(folder)
     assert report.count(Kind.TENSOR)[Outcome.NOT_CHECKED] == 4
@@ -78,12 +84,16 @@ def test_a_model_behind_a_link_to_a_folder_is_sealed(tmp_path: Path) -> None:
     assert "here: is a link to the checkpoint itself" in receipt.special
     report = verify(folder)
     assert report.status == 0
-    assert {item.outcome for item in report.items if item.name in ("above", "here")} == {Outcome.NOT_CHECKED}
+    assert {item.outcome for item in report.items if item.name in ("above", "here")} == {
+        Outcome.NOT_CHECKED
+    }
     (tmp_path / "elsewhere" / ".metadata").write_bytes(b"")
     assert verify(folder).status == 1
 
 
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_safetensors(tmp_path)
     (tmp_path / "sub").mkdir()
     real = os.scandir
@@ -115,7 +125,10 @@ def test_a_save_that_was_cut_short_is_sealed_only_by_force(tmp_path: Path) -> No
     make_safetensors(tmp_path)
     (tmp_path / "pytorch_model_fsdp_0" / ".metadata").unlink()
     receipt = seal(tmp_path)
-    assert (receipt.status, [finding.code for finding in receipt.findings]) == (1, ["interrupted-save"])
+    assert (receipt.status, [finding.code for finding in receipt.findings]) == (
+        1,
+        ["interrupted-save"],
+    )
     assert verify(tmp_path).status == 1
     assert seal(tmp_path, force=True).written
     guarded = tmp_path / "guarded"
@@ -152,4 +165,6 @@ def test_values_of_weights_that_are_not_looked_at_are_named(tmp_path: Path) -> N
     told = " ".join(verify(tmp_path, data=True).not_checked)
     assert "values of 2 files of weights next to those that are loaded" in told
     assert "'pytorch_model.bin', 'sub/adapter_model.safetensors'" in told
-    assert "next to those" not in " ".join(verify(tmp_path / "model.safetensors", data=True).not_checked)
+    assert "next to those" not in " ".join(
+        verify(tmp_path / "model.safetensors", data=True).not_checked
+    )

@@ -37,22 +37,34 @@ def test_models_at_other_positions_are_paired_by_their_names(tmp_path: Path) -> 
         ("model_1.safetensors", "model.safetensors"),
     ]
     found = diff(one, other)
-    assert (found.status, found.verdict) == (1, "different"), "load_state would load the wrong models"
-    assert found.positions == (
-        "positions of models differ: model.safetensors in A is model_1.safetensors in B, model_1.safetensors in A is "
-        "model.safetensors in B: a load would take the wrong model"
+    assert (found.status, found.verdict) == (
+        1,
+        "different",
+    ), "load_state would load the wrong models"
+    assert (
+        found.positions
+        == "positions of models differ: model.safetensors in A is model_1.safetensors in B, "
+        "model_1.safetensors in A is model.safetensors in B: a load would take the wrong model"
     )
     assert not found.not_compared
     assert found.as_json()["crossed"] in html_page(found)
     report = verify(one, against=other)
-    assert report.count(Kind.TENSOR) == {Outcome.MATCH: 6, Outcome.DIFFER: 0, Outcome.NOT_CHECKED: 0}
+    assert report.count(Kind.TENSOR) == {
+        Outcome.MATCH: 6,
+        Outcome.DIFFER: 0,
+        Outcome.NOT_CHECKED: 0,
+    }
     assert report.status == 1
-    assert report.crossed == (
-        f"model.safetensors in {one} is model_1.safetensors in {other}, model_1.safetensors in {one} is "
-        f"model.safetensors in {other}: a load would take the wrong model"
+    assert (
+        report.crossed
+        == f"model.safetensors in {one} is model_1.safetensors in {other}, model_1.safetensors in "
+        f"{one} is model.safetensors in {other}: a load would take the wrong model"
     )
     lone = folder(tmp_path / "c", model("teacher"))
-    assert positions(one, lone) == [("model.safetensors", None), ("model_1.safetensors", "model.safetensors")]
+    assert positions(one, lone) == [
+        ("model.safetensors", None),
+        ("model_1.safetensors", "model.safetensors"),
+    ]
     alone = verify(lone, against=one)
     assert alone.count(Kind.TENSOR)[Outcome.MATCH] == 3
     assert not alone.crossed, "one side has no second position"
@@ -101,7 +113,9 @@ def test_a_folder_whose_checkpoints_lie_below_is_no_wall_of_differences(tmp_path
 
 
 def test_files_without_a_position_are_crossed_by_their_names(tmp_path: Path) -> None:
-    """``a.pt`` that comes before ``b.pt`` moves every number; nothing loads such files by a number."""
+    """``a.pt`` that comes before ``b.pt`` moves every number; nothing loads such files by a
+    number.
+    """
     for name, files in {"one": ("a", "b"), "other": ("b", "c"), "crossed": ("b", "a")}.items():
         (tmp_path / name).mkdir()
         for file, content in zip(files, ("a", "b") if name != "other" else ("b", "c"), strict=True):

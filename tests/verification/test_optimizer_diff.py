@@ -1,4 +1,6 @@
-"""Optimizers side by side, whatever strategies saved them: moments, steps and hyperparameters of each parameter."""
+"""Optimizers side by side, whatever strategies saved them: moments, steps and hyperparameters of
+each parameter.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -56,7 +58,11 @@ def with_names(state: dict[str, Any]) -> None:
 
 def changed(report: DiffReport) -> list[tuple[str, Outcome]]:
     (one,) = report.optimizers
-    return [(tensor.name, tensor.outcome) for tensor in one.tensors if tensor.outcome is not Outcome.EQUAL]
+    return [
+        (tensor.name, tensor.outcome)
+        for tensor in one.tensors
+        if tensor.outcome is not Outcome.EQUAL
+    ]
 
 
 @pytest.mark.parametrize("name", ["sharded", "ranks", "flattened"])
@@ -68,7 +74,10 @@ def test_strategies_do_not_matter(saved: Path, name: str) -> None:
     assert found.values == 6 + 6 * 11  # the steps, and the hyperparameters of each
     if name != "flattened":  # which has no model
         assert (report.status, report.verdict) == (0, "equal")
-        assert report.summary == "8 equal in bytes; optimizers: 12 equal in bytes, 72 of 72 values equal"
+        assert (
+            report.summary
+            == "8 equal in bytes; optimizers: 12 equal in bytes, 72 of 72 values equal"
+        )
 
 
 def test_ddp_is_compared_by_recorded_names(saved: Path, tmp_path: Path) -> None:
@@ -109,7 +118,9 @@ def test_numbers_are_compared_with_numbers(saved: Path, tmp_path: Path) -> None:
     assert diff(a / "optimizer.bin", b / "optimizer.bin").verdict == "equal"
 
 
-def test_numbers_in_another_order_are_compared_as_torch_loads_them(saved: Path, tmp_path: Path) -> None:
+def test_numbers_in_another_order_are_compared_as_torch_loads_them(
+    saved: Path, tmp_path: Path
+) -> None:
     def renumber(state: dict[str, Any]) -> None:
         last = sum(len(group["params"]) for group in state["param_groups"]) - 1
         state["state"] = {last - number: states for number, states in state["state"].items()}
@@ -182,7 +193,9 @@ def test_every_difference_is_found(
 ) -> None:
     report = diff(make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, change))
     assert changed(report) == tensors
-    assert {one.name: (one.a, one.b, one.parameters) for one in report.optimizers[0].differences} == values
+    assert {
+        one.name: (one.a, one.b, one.parameters) for one in report.optimizers[0].differences
+    } == values
     assert (report.status, report.verdict) == (1, "different")
     found = report.as_json()["optimizers"][0]
     assert found["values"] == 72
@@ -197,7 +210,9 @@ def test_a_tolerance_holds_for_values_too(saved: Path, tmp_path: Path) -> None:
     a, b = make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, nearly)
     assert diff(a, b).status == 1
     assert diff(a, b, rtol=1e-6, atol=1e-8).status == 0
-    assert diff(a, make_ddp(tmp_path / "c", saved, hyperparameter), rtol=1e-6, atol=1e-8).status == 1
+    assert (
+        diff(a, make_ddp(tmp_path / "c", saved, hyperparameter), rtol=1e-6, atol=1e-8).status == 1
+    )
 
 
 @pytest.mark.parametrize("has_moments", [True, False])
@@ -221,14 +236,18 @@ def test_a_parameter_that_only_one_side_has_in_a_group(
             ("param group", "in one", "in none", (last,))
         ]
         against = verify(tmp_path / "listed", against=tmp_path / "unlisted")
-        assert [item.name for item in against.items if item.outcome is Verdict.DIFFER] == ["param group"]
+        assert [item.name for item in against.items if item.outcome is Verdict.DIFFER] == [
+            "param group"
+        ]
     else:
         assert report.status == 0
         assert any(f"hyperparameters of {last!r}" in words for words in report.not_compared)
 
 
 def test_moments_that_never_began(saved: Path, tmp_path: Path) -> None:
-    """DDP has no states for a parameter that never had a gradient, FSDP zeros: a load gives the same."""
+    """DDP has no states for a parameter that never had a gradient, FSDP zeros: a load gives the
+    same.
+    """
 
     def zeros(state: dict[str, Any]) -> None:
         for value in state["state"][1].values():
@@ -255,7 +274,9 @@ def test_what_cannot_be_compared_is_said(saved: Path, tmp_path: Path) -> None:
     assert "what optimizer.bin in B holds next to states and param groups: 'more'" in said
 
 
-def test_a_state_of_an_optimizer_that_cannot_be_read_proves_nothing(saved: Path, tmp_path: Path) -> None:
+def test_a_state_of_an_optimizer_that_cannot_be_read_proves_nothing(
+    saved: Path, tmp_path: Path
+) -> None:
     def odd(state: dict[str, Any]) -> None:
         state["state"][0]["sparse"] = torch.eye(2).to_sparse()
 
@@ -268,11 +289,17 @@ def test_models_alone_are_equal_to_models_with_optimizers(saved: Path, tmp_path:
     (tmp_path / "model").mkdir()
     shutil.copy(saved / "full/pytorch_model_fsdp.bin", tmp_path / "model")
     report = diff(saved / "full", tmp_path / "model")
-    assert (report.status, report.verdict, report.optimizers) == (0, "equal in what was compared", ())
+    assert (report.status, report.verdict, report.optimizers) == (
+        0,
+        "equal in what was compared",
+        (),
+    )
     assert "the optimizer optimizer.bin in A: B has none at its position" in report.not_compared
 
 
-def test_a_damaged_optimizer_proves_nothing_where_the_other_side_has_one(saved: Path, tmp_path: Path) -> None:
+def test_a_damaged_optimizer_proves_nothing_where_the_other_side_has_one(
+    saved: Path, tmp_path: Path
+) -> None:
     shutil.copytree(saved / "full", tmp_path / "cut")
     data = (tmp_path / "cut/optimizer.bin").read_bytes()
     (tmp_path / "cut/optimizer.bin").write_bytes(data[: len(data) // 2])
@@ -285,13 +312,20 @@ def test_a_damaged_optimizer_proves_nothing_where_the_other_side_has_one(saved: 
     assert (report.status, report.verdict) == (0, "equal in what was compared")
 
 
-def test_the_command_line_says_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_it(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, hyperparameter)
     assert run(["diff", str(a), str(b)]) == 1
     said = capsys.readouterr().out
-    assert "optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by position" in said
+    assert (
+        "optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by position"
+        in said
+    )
     assert "betas of 3 parameters: (0.8, 0.9) in A, (0.8, 0.91) in B ('3', '4', '5')" in said
-    assert "different: 8 equal in bytes; optimizers: 12 equal in bytes, 69 of 72 values equal" in said
+    assert (
+        "different: 8 equal in bytes; optimizers: 12 equal in bytes, 69 of 72 values equal" in said
+    )
 
 
 @pytest.mark.parametrize("name", ["sharded", "ranks"])
@@ -323,9 +357,14 @@ def test_verify_against_another_strategy(saved: Path, name: str) -> None:
     ],
 )
 def test_verify_against_finds_every_difference(
-    saved: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], items: list[tuple[str, str]]
+    saved: Path,
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], None],
+    items: list[tuple[str, str]],
 ) -> None:
-    report = verify(make_ddp(tmp_path / "a", saved), against=make_ddp(tmp_path / "b", saved, change))
+    report = verify(
+        make_ddp(tmp_path / "a", saved), against=make_ddp(tmp_path / "b", saved, change)
+    )
     assert [item.name for item in report.differences] == [name for name, _ in items]
     for item, (_, text) in zip(report.differences, items, strict=True):
         assert item.text.startswith(text)
@@ -335,7 +374,11 @@ def test_verify_against_finds_every_difference(
 @pytest.mark.slow
 def test_a_factory_that_does_not_work_is_an_error(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no_such_module"):
-        diff(saved / "sharded", make_ddp(tmp_path / "ddp", saved), model="tests.no_such_module:model")
+        diff(
+            saved / "sharded",
+            make_ddp(tmp_path / "ddp", saved),
+            model="tests.no_such_module:model",
+        )
 
 
 @pytest.mark.slow
@@ -345,7 +388,9 @@ def test_verify_against_names_numbers_by_a_model(
     folder = make_ddp(tmp_path / "ddp", saved)
     command = ["verify", str(folder), "--against", str(saved / "full")]
     assert run(command) == 0
-    assert "not checked: optimizer.bin: parameters matched by their order" in capsys.readouterr().out
+    assert (
+        "not checked: optimizer.bin: parameters matched by their order" in capsys.readouterr().out
+    )
     assert run([*command, "--model", "tests.tensors.optimizer_ranks:Net"]) == 0
     assert "20 match" in capsys.readouterr().out
 
@@ -357,8 +402,8 @@ def test_the_page_shows_optimizers(saved: Path, tmp_path: Path) -> None:
 
     page = html_page(diff(make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, both)))
     assert (
-        "<h2>optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by position"
-        in page
+        "<h2>optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by "
+        "position" in page
     )
     assert "1.exp_avg_sq" in page
     assert "<li>betas of 3 parameters: (0.8, 0.9) in A, (0.8, 0.91) in B" in page
@@ -373,9 +418,15 @@ def test_what_migrate_writes_is_equal(saved: Path, tmp_path: Path, name: str, to
     # Files such as DeepSpeed's "latest" are compared by nothing.
     others = " in what was compared" if report.not_compared else ""
     assert (report.status, report.verdict) == (0, f"equal{others}")
-    assert [(one.strategy_b, len(one.tensors), one.values) for one in report.optimizers] == [(to, 12, 72)]
+    assert [(one.strategy_b, len(one.tensors), one.values) for one in report.optimizers] == [
+        (to, 12, 72)
+    ]
     assert not any("optimizer_state_dict" in words for words in report.not_compared)
     checked = verify(saved / name, against=tmp_path / "new")
-    assert checked.count(Kind.TENSOR) == {Verdict.MATCH: 20, Verdict.DIFFER: 0, Verdict.NOT_CHECKED: 0}
+    assert checked.count(Kind.TENSOR) == {
+        Verdict.MATCH: 20,
+        Verdict.DIFFER: 0,
+        Verdict.NOT_CHECKED: 0,
+    }
     assert checked.count(Kind.VALUE)[Verdict.DIFFER] == 0
     assert not any("optimizer_state_dict" in words for words in checked.not_checked)

@@ -1,4 +1,6 @@
-"""Digests of ranges of long files: written, compared, followed through repairs, and shared by processes."""
+"""Digests of ranges of long files: written, compared, followed through repairs, and shared by
+processes.
+"""
 
 import hashlib
 import json
@@ -47,7 +49,8 @@ def manifest_of(folder: Path) -> Manifest:
 def in_ranges(path: Path) -> tuple[str, ...]:
     data = path.read_bytes()
     return tuple(
-        hashlib.sha256(data[begin : begin + RANGE]).hexdigest() for begin in range(0, len(data), RANGE)
+        hashlib.sha256(data[begin : begin + RANGE]).hexdigest()
+        for begin in range(0, len(data), RANGE)
     )
 
 
@@ -209,8 +212,8 @@ def test_the_option_for_both_needs_ranges(folder: Path, said: Said) -> None:
     "change",
     [
         {"range_size": 0}, {"range_size": -1}, {"range_size": "1000"}, {"range_size": True},
-        {"ranges": {"a": []}}, {"ranges": {"a": "0" * 64}}, {"ranges": {"a": ["0"]}}, {"ranges": {"../a": ["0" * 64]}},
-        {"ranges": ["a"]}, {"ranges": {"a": [1]}},
+        {"ranges": {"a": []}}, {"ranges": {"a": "0" * 64}}, {"ranges": {"a": ["0"]}},
+        {"ranges": {"../a": ["0" * 64]}}, {"ranges": ["a"]}, {"ranges": {"a": [1]}},
     ],
 )  # fmt: skip
 def test_a_manifest_with_unsound_ranges_is_refused(folder: Path, change: dict[str, object]) -> None:

@@ -1,4 +1,6 @@
-"""``seal`` and ``verify --data`` compare the CRCs of torch's records in the pass that hashes, not in one before it."""
+"""``seal`` and ``verify --data`` compare the CRCs of torch's records in the pass that hashes, not
+in one before it.
+"""
 
 import shutil
 import zlib
@@ -30,7 +32,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return a list that grows with each separate comparison of CRCs: whether it is one of every record."""
+    """Return a list that grows with each separate comparison of CRCs: whether it is one of every
+    record.
+    """
     found: list[bool] = []
     for module in (ckptfix.diagnosis.file_damage, ckptfix.diagnosis.dcp_folders):
         real = module.crc_mismatches
@@ -72,7 +76,9 @@ def test_a_flipped_bit_is_found_as_check_finds_it(folder: Path) -> None:
     assert len(places) > 1
     for path, at in places:
         flip(path, at)
-        expected = [one for one in check(folder, data=True).all_findings if isinstance(one, CrcMismatch)]
+        expected = [
+            one for one in check(folder, data=True).all_findings if isinstance(one, CrcMismatch)
+        ]
         assert expected, path
         receipt = seal(folder)
         assert not receipt.written

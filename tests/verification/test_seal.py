@@ -139,7 +139,9 @@ def test_links_of_a_cache_are_followed(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, blob, {"format": "pt"})
     (folder / "model.safetensors").symlink_to("../blob")
     seal(folder)
-    assert manifest_of(folder).sha256 == {"model.safetensors": hashlib.sha256(blob.read_bytes()).hexdigest()}
+    assert manifest_of(folder).sha256 == {
+        "model.safetensors": hashlib.sha256(blob.read_bytes()).hexdigest()
+    }
     assert verify(folder).status == 0
 
 

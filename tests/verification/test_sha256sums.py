@@ -1,4 +1,6 @@
-"""Lists of checksums: the grammar of coreutils, whatever the names, and checkpoints compared with such a list."""
+"""Lists of checksums: the grammar of coreutils, whatever the names, and checkpoints compared with
+such a list.
+"""
 
 import hashlib
 import os
@@ -20,9 +22,9 @@ NAMES = st.binary(min_size=1, max_size=40).filter(lambda name: b"\0" not in name
 """Any name that a path on Linux can have, slashes included."""
 
 NASTY = [
-    b"plain.bin", b"two words", b" leading", b"trailing ", b"*star", b"(bracket) = x", b"back\\slash", b"new\nline",
-    b"carriage\rreturn", b"ends\r", b"\\leading", b"\\n", b"tab\t", b"#hash", b"caf\xc3\xa9", b"not utf-8 \xff",
-    b"-dash", b"SHA256 (x) = y", b"a" * 200,
+    b"plain.bin", b"two words", b" leading", b"trailing ", b"*star", b"(bracket) = x",
+    b"back\\slash", b"new\nline", b"carriage\rreturn", b"ends\r", b"\\leading", b"\\n", b"tab\t",
+    b"#hash", b"caf\xc3\xa9", b"not utf-8 \xff", b"-dash", b"SHA256 (x) = y", b"a" * 200,
 ]  # fmt: skip
 
 
@@ -43,7 +45,11 @@ def tagged(name: bytes, digest: str = DIGEST) -> bytes:
     return mark + b"SHA256 (" + text + b") = " + digest.encode() + b"\n"
 
 
-@given(st.lists(NAMES, min_size=1, max_size=5, unique=True), st.sampled_from([b" ", b"*"]), st.booleans())
+@given(
+    st.lists(NAMES, min_size=1, max_size=5, unique=True),
+    st.sampled_from([b" ", b"*"]),
+    st.booleans(),
+)
 def test_every_name_comes_back(names: list[bytes], mode: bytes, is_tagged: bool) -> None:
     lines = [tagged(name) if is_tagged else plain(name, mode=mode) for name in names]
     expected = {os.fsdecode(name): DIGEST for name in names}
@@ -73,7 +79,12 @@ def test_lists_of_coreutils_itself(tmp_path: Path, option: str) -> None:
     for number, name in enumerate(NASTY):
         (Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))).write_bytes(str(number).encode())
         expected[f"./{os.fsdecode(name)}"] = hashlib.sha256(str(number).encode()).hexdigest()
-    arguments = [os.fsencode("sha256sum"), option.encode(), b"--", *(b"./" + name for name in NASTY)]
+    arguments = [
+        os.fsencode("sha256sum"),
+        option.encode(),
+        b"--",
+        *(b"./" + name for name in NASTY),
+    ]
     made = subprocess.run(arguments, cwd=tmp_path, capture_output=True, check=True).stdout
     assert parse_sums(made, "list") == Sums(expected, 0)
     if option != "--zero":  # coreutils cannot check those
@@ -112,7 +123,9 @@ def test_two_checksums_of_one_file_are_refused(tmp_path: Path) -> None:
         parse_sums(plain(b"a") + tagged(b"a", OTHER), "list")
     assert parse_sums(plain(b"a") + tagged(b"a"), "list").digests == {"a": DIGEST}
     KINDS["safetensors"](tmp_path)
-    (tmp_path / "SHA256SUMS").write_bytes(plain(b"model.safetensors") + plain(b"./model.safetensors", OTHER))
+    (tmp_path / "SHA256SUMS").write_bytes(
+        plain(b"model.safetensors") + plain(b"./model.safetensors", OTHER)
+    )
     with pytest.raises(OperationError, match=r"'model.safetensors' is listed with two checksums"):
         verify(tmp_path)
 
@@ -121,7 +134,9 @@ def listed(folder: Path, *, at: Path | None = None, option: str = "--text") -> P
     """Write the list of every file in a folder, as ``sha256sum`` does in the folder ``at``."""
     at = at or folder
     names = sorted(os.path.relpath(path, at) for path in folder.rglob("*") if path.is_file())
-    made = subprocess.run(["sha256sum", option, *names], cwd=at, capture_output=True, check=True).stdout
+    made = subprocess.run(
+        ["sha256sum", option, *names], cwd=at, capture_output=True, check=True
+    ).stdout
     (at / "SHA256SUMS").write_bytes(made)
     return at / "SHA256SUMS"
 
@@ -135,7 +150,9 @@ def test_a_list_is_found_where_there_is_no_manifest(tmp_path: Path, kind: str, w
     sums = listed(folder, at=folder if where == "inside" else tmp_path)
     report = verify(folder)
     assert report.status == 0
-    assert report.count(Kind.FILE)[Outcome.MATCH] == len(list(folder.iterdir())) - (where == "inside")
+    assert report.count(Kind.FILE)[Outcome.MATCH] == len(list(folder.iterdir())) - (
+        where == "inside"
+    )
     assert f"{sums}: sha256sums, not signed: anyone can have written it" in str(report)
     piece = place(folder, "layers.1.weight")
     flip(piece.path, piece.offset)
@@ -145,8 +162,8 @@ def test_a_list_is_found_where_there_is_no_manifest(tmp_path: Path, kind: str, w
         piece.path.name: ("changed", None)
     }
     assert (
-        f"next: get what differs again from where it came, then: ckptfix verify --sha256sums {sums}"
-        in str(report)
+        "next: get what differs again from where it came, then: ckptfix verify --sha256sums "
+        f"{sums}" in str(report)
     )
 
 
@@ -185,7 +202,9 @@ def test_a_list_about_other_files_verifies_nothing(tmp_path: Path) -> None:
     sums.write_text(f"{OTHER}  ../outside\n")
     assert verify(tmp_path).status == 3  # it is not even taken for the list of this checkpoint
     assert "there is no manifest" in str(verify(tmp_path))
-    with pytest.raises(UsageError, match=r"SHA256SUMS has no sha256 of a file in .*the folder of the list$"):
+    with pytest.raises(
+        UsageError, match=r"SHA256SUMS has no sha256 of a file in .*the folder of the list$"
+    ):
         verify(tmp_path, sha256sums=[sums])
 
 
@@ -203,7 +222,9 @@ def test_a_list_without_the_weights_is_not_taken_by_itself(tmp_path: Path) -> No
     (tmp_path / "README.md").write_text("x")
     sums = listed(tmp_path)
     assert verify(tmp_path).status == 0
-    sums.write_text("".join(line for line in sums.read_text().splitlines(True) if "-00002-of" not in line))
+    sums.write_text(
+        "".join(line for line in sums.read_text().splitlines(True) if "-00002-of" not in line)
+    )
     assert "nothing was verified: there is no manifest" in str(verify(tmp_path))
     report = verify(tmp_path, sha256sums=[sums])
     assert report.status == 0
@@ -222,7 +243,9 @@ def test_a_list_must_have_all_that_may_hold_weights_to_be_taken_by_itself(tmp_pa
     listed(tmp_path)
     assert verify(tmp_path).status == 0
     KINDS["bin"](tmp_path)
-    assert "nothing was verified: there is no manifest" in str(verify(tmp_path)), "a loader may take this one"
+    assert "nothing was verified: there is no manifest" in str(verify(tmp_path)), (
+        "a loader may take this one"
+    )
 
 
 def test_one_file_is_compared_with_its_line(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Signatures: the reference implementation verifies ours, ours verifies the reference's, and no other is accepted."""
+"""Signatures: the reference implementation verifies ours, ours verifies the reference's, and no
+other is accepted.
+"""
 
 import base64
 import json
@@ -50,12 +52,16 @@ class Keys:
         self.key = ec.generate_private_key(curve or ec.SECP256R1())
         self.private, self.public = folder / f"{name}.pem", folder / f"{name}.pub"
         locked = (
-            serialization.BestAvailableEncryption(passphrase) if passphrase else serialization.NoEncryption()
+            serialization.BestAvailableEncryption(passphrase)
+            if passphrase
+            else serialization.NoEncryption()
         )
         form = serialization.PrivateFormat.PKCS8
         self.private.write_bytes(self.key.private_bytes(serialization.Encoding.PEM, form, locked))
         kind = serialization.PublicFormat.SubjectPublicKeyInfo
-        self.public.write_bytes(self.key.public_key().public_bytes(serialization.Encoding.PEM, kind))
+        self.public.write_bytes(
+            self.key.public_key().public_bytes(serialization.Encoding.PEM, kind)
+        )
 
 
 @pytest.fixture
@@ -87,7 +93,9 @@ def reference(folder: Path, signature: Path, public: Path) -> None:
     config.set_hashing_config(hashing).verify(folder, signature)
 
 
-def test_the_reference_verifies_what_is_signed_here(folder: Path, keys: Keys, tmp_path: Path) -> None:
+def test_the_reference_verifies_what_is_signed_here(
+    folder: Path, keys: Keys, tmp_path: Path
+) -> None:
     receipt = seal(folder, sign=KeySigning(keys.private))
     assert receipt.statements == SIGNED
     assert "signed by the key sha256:" in str(receipt)
@@ -115,7 +123,9 @@ def test_the_reference_verifies_what_is_signed_here(folder: Path, keys: Keys, tm
 def ours_and_reference(
     folder: Path, keys: Keys, theirs: Path, *, shard_size: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the statement that is there and the reference's own, once both are known to be serialized alike."""
+    """Return the statement that is there and the reference's own, once both are known to be
+    serialized alike.
+    """
     hashing = model_signing.hashing.Config().set_ignored_paths(paths=[".ckptfix", *SIGNED])
     if shard_size is not None:
         hashing.use_shard_serialization(shard_size=shard_size)
@@ -131,8 +141,12 @@ def ours_and_reference(
     return ours, other
 
 
-def test_the_statement_is_the_one_of_the_reference(folder: Path, keys: Keys, tmp_path: Path) -> None:
-    """Resource by resource, in its order, with its subject: whatever refers to a model by its subject finds both."""
+def test_the_statement_is_the_one_of_the_reference(
+    folder: Path, keys: Keys, tmp_path: Path
+) -> None:
+    """Resource by resource, in its order, with its subject: whatever refers to a model by its
+    subject finds both.
+    """
     seal(folder, sign=KeySigning(keys.private))
     ours, other = ours_and_reference(folder, keys, tmp_path / "reference.sig")
     assert ours["predicate"]["resources"] == other["predicate"]["resources"]
@@ -219,7 +233,9 @@ def test_every_curve_of_the_reference(tmp_path: Path, curve: Any) -> None:
     assert trusted(folder, keys).status == 0
 
 
-def test_another_key_is_unknown_and_nothing_is_compared(folder: Path, keys: Keys, tmp_path: Path) -> None:
+def test_another_key_is_unknown_and_nothing_is_compared(
+    folder: Path, keys: Keys, tmp_path: Path
+) -> None:
     seal(folder, sign=KeySigning(keys.private))
     other = Keys(tmp_path, "other")
     report = trusted(folder, other)
@@ -275,24 +291,29 @@ def flipped_signature(bundle: dict[str, Any]) -> None:
 
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another statement": (
-        with_payload(lambda payload: payload["subject"][0].update(name="x")), "or the statement was changed",
+        with_payload(lambda payload: payload["subject"][0].update(name="x")),
+        "or the statement was changed",
     ),
     "another signature": (flipped_signature, "or the statement was changed after it was signed"),
     "no signature": (
-        lambda bundle: bundle["dsseEnvelope"]["signatures"][0].update(sig=""), "or the statement was changed",
+        lambda bundle: bundle["dsseEnvelope"]["signatures"][0].update(sig=""),
+        "or the statement was changed",
     ),
     "a signature that is not one": (
-        lambda bundle: bundle["dsseEnvelope"]["signatures"][0].update(sig="AAAA"), "or the statement was changed",
+        lambda bundle: bundle["dsseEnvelope"]["signatures"][0].update(sig="AAAA"),
+        "or the statement was changed",
     ),
     "a hint at the right key, taken away": (
         without_hint,
         "or the statement was changed",
     ),
     "a hint at another key": (
-        lambda bundle: bundle["verificationMaterial"]["publicKey"].update(hint="0" * 64), "an unknown key",
+        lambda bundle: bundle["verificationMaterial"]["publicKey"].update(hint="0" * 64),
+        "an unknown key",
     ),
     "signatures of the wrong type": (
-        lambda bundle: bundle["dsseEnvelope"]["signatures"][0].update(sig=5), "the signature is not valid",
+        lambda bundle: bundle["dsseEnvelope"]["signatures"][0].update(sig=5),
+        "the signature is not valid",
     ),
 }  # fmt: skip
 
@@ -315,7 +336,8 @@ def test_a_forged_bundle_is_never_verified(tmp_path: Path, keys: Keys, how: str,
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "two signatures": (
-        lambda bundle: bundle["dsseEnvelope"]["signatures"].append({}), "it has 2 signatures, expected 1",
+        lambda bundle: bundle["dsseEnvelope"]["signatures"].append({}),
+        "it has 2 signatures, expected 1",
     ),
     "signatures": (lambda bundle: bundle["dsseEnvelope"].update(signatures={}), "it has no signatures, expected 1"),
     "media type": (lambda bundle: bundle.update(mediaType="application/x"), "its media type is 'application/x'"),
@@ -326,7 +348,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "envelope": (lambda bundle: bundle.update(dsseEnvelope=[]), "is not an object"),
     "no material": (lambda bundle: bundle.pop("verificationMaterial"), "is not an object"),
     "two materials": (
-        lambda bundle: bundle["verificationMaterial"].update(certificate={}), "it names 2 kinds of signer, expected 1",
+        lambda bundle: bundle["verificationMaterial"].update(certificate={}),
+        "it names 2 kinds of signer, expected 1",
     ),
     "hint": (lambda bundle: bundle["verificationMaterial"]["publicKey"].update(hint=[1]), "its hint at a key"),
 }  # fmt: skip
@@ -351,9 +374,13 @@ def test_a_sound_signature_of_an_unsound_statement_is_refused(tmp_path: Path, ke
     folder = tmp_path / "model"
     folder.mkdir()
     KINDS["safetensors"](folder)
-    statement = json.dumps({"_type": "https://in-toto.io/Statement/v1", "predicateType": "x", "subject": []})
+    statement = json.dumps(
+        {"_type": "https://in-toto.io/Statement/v1", "predicateType": "x", "subject": []}
+    )
     (tmp_path / "odd.sig").write_bytes(KeySigning(keys.private).sign([statement.encode()])[0])
-    with pytest.raises(OperationError, match=r"odd.sig: refused, and nothing was compared: it is about 'x'"):
+    with pytest.raises(
+        OperationError, match=r"odd.sig: refused, and nothing was compared: it is about 'x'"
+    ):
         verify(folder, signatures=[tmp_path / "odd.sig"], trust=Trust(key=keys.public))
 
 
@@ -365,7 +392,8 @@ def test_an_old_bundle_without_a_hint_is_verified_and_the_library_prints_nothing
     KINDS["safetensors"](folder)
     seal(folder, sign=KeySigning(keys.private))
     edited(
-        folder / TENSORS, lambda bundle: bundle["verificationMaterial"].update(publicKey={"rawBytes": "QQ=="})
+        folder / TENSORS,
+        lambda bundle: bundle["verificationMaterial"].update(publicKey={"rawBytes": "QQ=="}),
     )
     report = trusted(folder, keys, TENSORS)
     assert report.status == 0
@@ -452,17 +480,22 @@ def test_what_is_not_a_key_is_said_without_showing_it(tmp_path: Path, keys: Keys
     odd = tmp_path / "odd.pem"
     large = rsa.generate_private_key(65537, 2048)
     form = serialization.PrivateFormat.PKCS8
-    odd.write_bytes(large.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    odd.write_bytes(
+        large.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    )
     with pytest.raises(
         UsageError, match="expected a key on the curve P-256, P-384 or P-521, found another kind"
     ):
         KeySigning(odd)
     with pytest.raises(
-        UsageError, match="expected a private key in PEM, found a public key; next, to make a key: openssl"
+        UsageError,
+        match="expected a private key in PEM, found a public key; next, to make a key: openssl",
     ):
         KeySigning(keys.public)
     for path in (keys.private, odd, folder / "model.safetensors"):
-        with pytest.raises(UsageError, match="not a public key in PEM; next: openssl pkey") as raised:
+        with pytest.raises(
+            UsageError, match="not a public key in PEM; next: openssl pkey"
+        ) as raised:
             verify(folder, signatures=[folder / FILES], trust=Trust(key=path))
         assert "BEGIN" not in str(raised.value)
     kind = serialization.PublicFormat.SubjectPublicKeyInfo
@@ -479,7 +512,11 @@ def test_what_is_not_a_key_is_said_without_showing_it(tmp_path: Path, keys: Keys
         "",
     ):  # "": a variable of the shell that is not set; sigstore would take any provider
         with pytest.raises(UsageError, match="belong together"):
-            verify(folder, signatures=[folder / FILES], trust=Trust(identity="a", identity_provider=provider))
+            verify(
+                folder,
+                signatures=[folder / FILES],
+                trust=Trust(identity="a", identity_provider=provider),
+            )
     with pytest.raises(UsageError, match="belong together"):
         verify(folder, signatures=[folder / FILES], trust=Trust(identity="a"))
 
@@ -501,7 +538,9 @@ def certified(folder: Path, name: str, issuer: "tuple[Any, Any] | None") -> tupl
         .not_valid_after(now + timedelta(days=2))
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
         .add_extension(
-            x509.KeyUsage(True, False, False, False, False, issuer is None, issuer is None, False, False),
+            x509.KeyUsage(
+                True, False, False, False, False, issuer is None, issuer is None, False, False
+            ),
             True,
         )
     )
@@ -527,16 +566,23 @@ def test_a_certificate_of_the_reference_is_verified(tmp_path: Path, keys: Keys) 
         certificate_chain=[tmp_path / "root.crt"],
     )  # fmt: skip
     signing.sign(folder, signature)
-    report = verify(folder, signatures=[signature], trust=Trust(certificates=(tmp_path / "root.crt",)))
+    report = verify(
+        folder, signatures=[signature], trust=Trust(certificates=(tmp_path / "root.crt",))
+    )
     assert report.status == 0
-    assert f"signed by a certificate below {tmp_path / 'root.crt'}: signature verified" in str(report)
-    report = verify(folder, signatures=[signature], trust=Trust(certificates=(tmp_path / "stranger.crt",)))
+    assert f"signed by a certificate below {tmp_path / 'root.crt'}: signature verified" in str(
+        report
+    )
+    report = verify(
+        folder, signatures=[signature], trust=Trust(certificates=(tmp_path / "stranger.crt",))
+    )
     assert report.status == 1
     assert "the signature is not valid" in str(report)
     report = verify(folder, signatures=[signature], trust=Trust(key=keys.public))
     assert report.status == 1
-    assert "is signed by certificates, expected a key; next: name the signer by --certificate-chain" in str(
-        report
+    assert (
+        "is signed by certificates, expected a key; next: name the signer by --certificate-chain"
+        in str(report)
     )
     with pytest.raises(UsageError, match="not certificates in PEM"):
         verify(folder, signatures=[signature], trust=Trust(certificates=(keys.public,)))
@@ -591,7 +637,9 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Offline:
             assert raw == "ambient"
             seen.tokens += 1
 
-    monkeypatch.setattr(sigstore.models.ClientTrustConfig, "production", staticmethod(lambda: Config))
+    monkeypatch.setattr(
+        sigstore.models.ClientTrustConfig, "production", staticmethod(lambda: Config)
+    )
     monkeypatch.setattr(sigstore.oidc, "Issuer", lambda url: url)
     monkeypatch.setattr(sigstore.oidc, "detect_credential", lambda: "ambient")
     monkeypatch.setattr(sigstore.oidc, "IdentityToken", Token)
@@ -611,8 +659,9 @@ def test_sigstore_signs_both_statements_with_one_identity(tmp_path: Path, offlin
         "signature", "tensor-digests",
     ]  # fmt: skip
     assert receipt.signed_by == "name@example.com at https://identity.example"
-    assert f"{folder} --identity name@example.com --identity-provider https://identity.example" in str(
-        receipt
+    assert (
+        f"{folder} --identity name@example.com --identity-provider https://identity.example"
+        in str(receipt)
     )
     assert (folder / FILES).read_text() == '{"signed": true}'
 
@@ -623,21 +672,26 @@ def test_sigstore_that_fails_leaves_the_folder_as_it_was(tmp_path: Path, offline
     KINDS["safetensors"](folder)
     offline.is_broken = True
     with pytest.raises(
-        OperationError, match=r"https://rekor.example did not answer; nothing was written; next: run"
+        OperationError,
+        match=r"https://rekor.example did not answer; nothing was written; next: run",
     ):
         seal(folder, sign=SigstoreSigning())
     assert [path.name for path in folder.iterdir() if path.is_file()] == ["model.safetensors"]
     assert not (folder / ".ckptfix" / "manifest.json").exists()
 
 
-def test_without_a_network_sigstore_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_sigstore_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import sigstore.models
 
     def unreachable() -> None:
         raise ConnectionError("no route")
 
     monkeypatch.setattr(sigstore.models.ClientTrustConfig, "production", staticmethod(unreachable))
-    with pytest.raises(OperationError, match="Sigstore could not be used: no route; nothing was written"):
+    with pytest.raises(
+        OperationError, match="Sigstore could not be used: no route; nothing was written"
+    ):
         SigstoreSigning()
     folder = tmp_path / "model"
     folder.mkdir()
@@ -648,7 +702,9 @@ def test_without_a_network_sigstore_says_so(tmp_path: Path, monkeypatch: pytest.
         lambda bundle: bundle.update(verificationMaterial={"certificate": {"rawBytes": "QQ=="}}),
     )
     trust = Trust(identity="name@example.com", identity_provider="https://identity.example")
-    with pytest.raises(OperationError, match="no route; nothing was verified; next: run it with a network"):
+    with pytest.raises(
+        OperationError, match="no route; nothing was verified; next: run it with a network"
+    ):
         verify(folder, signatures=[folder / FILES], trust=trust)
     assert "expected an identity; next: name the signer by --key" in str(
         verify(folder, signatures=[folder / TENSORS], trust=trust)
@@ -701,7 +757,16 @@ def test_the_command_of_the_reference_verifies_what_ours_signs(tmp_path: Path, k
         )
         assert done.returncode == status, done.stderr
         assert (
-            run(["verify", str(folder), "--signature", str(folder / FILES), "--key", str(keys.public)])
+            run(
+                [
+                    "verify",
+                    str(folder),
+                    "--signature",
+                    str(folder / FILES),
+                    "--key",
+                    str(keys.public),
+                ]
+            )
             == status
         )
         flip(folder / "model.safetensors", 300)
@@ -713,6 +778,8 @@ def test_without_the_extra_the_message_names_it(tmp_path: Path) -> None:
         "import sys; sys.modules['cryptography'] = None; from ckptfix.cli import run; "
         f"sys.exit(run(['seal', {str(tmp_path)!r}, '--sign', {str(tmp_path / 'key.pem')!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ
+    )
     assert done.returncode == 2
     assert "signatures need the extra: pip install 'ckptfix[signing]'" in done.stderr

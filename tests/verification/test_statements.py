@@ -1,4 +1,6 @@
-"""Statements that somebody else wrote: what is not sound is refused with a reason, and nothing is compared then."""
+"""Statements that somebody else wrote: what is not sound is refused with a reason, and nothing is
+compared then.
+"""
 
 import copy
 import hashlib
@@ -48,7 +50,9 @@ def files(*resources: tuple[str, str], **serialization: object) -> Document:
     algorithm = how["hash_type"]
     if how["method"] == "shards":
         algorithm = f"{algorithm}-sharded-{int(str(how['shard_size']).partition('.')[0])}"
-    listed = [{"name": name, "algorithm": algorithm, "digest": digest} for name, digest in resources]
+    listed = [
+        {"name": name, "algorithm": algorithm, "digest": digest} for name, digest in resources
+    ]
     document = {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [],
@@ -96,7 +100,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 def change(path: str, value: object) -> Callable[[Document], None]:
-    """Return what puts a value at a path such as ``predicate/resources/0/name``; ``...`` removes what is there."""
+    """Return what puts a value at a path such as ``predicate/resources/0/name``; ``...`` removes
+    what is there.
+    """
 
     def apply(document: Any) -> None:
         *above, last = path.split("/")
@@ -110,7 +116,11 @@ def change(path: str, value: object) -> Callable[[Document], None]:
     return apply
 
 
-RESOURCE, SERIALIZATION, MODEL = "predicate/resources/0", "predicate/serialization", "predicate/models/0"
+RESOURCE, SERIALIZATION, MODEL = (
+    "predicate/resources/0",
+    "predicate/serialization",
+    "predicate/models/0",
+)
 HOSTILE_FILES = [
     (f"{RESOURCE}/name", "../secret", "the path '../secret' is not inside of the folder"),
     (f"{RESOURCE}/name", "/etc/passwd", "the path '/etc/passwd' is not inside of the folder"),
@@ -140,7 +150,11 @@ HOSTILE_FILES = [
     ("_type", "x" * 1000, f"its type is '{'x' * 79}..."),
 ]  # fmt: skip
 HOSTILE_TENSORS = [
-    (f"{MODEL}/tensors/0/names", ["a", "a"], "the tensor 'a' of 'model.safetensors' is listed twice"),
+    (
+        f"{MODEL}/tensors/0/names",
+        ["a", "a"],
+        "the tensor 'a' of 'model.safetensors' is listed twice",
+    ),
     (f"{MODEL}/tensors/0/names", [], "has no name"),
     (f"{MODEL}/tensors/0/names", [1], "the name of a tensor is 1, expected text"),
     (f"{MODEL}/tensors/0/dtype", "F31", "the dtype 'F31' is not one of safetensors"),
@@ -235,7 +249,9 @@ SHARDS = [
 @pytest.mark.parametrize(("names", "words"), SHARDS)
 @pytest.mark.parametrize("size", [10, 10.0])
 def test_shards(names: list[tuple[str, int]], words: str, size: float) -> None:
-    document = files(*((name, f"{number:064x}") for name, number in names), method="shards", shard_size=size)
+    document = files(
+        *((name, f"{number:064x}") for name, number in names), method="shards", shard_size=size
+    )
     if words:
         with pytest.raises(OperationError) as raised:
             parsed(document)

@@ -17,11 +17,15 @@ EMBEDDING, MIDDLE = torch.full((4, 4), 1.5), torch.full((4, 4), 2.5)
 
 
 def write(folder: Path, names: dict[str, torch.Tensor], prefix: str = "module.") -> None:
-    torch.save({prefix + name: value for name, value in names.items()}, folder / "pytorch_model.bin")
+    torch.save(
+        {prefix + name: value for name, value in names.items()}, folder / "pytorch_model.bin"
+    )
 
 
 def write_apart(folder: Path, ties: dict[str, str]) -> None:
-    save_file({"emb": EMBEDDING, "mid": MIDDLE}, folder / "model.safetensors", {"format": "pt", **ties})
+    save_file(
+        {"emb": EMBEDDING, "mid": MIDDLE}, folder / "model.safetensors", {"format": "pt", **ties}
+    )
 
 
 def entry_of(folder: Path) -> ManifestEntry:
@@ -64,14 +68,21 @@ def test_a_tie_in_the_header_is_judged(tmp_path: Path) -> None:
     assert verify(tmp_path / "model.safetensors").count(Kind.TENSOR)[Outcome.MATCH] == 3
     write_apart(tmp_path, {"head.emb": "mid"})
     assert wrong(verify(tmp_path))["head.emb"] == ("replaced", "model.safetensors")
-    assert wrong(verify(tmp_path / "model.safetensors"))["head.emb"] == ("replaced", "model.safetensors")
+    assert wrong(verify(tmp_path / "model.safetensors"))["head.emb"] == (
+        "replaced",
+        "model.safetensors",
+    )
 
 
 def test_a_tie_that_only_the_manifest_of_a_save_knows(tmp_path: Path) -> None:
     write_apart(tmp_path, {})
-    entry = ManifestEntry(index=0, file="model.safetensors", type="my.Model", aliases={"head": "emb"})
+    entry = ManifestEntry(
+        index=0, file="model.safetensors", type="my.Model", aliases={"head": "emb"}
+    )
     size = (tmp_path / "model.safetensors").stat().st_size
-    saved = Manifest(versions={}, world_size=1, step=1, models=(entry,), files={"model.safetensors": size})
+    saved = Manifest(
+        versions={}, world_size=1, step=1, models=(entry,), files={"model.safetensors": size}
+    )
     (tmp_path / ".ckptfix").mkdir()
     (tmp_path / MANIFEST).write_bytes(saved.to_bytes())
     assert seal(tmp_path).tensors == 3

@@ -37,9 +37,18 @@ def values(
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn],
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e5m2,
+        torch.float8_e4m3fn,
+    ],
 )
-def test_nan_and_inf_are_counted_with_the_first_index(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_nan_and_inf_are_counted_with_the_first_index(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
     bad = torch.ones(40, 50)
     bad[3, 4] = bad[7, 7] = float("nan")
     bad[2, 1] = float("-inf")
@@ -51,7 +60,9 @@ def test_nan_and_inf_are_counted_with_the_first_index(tmp_path: Path, kind: str,
     code, text = found["bad"]
     assert code == "nonfinite"
     assert (
-        "holds 2 NaN and 1 Inf, the first at index 101" if has_inf else "2 NaN, the first at index 154"
+        "holds 2 NaN and 1 Inf, the first at index 101"
+        if has_inf
+        else "2 NaN, the first at index 154"
     ) in text
 
 
@@ -90,8 +101,10 @@ def test_zeros_next_to_different_huge_numbers_are_values_that_never_arrived(
     assert values(tmp_path, {"lost.weight": lost, "good.weight": good}, kind) == {
         "lost.weight": (
             "large-values",
-            f"'lost.weight' ({verify_name(dtype)} [300, 50]) holds 2 numbers of 1e20 or more, whose squares are "
-            "infinite in float32",
+            (
+                f"'lost.weight' ({verify_name(dtype)} [300, 50]) holds 2 numbers of 1e20 or more, "
+                "whose squares are infinite in float32"
+            ),
         )
     }
 
@@ -116,7 +129,9 @@ def test_huge_numbers_that_healthy_models_have(tmp_path: Path) -> None:
 
 
 def test_a_lora_that_was_never_trained(tmp_path: Path) -> None:
-    names = [f"model.layers.{layer}.q_proj.lora_{part}.weight" for layer in range(3) for part in "AB"]
+    names = [
+        f"model.layers.{layer}.q_proj.lora_{part}.weight" for layer in range(3) for part in "AB"
+    ]
     state = {name: torch.zeros(4, 8) if "_B" in name else torch.randn(4, 8) for name in names}
     found = values(tmp_path / "c", state)
     assert list(found) == [""]
@@ -132,9 +147,14 @@ def test_a_lora_that_was_never_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("steps", "severity"), [(0, "note"), (10, "note"), (400, "warning")])
-def test_a_lora_of_zeros_is_as_severe_as_in_check(tmp_path: Path, steps: int, severity: str) -> None:
+def test_a_lora_of_zeros_is_as_severe_as_in_check(
+    tmp_path: Path, steps: int, severity: str
+) -> None:
     """A new one was a warning here, status 1, and a note there."""
-    state = {"layers.0.q.lora_A.weight": torch.ones(4, 8), "layers.0.q.lora_B.weight": torch.zeros(8, 4)}
+    state = {
+        "layers.0.q.lora_A.weight": torch.ones(4, 8),
+        "layers.0.q.lora_B.weight": torch.zeros(8, 4),
+    }
     save_file(
         {f"base_model.model.{key}": each for key, each in state.items()},
         tmp_path / "adapter_model.safetensors",
@@ -144,13 +164,17 @@ def test_a_lora_of_zeros_is_as_severe_as_in_check(tmp_path: Path, steps: int, se
     if steps:
         (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": steps}))
     report = verify(tmp_path, data=True)
-    assert [(one.code, one.severity.value) for one in report.values] == [("untrained-lora", severity)]
+    assert [(one.code, one.severity.value) for one in report.values] == [
+        ("untrained-lora", severity)
+    ]
     pairs = [(one.code, one.severity.value) for one in check(tmp_path).findings]
     assert ("untrained-adapter", severity) in pairs
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_pages_that_were_lost_are_found_and_honest_rows_of_zeros_are_not(tmp_path: Path, kind: str) -> None:
+def test_pages_that_were_lost_are_found_and_honest_rows_of_zeros_are_not(
+    tmp_path: Path, kind: str
+) -> None:
     state = {"w": torch.randn(64, 1100), "embedding": torch.randn(64, 3000)}
     state["embedding"][0] = 0  # a padding row, longer than two pages
     state["embedding"][-3:] = 0
@@ -163,8 +187,8 @@ def test_pages_that_were_lost_are_found_and_honest_rows_of_zeros_are_not(tmp_pat
     report = verify(tmp_path / "c", data=True)
     assert [(one.code, one.fqn) for one in report.values] == [("zero-pages", "w")]
     assert (
-        f"8.0 KiB of zeros that begin and end with a page of the disk, the first at byte {begin - piece.offset}"
-        in (report.values[0].text)
+        "8.0 KiB of zeros that begin and end with a page of the disk, the first at byte "
+        f"{begin - piece.offset}" in (report.values[0].text)
     )
     assert report.status == 1
 
@@ -194,8 +218,8 @@ def test_zeros_that_reach_over_the_start_of_a_tensor_are_found(tmp_path: Path) -
     found = {one.fqn: one.text for one in verify(tmp_path / "c", data=True).values}
     assert set(found) == {"a.weight", "b.weight"}
     assert (
-        f"8.0 KiB of zeros that begin and end with a page of the disk, the first at byte {-piece.offset % 4096} of it"
-        in (found["b.weight"])
+        "8.0 KiB of zeros that begin and end with a page of the disk, the first at byte "
+        f"{-piece.offset % 4096} of it" in (found["b.weight"])
     )
 
 
@@ -235,15 +259,17 @@ def test_lost_pages_in_a_tensor_of_several_files_are_found_in_each(tmp_path: Pat
 
     def found() -> dict[str, str]:
         results = hash_all([TensorJob(tensor, True) for tensor in tensors], threads=1)
-        return {one.fqn: one.text for one in judge_values("m", list(zip(tensors, results, strict=True)))}
+        return {
+            one.fqn: one.text for one in judge_values("m", list(zip(tensors, results, strict=True)))
+        }
 
     assert found() == {}
     lose(tmp_path / "two", 14 * 4096, 2 * 4096)
     lose(tmp_path / "half1", 3 * 4096, 4096)
     assert set(found()) == {"rows.weight", "columns.weight"}
     assert (
-        f"8.0 KiB of zeros that begin and end with a page of the disk, the first at byte {14 * 4096} of two"
-        in (found()["rows.weight"])
+        "8.0 KiB of zeros that begin and end with a page of the disk, the first at byte "
+        f"{14 * 4096} of two" in (found()["rows.weight"])
     )
     assert f"byte {3 * 4096} of half1" in found()["columns.weight"]
     lose(tmp_path / "two", sizes[1][1], pieces[1].length)
@@ -285,9 +311,13 @@ def test_quantised_weights_are_looked_at(tmp_path: Path) -> None:
 
 def test_the_matrix_of_an_embedding_lora_that_begins_with_zeros_is_a(tmp_path: Path) -> None:
     state = {
-        f"q.lora_{part}.weight": torch.zeros(4, 8) if part == "B" else torch.randn(4, 8) for part in "AB"
+        f"q.lora_{part}.weight": torch.zeros(4, 8) if part == "B" else torch.randn(4, 8)
+        for part in "AB"
     }
-    state |= {"emb.lora_embedding_A": torch.zeros(4, 16), "emb.lora_embedding_B": torch.randn(8, 4)}
+    state |= {
+        "emb.lora_embedding_A": torch.zeros(4, 16),
+        "emb.lora_embedding_B": torch.randn(8, 4),
+    }
     found = values(tmp_path, state)
     assert {name: code for name, (code, _) in found.items()} == {"": "untrained-lora"}
     assert "'emb.lora_embedding_A'" in found[""][1]
@@ -298,9 +328,17 @@ def test_the_matrix_of_an_embedding_lora_that_begins_with_zeros_is_a(tmp_path: P
 
 
 def test_zeros_that_begin_inside_of_a_row_and_fill_others_were_lost(tmp_path: Path) -> None:
-    """A file that was cut and made long again, and a hole in the middle; neither begins with a page."""
+    """A file that was cut and made long again, and a hole in the middle; neither begins with a
+    page.
+    """
     whole = torch.randn(300, 70, generator=torch.Generator().manual_seed(1))
-    cut, hole, rows, columns, flat = whole.clone(), whole.clone(), whole.clone(), whole.clone(), whole.clone()
+    cut, hole, rows, columns, flat = (
+        whole.clone(),
+        whole.clone(),
+        whole.clone(),
+        whole.clone(),
+        whole.clone(),
+    )
     cut.view(-1)[15_001:] = 0
     hole.view(-1)[5_003:15_009] = 0
     rows[100:] = 0  # as the rows of tokens that do not exist
@@ -336,8 +374,12 @@ TAIL = "KiB of zeros that fill it from there to its end, the first at byte "
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1500, 2500, 7000])
 @pytest.mark.parametrize("position", range(4))
-def test_a_lost_end_of_a_file_is_found(tmp_path: Path, position: int, size: int, dtype: torch.dtype) -> None:
-    """1.5 KB of one tensor and all of the next ones had no whole page of zeros, or no weight that must not be zero."""
+def test_a_lost_end_of_a_file_is_found(
+    tmp_path: Path, position: int, size: int, dtype: torch.dtype
+) -> None:
+    """1.5 KB of one tensor and all of the next ones had no whole page of zeros, or no weight that
+    must not be zero.
+    """
     model = torch.nn.TransformerEncoderLayer(72, 2, 96, batch_first=True).to(dtype)
     torch.nn.init.normal_(model.norm1.weight)
     values(tmp_path, model.state_dict())
@@ -350,7 +392,11 @@ def test_a_lost_end_of_a_file_is_found(tmp_path: Path, position: int, size: int,
 
 
 def test_a_lost_end_that_begins_in_a_norm_is_found(tmp_path: Path) -> None:
-    state = {"a.weight": torch.randn(500), "b.weight": torch.randn(500), "c.bias": torch.randn(500)}
+    state = {
+        "a.weight": torch.randn(500),
+        "b.weight": torch.randn(500),
+        "c.bias": torch.randn(500),
+    }
     values(tmp_path, state)
     lose_tail(tmp_path, 1500, "a.weight")
     found = {one.fqn: one.text for one in verify(tmp_path, data=True).values}
@@ -359,7 +405,9 @@ def test_a_lost_end_that_begins_in_a_norm_is_found(tmp_path: Path) -> None:
 
 
 def test_a_healthy_end_of_a_file_may_be_zero(tmp_path: Path) -> None:
-    """Each of these is followed by biases of zeros, and ends with zeros itself, or is at the end of the file."""
+    """Each of these is followed by biases of zeros, and ends with zeros itself, or is at the end of
+    the file.
+    """
     rows, columns, pruned, positions = (torch.randn(40, 70) for _ in range(4))
     rows[30:] = 0
     columns[:, 50:] = 0
@@ -377,9 +425,10 @@ def test_a_healthy_end_of_a_file_may_be_zero(tmp_path: Path) -> None:
     channels = torch.randn(8, 4, 3, 3)
     channels[:, 2:] = 0
     last = {
-        "rows": rows, "columns": columns, "pruned": pruned, "positions": positions[None], "few": few,
-        "vector": vector, "start": start, "filters": filters, "channels": channels, "dense": torch.randn(9, 9),
-        "eye": torch.eye(40), "tril": torch.tril(torch.ones(40, 40)), "stack": torch.stack([positions, rows]),
+        "rows": rows, "columns": columns, "pruned": pruned, "positions": positions[None],
+        "few": few, "vector": vector, "start": start, "filters": filters, "channels": channels,
+        "dense": torch.randn(9, 9), "eye": torch.eye(40), "tril": torch.tril(torch.ones(40, 40)),
+        "stack": torch.stack([positions, rows]),
     }  # fmt: skip
     for name, tensor in last.items():
         for after in ({}, {"z.bias": torch.zeros(300)}):
@@ -430,7 +479,9 @@ def test_a_repair_is_not_advised_for_what_it_does_not_mend(tmp_path: Path) -> No
 def test_a_file_that_may_not_be_read_is_told_as_check_tells_it(
     tmp_path: Path, save: str, name: str, sealed: bool
 ) -> None:
-    """It was said as "[Errno 13] Permission denied: ...", without its owner and the command that helps."""
+    """It was said as "[Errno 13] Permission denied: ...", without its owner and the command that
+    helps.
+    """
     root = Path(shutil.copytree(Path("fixtures") / save / "checkpoint", tmp_path / "checkpoint"))
     if sealed:
         seal(root)
@@ -439,7 +490,9 @@ def test_a_file_that_may_not_be_read_is_told_as_check_tells_it(
     lines = [line for line in said.splitlines() if "denied" in line]
     assert lines
     for line in lines:
-        assert re.search(r"cannot be read: permission denied \(owner \w+, mode 0000; .*chmod a\+r ", line)
+        assert re.search(
+            r"cannot be read: permission denied \(owner \w+, mode 0000; .*chmod a\+r ", line
+        )
         assert "cannot be read: cannot" not in line
     assert "Errno" not in said
 
@@ -472,7 +525,8 @@ def test_nan_in_a_moment_is_found_whatever_the_strategy(tmp_path: Path, save: st
     assert report.status == 1
     words = name if state.is_named else f"parameter {name}"
     assert [str(one) for one in report.values] == [
-        f"{state.label}: '{key} of {words}' (F32 {list(tensor.shape)}) holds 1 NaN, the first at index 0"
+        f"{state.label}: '{key} of {words}' (F32 {list(tensor.shape)}) holds 1 NaN, the first at "
+        "index 0"
     ]
     assert report.read_values == healthy.read_values > len(state.states)
     assert not any(words.startswith("values of optimizers") for words in report.not_checked)

@@ -1,4 +1,6 @@
-"""Damage of every kind, at every class of byte offset, is found and named; what is whole matches."""
+"""Damage of every kind, at every class of byte offset, is found and named; what is whole
+matches.
+"""
 
 import json
 import os
@@ -44,13 +46,17 @@ def test_without_a_manifest_nothing_is_compared_and_that_is_said(tmp_path: Path,
     assert not report.sealed
     assert not report.is_verified
     assert {item.outcome for item in report.items} == {Outcome.NOT_CHECKED}
-    assert f"nothing was verified: there is no manifest; next: ckptfix seal {tmp_path}" in str(report)
+    assert f"nothing was verified: there is no manifest; next: ckptfix seal {tmp_path}" in str(
+        report
+    )
     values = verify(tmp_path, data=True)
     assert values.status == 0
     assert values.is_verified
     assert "values: no problem in 4 tensors" in str(values)
     last = str(values).splitlines()[-1]
-    assert last.startswith("only values were verified; the bytes were not compared: there is no manifest")
+    assert last.startswith(
+        "only values were verified; the bytes were not compared: there is no manifest"
+    )
     assert last.endswith(f"; next: ckptfix seal {tmp_path}")
 
 
@@ -71,7 +77,9 @@ def test_a_flipped_bit_names_tensor_and_file(tmp_path: Path, kind: str, at: int)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_byte_of_a_file_is_watched(tmp_path: Path, kind: str) -> None:
-    """Header, padding, directory of a zip, between tensors: the file differs even where no tensor does."""
+    """Header, padding, directory of a zip, between tensors: the file differs even where no tensor
+    does.
+    """
     folder = sealed(tmp_path, kind)
     path = place(folder, FQN).path
     inside = 0
@@ -82,7 +90,9 @@ def test_every_byte_of_a_file_is_watched(tmp_path: Path, kind: str) -> None:
         item = of(report.items, path.name)
         assert item.outcome is Outcome.DIFFER, offset
         tensors = [
-            one for one in report.items if one.kind is Kind.TENSOR and one.outcome is not Outcome.MATCH
+            one
+            for one in report.items
+            if one.kind is Kind.TENSOR and one.outcome is not Outcome.MATCH
         ]
         inside += bool(tensors)
         if not tensors:
@@ -218,7 +228,9 @@ def test_one_file_alone_is_compared_with_the_manifest_beside_it(tmp_path: Path) 
     assert verify(folder / "model-00002-of-00002.safetensors").status == 0
 
 
-def test_a_file_that_cannot_be_read_is_status_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_status_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = sealed(tmp_path, "safetensors")
     real = os.preadv
 
@@ -293,7 +305,11 @@ def test_against_another_format(tmp_path: Path) -> None:
         report = verify(folder, against=other)
         assert report.status == 0, kind
         assert {item.outcome for item in report.items if item.change} <= {Outcome.NOT_CHECKED}
-        assert report.count(Kind.TENSOR) == {Outcome.MATCH: 4, Outcome.DIFFER: 0, Outcome.NOT_CHECKED: 0}
+        assert report.count(Kind.TENSOR) == {
+            Outcome.MATCH: 4,
+            Outcome.DIFFER: 0,
+            Outcome.NOT_CHECKED: 0,
+        }
         flip(place(other, FQN).path, place(other, FQN).offset)
         changed = verify(folder, against=other, data=True)
         assert changed.status == 1
@@ -312,7 +328,9 @@ def test_against_a_download_compares_files_of_the_same_name(tmp_path: Path) -> N
     assert of(report.items, ".gitattributes").outcome is Outcome.DIFFER
     assert of(verify(other, against=folder).items, ".gitattributes").change is Change.EXTRA
     shard = "model-00001-of-00002.safetensors"
-    assert of(verify(folder / shard, against=other).items, "README.md").outcome is Outcome.NOT_CHECKED
+    assert (
+        of(verify(folder / shard, against=other).items, "README.md").outcome is Outcome.NOT_CHECKED
+    )
     assert report.count(Kind.FILE)[Outcome.MATCH] == 4
     (other / "README.md").write_text("b model")
     assert wrong(verify(folder, against=other))["README.md"] == ("changed", None)
@@ -325,8 +343,13 @@ def test_against_other_shapes_names_and_ties(tmp_path: Path) -> None:
     one.mkdir()
     two.mkdir()
     tied = torch.randn(3, 4)
-    torch.save({"a": tied, "b": tied, "c": torch.ones(2), "here": torch.ones(1)}, one / "pytorch_model.bin")
-    save_file({"a": tied.clone(), "b": tied.clone(), "c": torch.ones(2, 1)}, two / "model.safetensors")
+    torch.save(
+        {"a": tied, "b": tied, "c": torch.ones(2), "here": torch.ones(1)},
+        one / "pytorch_model.bin",
+    )
+    save_file(
+        {"a": tied.clone(), "b": tied.clone(), "c": torch.ones(2, 1)}, two / "model.safetensors"
+    )
     report = verify(one, against=two)
     tensors = {item.name: item for item in report.items if item.kind is Kind.TENSOR}
     assert tensors["a"].outcome is tensors["b"].outcome is Outcome.MATCH
@@ -343,11 +366,14 @@ def test_a_manifest_that_has_no_digest_of_what_is_there(tmp_path: Path) -> None:
     KINDS["safetensors"](tmp_path)
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     (tmp_path / ".ckptfix").mkdir()
-    (tmp_path / MANIFEST).write_bytes(Manifest(versions={}, world_size=1, step=1, files=sizes).to_bytes())
+    (tmp_path / MANIFEST).write_bytes(
+        Manifest(versions={}, world_size=1, step=1, files=sizes).to_bytes()
+    )
     report = verify(tmp_path)
     assert report.status == 3
-    assert "nothing was verified: the manifest has no digest of anything here; next: ckptfix seal" in str(
-        report
+    assert (
+        "nothing was verified: the manifest has no digest of anything here; next: ckptfix seal"
+        in str(report)
     )
     assert "no difference found" not in str(report)
 

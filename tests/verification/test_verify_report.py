@@ -16,8 +16,26 @@ def judged(recorded: dict[str, str], found: dict[str, str]) -> dict[str, tuple[s
 
 
 def test_each_change_is_named() -> None:
-    recorded = {"same": "1", "flip": "2", "a": "3", "b": "4", "old": "5", "gone": "6", "dark": "7", "x": "8"}
-    found = {"same": "1", "flip": "?", "a": "4", "b": "3", "new": "5", "dark": "", "more": "9", "x": "1"}
+    recorded = {
+        "same": "1",
+        "flip": "2",
+        "a": "3",
+        "b": "4",
+        "old": "5",
+        "gone": "6",
+        "dark": "7",
+        "x": "8",
+    }
+    found = {
+        "same": "1",
+        "flip": "?",
+        "a": "4",
+        "b": "3",
+        "new": "5",
+        "dark": "",
+        "more": "9",
+        "x": "1",
+    }
     assert judged(recorded, found) == {
         "same": ("match", None),
         "flip": ("changed", None),
@@ -45,12 +63,17 @@ def test_a_digest_of_several_things_tells_nothing_of_where_one_went() -> None:
         "c": ("match", None),
     }
     assert judged({"a": "0", "b": "1"}, {"a": "0", "b": "0"})["b"] == ("replaced", "a")
-    assert judged({"a": "0", "b": "0", "c": "1"}, {"a": "0", "b": "0", "c": "0"})["c"] == ("changed", None)
+    assert judged({"a": "0", "b": "0", "c": "1"}, {"a": "0", "b": "0", "c": "0"})["c"] == (
+        "changed",
+        None,
+    )
 
 
 def test_zeros_tell_nothing() -> None:
     result = judge(
-        {"zero": "0", "one": "1", "gone": "0b"}, {"zero": "0", "one": "0", "new": "0b"}, plain=["0", "0b"]
+        {"zero": "0", "one": "1", "gone": "0b"},
+        {"zero": "0", "one": "0", "new": "0b"},
+        plain=["0", "0b"],
     )
     assert [(one.key, one.change, one.other) for one in result] == [
         ("zero", None, None),
@@ -64,19 +87,26 @@ def test_zeros_tell_nothing() -> None:
 
 def test_one_digest_of_several_things_is_followed_by_the_names() -> None:
     """Zero biases of a model whose names got a wrapper, or that is in another file now."""
-    result = judge({"l.0.b": "0", "l.1.b": "0"}, {"module.l.0.b": "0", "module.l.1.b": "0"}, plain=["0"])
+    result = judge(
+        {"l.0.b": "0", "l.1.b": "0"}, {"module.l.0.b": "0", "module.l.1.b": "0"}, plain=["0"]
+    )
     assert [(one.change, one.other) for one in result] == [
         (Change.RENAMED, "module.l.0.b"),
         (Change.RENAMED, "module.l.1.b"),
     ]
-    back = judge({"module.l.0.b": "0", "module.l.1.b": "0"}, {"l.0.b": "0", "l.1.b": "0"}, plain=["0"])
+    back = judge(
+        {"module.l.0.b": "0", "module.l.1.b": "0"}, {"l.0.b": "0", "l.1.b": "0"}, plain=["0"]
+    )
     assert [one.other for one in back] == ["l.0.b", "l.1.b"]
 
     def name(key: str) -> str:
         return key.partition(":")[2]
 
     moved = judge({"f:b": "0", "f:c": "0"}, {"g:b": "0", "g:c": "0"}, name_of=name)
-    assert [(one.change, one.other) for one in moved] == [(Change.MOVED, "g:b"), (Change.MOVED, "g:c")]
+    assert [(one.change, one.other) for one in moved] == [
+        (Change.MOVED, "g:b"),
+        (Change.MOVED, "g:c"),
+    ]
     tied = {"f:b": "0", "f:c": "0", "g:b": "1", "g:c": "1"}
     swapped = judge(tied, {key: "10"[int(digest)] for key, digest in tied.items()}, name_of=name)
     assert [(one.change, one.other) for one in swapped] == [

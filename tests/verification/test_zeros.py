@@ -1,4 +1,6 @@
-"""Weights of zeros: what libraries build so is no damage before a step, and what was lost still is after it."""
+"""Weights of zeros: what libraries build so is no damage before a step, and what was lost still is
+after it.
+"""
 
 import json
 import subprocess
@@ -31,8 +33,8 @@ def gemma() -> nn.Module:
 
     return Gemma3ForCausalLM(  # type: ignore[no-any-return, unused-ignore]
         Gemma3TextConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16,
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16,
         )
     )  # fmt: skip
 
@@ -42,9 +44,10 @@ def vits() -> nn.Module:
 
     return VitsModel(  # type: ignore[no-any-return, unused-ignore]
         VitsConfig(
-            vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32, flow_size=16,
-            spectrogram_bins=9, upsample_initial_channel=16, upsample_rates=[2, 2], upsample_kernel_sizes=[4, 4],
-            resblock_kernel_sizes=[3], resblock_dilation_sizes=[[1, 3]], prior_encoder_num_flows=2,
+            vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32,
+            flow_size=16, spectrogram_bins=9, upsample_initial_channel=16, upsample_rates=[2, 2],
+            upsample_kernel_sizes=[4, 4], resblock_kernel_sizes=[3],
+            resblock_dilation_sizes=[[1, 3]], prior_encoder_num_flows=2,
             prior_encoder_num_wavenet_layers=1, posterior_encoder_num_wavenet_layers=1,
             duration_predictor_filter_channels=16, wavenet_dilation_rate=1,
         )
@@ -72,7 +75,10 @@ def blank(file: Path, *names: str) -> None:
     """Set tensors to zero, as a write that was lost does."""
     state = load_file(file)
     save_file(
-        {name: torch.zeros_like(value) if name in names else value for name, value in state.items()},
+        {
+            name: torch.zeros_like(value) if name in names else value
+            for name, value in state.items()
+        },
         file,
         {"format": "pt"},
     )
@@ -80,9 +86,13 @@ def blank(file: Path, *names: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [gemma, vits, controlnet])
-def test_a_model_that_was_just_built_is_healthy(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
+def test_a_model_that_was_just_built_is_healthy(
+    tmp_path: Path, build: Callable[[], nn.Module]
+) -> None:
     model = build()
-    assert any(not bool(value.any()) for name, value in model.state_dict().items() if "bias" not in name)
+    assert any(
+        not bool(value.any()) for name, value in model.state_dict().items() if "bias" not in name
+    )
     model.save_pretrained(tmp_path / "pretrained")
     assert warned(tmp_path / "pretrained") == []
     accelerator = Accelerator(cpu=True)
@@ -112,7 +122,9 @@ class Blocks(nn.Module):  # type: ignore[misc]
         nn.init.zeros_(self.head.weight)
 
 
-def saved(folder: Path, *, steps: int, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> Path:
+def saved(
+    folder: Path, *, steps: int, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> Path:
     torch.manual_seed(0)
     model = Blocks()
     accelerator = Accelerator(cpu=True)
@@ -144,7 +156,9 @@ def test_after_a_step_no_weight_is_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["layers.3.mlp.weight", "layers.1.norm.weight"])
-def test_a_layer_that_lacks_what_others_have_needs_no_proof_of_steps(tmp_path: Path, name: str) -> None:
+def test_a_layer_that_lacks_what_others_have_needs_no_proof_of_steps(
+    tmp_path: Path, name: str
+) -> None:
     file = saved(tmp_path / "c", steps=0)
     blank(file, name)
     notes = verify(file.parent, data=True).values
@@ -152,7 +166,8 @@ def test_a_layer_that_lacks_what_others_have_needs_no_proof_of_steps(tmp_path: P
     assert found.fqn == name
     assert found.text.endswith("is zero in every element, and in 4 other layers it is not")
     blank(file, *(f"layers.{number}.mlp.weight" for number in range(5)), "head.weight")
-    assert warned(file.parent) == ([name] if "norm" in name else [])  # all layers alike: so it was built
+    # All layers alike: so it was built.
+    assert warned(file.parent) == ([name] if "norm" in name else [])
 
 
 def test_a_part_of_a_sequence_is_no_counterpart_of_another(tmp_path: Path) -> None:
@@ -162,6 +177,10 @@ def test_a_part_of_a_sequence_is_no_counterpart_of_another(tmp_path: Path) -> No
 
 
 def test_parameters_that_were_flattened_are_more_than_a_norm(tmp_path: Path) -> None:
-    torch.save({"_fsdp_wrapped_module._flat_param": torch.zeros(64)}, tmp_path / "pytorch_model.bin")
-    torch.save({"state": {0: {"exp_avg": torch.ones(64)}}, "param_groups": []}, tmp_path / "optimizer.bin")
+    torch.save(
+        {"_fsdp_wrapped_module._flat_param": torch.zeros(64)}, tmp_path / "pytorch_model.bin"
+    )
+    torch.save(
+        {"state": {0: {"exp_avg": torch.ones(64)}}, "param_groups": []}, tmp_path / "optimizer.bin"
+    )
     assert [one.severity for one in verify(tmp_path, data=True).values] == [Severity.WARNING]

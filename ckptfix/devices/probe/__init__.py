@@ -1,7 +1,8 @@
-"""Probe of the P2P copies between devices: measured for every ordered pair, in a process of its own.
+"""Probe of the P2P copies between devices: measured for every ordered pair, in a process of its
+own.
 
-``schedule`` decides what is done and when, ``measuring`` has a ``worker`` do it, ``trials`` makes the copies of the
-``cases``, and ``probe_report`` holds the verdicts, which ``cache`` keeps.
+``schedule`` decides what is done and when, ``measuring`` has a ``worker`` do it, ``trials`` makes
+the copies of the ``cases``, and ``probe_report`` holds the verdicts, which ``cache`` keeps.
 
 >>> report = probe_peer_copies(budget=30.0)
 >>> report.pairs[0, 1].verdict
@@ -26,10 +27,11 @@ BUDGET = 30.0
 """Seconds of measuring that complete the full plan for three devices."""
 
 SAMPLE_AFTER = 24 * 3600.0
-"""Seconds after which a healthy pair is looked at again: a link may break, or be set otherwise, within a boot.
+"""Seconds after which a healthy pair is looked at again: a link may break, or be set otherwise,
+within a boot.
 
-A hard limit would have healthy hosts stage everything until a new probe settles; a look each day costs about the start
-of one process, finds what breaks for good, and stages nothing meanwhile.
+A hard limit would have healthy hosts stage everything until a new probe settles; a look each day
+costs about the start of one process, finds what breaks for good, and stages nothing meanwhile.
 """
 
 SAMPLE_BUDGET = 1.0
@@ -39,17 +41,21 @@ SAMPLE_BUDGET = 1.0
 def probe_peer_copies(
     *, budget: float = BUDGET, seed: int | None = None, in_process: bool = False
 ) -> ProbeReport:
-    """Measure every ordered pair of devices of the current accelerator, and report what was exercised.
+    """Measure every ordered pair of devices of the current accelerator, and report what was
+    exercised.
 
-    It always measures, past any safe transfers that are installed, and never reads what was remembered.
+    It always measures, past any safe transfers that are installed, and never reads what was
+    remembered.
 
-    ``budget``: seconds of measuring. Starting a process for it (importing torch, initialising the devices) comes on
-    top, and so does waiting for a copy that hangs: at least 5 s. Below 10 s a shorter plan is used. ``seed``: repeats
-    the very bits of an earlier report, in the same order; below 2**63. ``in_process``: measure in this process, for
-    devices that no second process may use; a copy that hangs then hangs the caller.
+    ``budget``: seconds of measuring. Starting a process for it (importing torch, initialising the
+    devices) comes on top, and so does waiting for a copy that hangs: at least 5 s. Below 10 s a
+    shorter plan is used. ``seed``: repeats the very bits of an earlier report, in the same order;
+    below 2**63. ``in_process``: measure in this process, for devices that no second process may
+    use; a copy that hangs then hangs the caller.
 
-    With fewer than two devices nothing is exercised, and the report says so. It raises ValueError for a budget or seed
-    out of range, and nothing else: whatever goes wrong makes pairs inconclusive.
+    With fewer than two devices nothing is exercised, and the report says so. It raises ValueError
+    for a budget or seed out of range, and nothing else: whatever goes wrong makes pairs
+    inconclusive.
     """
     from ckptfix.devices.torch_devices import ordered_pairs
 
@@ -57,10 +63,11 @@ def probe_peer_copies(
 
 
 def cached_report() -> ProbeReport | None:
-    """Return the known verdicts for these very devices, driver, boot, torch and allocator; None without any.
+    """Return the known verdicts for these very devices, driver, boot, torch and allocator; None
+    without any.
 
-    That is what was remembered, or measured by ``unproven_pairs`` in this process. Makes torch initialise the
-    devices, whose identity it needs.
+    That is what was remembered, or measured by ``unproven_pairs`` in this process. Makes torch
+    initialise the devices, whose identity it needs.
     """
     from ckptfix.devices.torch_devices import this_machine
 
@@ -68,12 +75,13 @@ def cached_report() -> ProbeReport | None:
 
 
 def remember(report: ProbeReport) -> ProbeReport:
-    """Add a report to what ``cached_report`` knows, in the user's cache folder, and return what that is now.
+    """Add a report to what ``cached_report`` knows, in the user's cache folder, and return what
+    that is now.
 
-    Damage that was found before stays, until the full plan finds the pair healthy, and an inconclusive probe
-    changes no verdict; a probe that was blind for some damage proves nothing. Not remembered are devices that
-    cannot be told from others. A folder that cannot be written to, or that others can write to, gives a
-    UserWarning.
+    Damage that was found before stays, until the full plan finds the pair healthy, and an
+    inconclusive probe changes no verdict; a probe that was blind for some damage proves nothing.
+    Not remembered are devices that cannot be told from others. A folder that cannot be written to,
+    or that others can write to, gives a UserWarning.
     """
     cache.store(report)
     return cache.load(report.identity) or report
@@ -82,13 +90,14 @@ def remember(report: ProbeReport) -> ProbeReport:
 def unproven_pairs(budget: float = 3.0) -> frozenset[Pair]:
     """Return the ordered pairs that are not proven, by what is known of these very devices.
 
-    Pairs that nothing is known of, and those that an earlier probe could not decide, are measured first, for
-    ``budget`` seconds: each goes on where the last process ended, and what comes out is remembered. A process
-    measures once: what it could not decide then, or not keep, is for the next process.
+    Pairs that nothing is known of, and those that an earlier probe could not decide, are measured
+    first, for ``budget`` seconds: each goes on where the last process ended, and what comes out is
+    remembered. A process measures once: what it could not decide then, or not keep, is for the next
+    process.
 
-    Where all is decided, pairs that were found healthy more than a day ago get a look of up to 1 s, the
-    oldest first, by one process at a time. A wrong copy among them counts; an unfinished look changes no
-    verdict.
+    Where all is decided, pairs that were found healthy more than a day ago get a look of up to 1 s,
+    the oldest first, by one process at a time. A wrong copy among them counts; an unfinished look
+    changes no verdict.
     """
     from ckptfix.devices.torch_devices import ordered_pairs, this_machine
 
@@ -100,7 +109,9 @@ def unproven_pairs(budget: float = 3.0) -> frozenset[Pair]:
     asked = pairs - _decided(known)
     if asked and _key(machine) not in _measured_here:
         known = _with(
-            known, _measured(sorted(asked), budget=budget, here=machine, known=_fresh(known)), machine
+            known,
+            _measured(sorted(asked), budget=budget, here=machine, known=_fresh(known)),
+            machine,
         )
     elif known is not None and _key(machine) not in _measured_here:
         old = _healthy_for_long(known)
@@ -108,7 +119,9 @@ def unproven_pairs(budget: float = 3.0) -> frozenset[Pair]:
             with cache.only_one(machine.identity) as first:
                 if first:
                     known = _with(
-                        known, _measured(old, budget=SAMPLE_BUDGET, here=machine, sample=True), machine
+                        known,
+                        _measured(old, budget=SAMPLE_BUDGET, here=machine, sample=True),
+                        machine,
                     )
     return pairs if known is None else pairs - known.with_verdict(Verdict.HEALTHY)
 
@@ -129,12 +142,16 @@ def _fresh(known: ProbeReport | None) -> ProbeReport | None:
     """Return what is known without proofs of devices' own exchange with the host that are old."""
     if known is None:
         return None
-    return replace(known, hosts={index: when for index, when in known.hosts.items() if not _is_old(when)})
+    return replace(
+        known, hosts={index: when for index, when in known.hosts.items() if not _is_old(when)}
+    )
 
 
 def _healthy_for_long(known: ProbeReport) -> list[Pair]:
     """Return the healthy pairs that were last measured long ago, the oldest first."""
-    healthy = sorted(known.with_verdict(Verdict.HEALTHY), key=lambda pair: known.pairs[pair].measured)
+    healthy = sorted(
+        known.with_verdict(Verdict.HEALTHY), key=lambda pair: known.pairs[pair].measured
+    )
     return [pair for pair in healthy if _is_old(known.pairs[pair].measured)]
 
 

@@ -1,9 +1,10 @@
-"""Copies made together: many small ones, large ones over several pairs, all pairs at once, and chains.
+"""Copies made together: many small ones, large ones over several pairs, all pairs at once, and
+chains.
 
-Payloads of batches and large copies are windows into one long row of random bytes. The host made the row and put it on
-every device, so making and sending 64 MiB anew for each copy is saved. Each copy takes another window: no byte of it
-lies where it lay in the one before. A window is finite values of every float dtype: hardware may rewrite the bits of a
-NaN that passes a kernel.
+Payloads of batches and large copies are windows into one long row of random bytes. The host made
+the row and put it on every device, so making and sending 64 MiB anew for each copy is saved. Each
+copy takes another window: no byte of it lies where it lay in the one before. A window is finite
+values of every float dtype: hardware may rewrite the bits of a NaN that passes a kernel.
 """
 
 import threading
@@ -31,13 +32,17 @@ _STEP = 64
 """Bytes between the starts of two windows; keeps them aligned."""
 
 _FINITE = 0xBFFF - (1 << 16)
-"""In each word of 16 bits: an exponent with its highest bit clear is that of a finite number, in floats of any size."""
+"""In each word of 16 bits: an exponent with its highest bit clear is that of a finite number, in
+floats of any size.
+"""
 
 _BESIDE = 24 << 20
 """Bytes of a device that are left for what copies and comparisons need next to their payloads."""
 
 _PATIENCE = 60.0
-"""Seconds that pairs wait for each other. Longer than a hang is waited for, so that one that hangs is found as such."""
+"""Seconds that pairs wait for each other. Longer than a hang is waited for, so that one that hangs
+is found as such.
+"""
 
 _LEAST = 4 << 20
 """Bytes of the row below which no batch of small copies fits."""
@@ -55,7 +60,8 @@ class NoRoom(CkptfixError):
 
 
 class Row:
-    """The long row of bytes: on the host, with its complement, and on each device once it is proven to be there.
+    """The long row of bytes: on the host, with its complement, and on each device once it is proven
+    to be there.
 
     A device with little free memory holds the beginning of it.
     """
@@ -78,14 +84,18 @@ class Row:
         return self._there[index]
 
     def prove(self, index: int) -> None:
-        """Put the row on a device, over its complement. Raises UnusableDevice when the host reads other bytes there."""
+        """Put the row on a device, over its complement. Raises UnusableDevice when the host reads
+        other bytes there.
+        """
         size = int(self.on(index).numel())
         there = self._there[index].copy_(self.complement[:size])
         there.copy_(self.bytes[:size])
         still_holds(index, there, self.bytes[:size])
 
     def window(self, pair: Pair, size: int, seed: int, what: str) -> slice:
-        """Return where a window of ``size`` bytes lies. Raises NoRoom when a device of the pair holds too little."""
+        """Return where a window of ``size`` bytes lies. Raises NoRoom when a device of the pair
+        holds too little.
+        """
         least = min(pair, key=lambda index: int(self.on(index).numel()))
         spare = int(self.on(least).numel()) - size
         if spare < 0:
@@ -120,8 +130,8 @@ def queue_large(case: Case, pair: Pair, row: Row, seed: int, memory: Memory) -> 
         block.view(payload.dtype_of(case.dtype)).copy_(laid_out(case, source))
     sent = row.bytes[window]
     return Copy(
-        pair=pair, case=str(case), size=case.size, source=source, sent=sent, block=block, reference=reference,
-        expected=sent, seen=compared(block, reference),
+        pair=pair, case=str(case), size=case.size, source=source, sent=sent, block=block,
+        reference=reference, expected=sent, seen=compared(block, reference),
     )  # fmt: skip
 
 
@@ -134,10 +144,11 @@ def run_large(
     announce: Announce,
     earlier: "Callable[[Pair], deque[Any]]",
 ) -> tuple[Failure, ...]:
-    """Make one copy over each of these pairs, which have no device in common, and return what is wrong with them.
+    """Make one copy over each of these pairs, which have no device in common, and return what is
+    wrong with them.
 
-    All are queued before the host waits for the first. ``earlier``: gives what a pair carried before. Raises
-    UnusableDevice, NoRoom, and whatever a copy raises.
+    All are queued before the host waits for the first. ``earlier``: gives what a pair carried
+    before. Raises UnusableDevice, NoRoom, and whatever a copy raises.
     """
     for pair in pairs:  # before anything is queued: putting the row somewhere makes the host wait
         row.window(pair, case.size, 0, f"copies of {exact_size(case.size)}")
@@ -154,11 +165,15 @@ def run_large(
             all_queued.abort()  # which ends the others' waiting
             raise
 
-    announce(str(case) + (f" over {len(pairs)} pairs without a device in common" if len(pairs) > 1 else ""))
+    announce(
+        str(case)
+        + (f" over {len(pairs)} pairs without a device in common" if len(pairs) > 1 else "")
+    )
     if len(pairs) == 1:
         done = [copied(pairs[0], seeds[0])]
     else:
-        with ThreadPoolExecutor(len(pairs)) as pool:  # much of it is the host's work, on bytes that came back
+        # Much of it is the host's work, on bytes that came back.
+        with ThreadPoolExecutor(len(pairs)) as pool:
             done = list(pool.map(copied, pairs, seeds))
     announce(None)
     failures = []
@@ -169,7 +184,9 @@ def run_large(
 
 
 def laid_out(case: Case, window: Any) -> Any:
-    """Return a window on the source device with the dtype that the case asks for, strided where it says so."""
+    """Return a window on the source device with the dtype that the case asks for, strided where it
+    says so.
+    """
     dense = window.view(payload.dtype_of(case.source_dtype or case.dtype))
     if case.route is not Route.STRIDED_SOURCE:
         return dense
@@ -210,11 +227,13 @@ def run_batch(
     earlier: "deque[Any]",
     most: int,
 ) -> tuple[Failure, ...]:
-    """Make these copies, all queued before the host waits once, and return what is wrong with them: at most ``most``.
+    """Make these copies, all queued before the host waits once, and return what is wrong with them:
+    at most ``most``.
 
-    A single small copy takes mostly waiting. Payloads are slots of a window, with a guard behind each. Every slot is
-    poisoned before, and compared by a kernel queued right behind its own copy; the host compares them all, and the
-    guards, in the end. Raises UnusableDevice, NoRoom, and whatever a copy raises.
+    A single small copy takes mostly waiting. Payloads are slots of a window, with a guard behind
+    each. Every slot is poisoned before, and compared by a kernel queued right behind its own copy;
+    the host compares them all, and the guards, in the end. Raises UnusableDevice, NoRoom, and
+    whatever a copy raises.
     """
     sizes = [case.size for case in cases]
     *starts, whole = accumulate(map(_guarded, sizes), initial=0)
@@ -241,10 +260,13 @@ def run_batch(
             if len(failures) >= most:
                 break
             copy = Copy(
-                pair=pair, case=str(case), size=case.size, source=source[slot], sent=sent[slot], block=block[slot],
-                reference=reference[slot], expected=sent[slot], in_time=in_time[number], arrived=back[slot],
+                pair=pair, case=str(case), size=case.size, source=source[slot], sent=sent[slot],
+                block=block[slot], reference=reference[slot], expected=sent[slot],
+                in_time=in_time[number], arrived=back[slot],
             )  # fmt: skip
-            failure = copy.failure(carried[max(len(earlier) + number - 2, 0) : len(earlier) + number])
+            failure = copy.failure(
+                carried[max(len(earlier) + number - 2, 0) : len(earlier) + number]
+            )
             guarded = slice(slot.start, slot.start + _guarded(case.size))
             if failure is None and not same(back[guarded], expected[guarded]):
                 prove_again(pair[1], whole)
@@ -264,7 +286,9 @@ _AT_ONCE = 1 << 20
 def all_at_once(
     pairs: Sequence[Pair], round_number: int, seed: int, announce: Announce
 ) -> tuple[Failure, ...]:
-    """Queue a copy on every pair before the host waits for one of them; return those that were wrong."""
+    """Queue a copy on every pair before the host waits for one of them; return those that were
+    wrong.
+    """
     size = _AT_ONCE + 8 * round_number
     what = f"{exact_size(size)} with all {len(pairs)} pairs at once"
     copies = []
@@ -274,7 +298,8 @@ def all_at_once(
         copies.append(
             Copy(
                 pair=pair, case=what, size=size, source=source, sent=sent,
-                block=torch.bitwise_not(sent).to(device(pair[1])), reference=reference, expected=sent,
+                block=torch.bitwise_not(sent).to(device(pair[1])), reference=reference,
+                expected=sent,
             )
         )  # fmt: skip
     announce(what)
@@ -291,10 +316,11 @@ def all_at_once(
 
 
 def chain(hops: Sequence[Pair], size: int, seed: int, announce: Announce) -> tuple[Failure, ...]:
-    """Send bytes over all hops with nothing but a kernel between two of them; return the first hop that was wrong.
+    """Send bytes over all hops with nothing but a kernel between two of them; return the first hop
+    that was wrong.
 
-    The kernel complements what arrived, and its result is both what travels on and the evidence: it shows what a
-    consumer saw. Only when a hop's own source was right is the hop to blame.
+    The kernel complements what arrived, and its result is both what travels on and the evidence: it
+    shows what a consumer saw. Only when a hop's own source was right is the hop to blame.
     """
     route = " -> ".join(str(index) for index in (hops[0][0], *(pair[1] for pair in hops)))
     start = payload.random_bytes(size, payload.seed_of(seed, "chain", route, size))

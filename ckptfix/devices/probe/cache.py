@@ -1,12 +1,14 @@
 """Remembered verdicts for each set of devices, in the user's cache folder. Free of torch.
 
-They are believed only when the file is the user's own and nobody else could have written it, and when hardware, driver,
-boot, torch and allocator are those of now. Anything else is as good as no file: the worst is a probe more.
+They are believed only when the file is the user's own and nobody else could have written it, and
+when hardware, driver, boot, torch and allocator are those of now. Anything else is as good as no
+file: the worst is a probe more.
 
-Every report gets a file with a name of its own, which holds what older ones said too, and takes their place. Where two
-processes do that at once, both files stay and are read as one, so that neither loses what the other found: taking in a
-report twice, or in another order, changes nothing. No lock is needed, which home folders on a network may not have, and
-a process that is killed at any moment leaves either its file or none.
+Every report gets a file with a name of its own, which holds what older ones said too, and takes
+their place. Where two processes do that at once, both files stay and are read as one, so that
+neither loses what the other found: taking in a report twice, or in another order, changes nothing.
+No lock is needed, which home folders on a network may not have, and a process that is killed at any
+moment leaves either its file or none.
 """
 
 import fcntl
@@ -40,10 +42,12 @@ _TRIES = 5
 
 
 def location(identity: Mapping[str, Any]) -> Path | None:
-    """Return the beginning of the paths of what is kept for these devices; None without a home folder.
+    """Return the beginning of the paths of what is kept for these devices; None without a home
+    folder.
 
-    A new boot or driver takes the same one, so that old files do not pile up. What may differ from process to process,
-    as torch and its allocator, has another: two jobs with other settings do not delete what the other one knows.
+    A new boot or driver takes the same one, so that old files do not pile up. What may differ from
+    process to process, as torch and its allocator, has another: two jobs with other settings do not
+    delete what the other one knows.
     """
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # which the standard says to ignore
@@ -66,8 +70,9 @@ def load(identity: Mapping[str, Any]) -> ProbeReport | None:
 def store(report: ProbeReport) -> None:
     """Add a report to what is kept: whole or not at all, and readable for the user alone.
 
-    Not one without an identity, and of the pairs what ``PairReport.over`` makes of what is known of them. A folder that
-    cannot be written to, or that others can write to, gives a UserWarning; nothing else depends on it.
+    Not one without an identity, and of the pairs what ``PairReport.over`` makes of what is known of
+    them. A folder that cannot be written to, or that others can write to, gives a UserWarning;
+    nothing else depends on it.
     """
     path = location(report.identity) if report.identity else None
     if path is None:
@@ -81,21 +86,25 @@ def store(report: ProbeReport) -> None:
         os.makedirs(path.parent, mode=0o700, exist_ok=True)
         believed = _is_ours(_write(path, document.encode()))
     except OSError as error:
-        warnings.warn(f"{path.parent}: the verdicts cannot be kept there: {error.strerror}", stacklevel=3)
+        warnings.warn(
+            f"{path.parent}: the verdicts cannot be kept there: {error.strerror}", stacklevel=3
+        )
         return
     for other in former:
         with suppress(OSError):
             os.unlink(other)
     if not believed:
         warnings.warn(
-            f"{path.parent}: the verdicts that are kept there are not believed, because others can write to that "
-            f"folder. To change that: chmod go-w {shell_path(path.parent)}",
+            f"{path.parent}: the verdicts that are kept there are not believed, because others can "
+            f"write to that folder. To change that: chmod go-w {shell_path(path.parent)}",
             stacklevel=3,
         )
 
 
 def _kept(path: Path, identity: Mapping[str, Any]) -> tuple[tuple[Path, ...], ProbeReport | None]:
-    """Return the files under this beginning of a path, and their joint report for this very identity."""
+    """Return the files under this beginning of a path, and their joint report for this very
+    identity.
+    """
     for tries_left in reversed(range(_TRIES)):
         files = _files(path)
         known: ProbeReport | None = None
@@ -115,14 +124,17 @@ def _kept(path: Path, identity: Mapping[str, Any]) -> tuple[tuple[Path, ...], Pr
 
 @contextmanager
 def only_one(identity: Mapping[str, Any]) -> Iterator[bool]:
-    """Give True to one process at a time for these devices, False to others; True where the folder has no locks.
+    """Give True to one process at a time for these devices, False to others; True where the folder
+    has no locks.
 
     For what should not be done by all ranks of a job at once, and harms nobody when it is.
     """
     path = location(identity) if identity else None
     try:
         descriptor = (
-            -1 if path is None else os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            -1
+            if path is None
+            else os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         )
     except OSError:
         descriptor = -1
@@ -153,15 +165,27 @@ def _files(path: Path) -> tuple[Path, ...]:
 
 
 def _report(path: Path, identity: Mapping[str, Any]) -> ProbeReport | None:
-    """Return the report of one file for this identity, or None. Raises FileNotFoundError when it is gone."""
+    """Return the report of one file for this identity, or None. Raises FileNotFoundError when it is
+    gone.
+    """
     try:
         if not _is_ours(path):
             return None
         document = json.loads(read_file(path))
-        report = ProbeReport.from_json(document["report"]) if document["version"] == _VERSION else None
+        report = (
+            ProbeReport.from_json(document["report"]) if document["version"] == _VERSION else None
+        )
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ):
         return None
     same = report is not None and _plain(report.identity) == _plain(identity)
     return report if same else None
@@ -186,7 +210,9 @@ def _write(path: Path, data: bytes) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether nobody but this user can have written the file, nor put it there. Raises OSError."""
+    """Return whether nobody but this user can have written the file, nor put it there. Raises
+    OSError.
+    """
     file, folder = os.lstat(path), os.stat(path.parent)
     theirs = stat.S_IWGRP | stat.S_IWOTH
     return (

@@ -1,8 +1,9 @@
-"""Copies that are made over an ordered pair: ways of asking for one, sizes and dtypes, and the plans of them.
+"""Copies that are made over an ordered pair: ways of asking for one, sizes and dtypes, and the
+plans of them.
 
-torch has two engines for a copy from device to device. Equal dtypes and dense, equal layouts go as one memcpy;
-anything else goes, with peer access, as a kernel that writes into the other device's memory. Either may be broken
-alone.
+torch has two engines for a copy from device to device. Equal dtypes and dense, equal layouts go as
+one memcpy; anything else goes, with peer access, as a kernel that writes into the other device's
+memory. Either may be broken alone.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from ckptfix.wording import human_size
 
 
 class Route(Enum):
-    """A way of asking for a copy; from STRIDED_SOURCE on, one that no memcpy can do. The value is for reports."""
+    """A way of asking for a copy; from STRIDED_SOURCE on, one that no memcpy can do. The value is
+    for reports.
+    """
 
     TO = "to()"
     COPY = "copy_()"
@@ -30,7 +33,9 @@ class Route(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One copy. ``count``: elements of ``dtype`` at the destination; ``source_dtype``: "" means the same dtype."""
+    """One copy. ``count``: elements of ``dtype`` at the destination; ``source_dtype``: "" means the
+    same dtype.
+    """
 
     route: Route
     count: int
@@ -46,8 +51,9 @@ class Case:
     def kind(self) -> str:
         """The size class and the engine, in words: copies of one kind are counted together.
 
-        Strided and converting copies are written by a kernel into the other device's memory; where the driver offers
-        no peer access, torch gathers them first and sends them as it sends dense ones.
+        Strided and converting copies are written by a kernel into the other device's memory; where
+        the driver offers no peer access, torch gathers them first and sends them as it sends dense
+        ones.
         """
         size = "small" if self.size < _MEDIUM else "medium" if self.size < LARGE else "large"
         by_kernel = self.route in _BY_KERNEL or self.source_dtype
@@ -73,7 +79,8 @@ class Section:
 
     ``batched``: many are queued before the host waits for one.
 
-    A section's name identifies its cases: the next process does not repeat the cases that one has done.
+    A section's name identifies its cases: the next process does not repeat the cases that one has
+    done.
     """
 
     name: str
@@ -82,16 +89,20 @@ class Section:
 
     @property
     def is_large(self) -> bool:
-        """True if all copies are large: then several pairs without a device in common may make them at once."""
+        """True if all copies are large: then several pairs without a device in common may make them
+        at once.
+        """
         return all(case.size >= WINDOWED for case in self.cases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Sections in the order of doing; ``rounds`` of all pairs at once; bytes of each copy in a chain.
+    """Sections in the order of doing; ``rounds`` of all pairs at once; bytes of each copy in a
+    chain.
 
-    ``again``: how often large copies are made once more, with other bits, while time is left. ``single``: the share of
-    the time in which pairs are finished before what needs several has its turn.
+    ``again``: how often large copies are made once more, with other bits, while time is left.
+    ``single``: the share of the time in which pairs are finished before what needs several has its
+    turn.
     """
 
     name: str
@@ -120,15 +131,20 @@ _MEDIUM = 1 << 20
 _BY_KERNEL = (Route.STRIDED_SOURCE, Route.STRIDED_DESTINATION, Route.TRANSPOSED, Route.CONVERTING)
 
 WINDOWED = (8 << 20) + 64
-"""Bytes. Copies from here on, a little more than those of ``_MEDIUM_SIZES``, are made as ``large`` says."""
+"""Bytes. Copies from here on, a little more than those of ``_MEDIUM_SIZES``, are made as ``large``
+says.
+"""
 
 REPEATS = 200
-"""Small copies by each engine. They find a fault of every 150th copy, and one of 1.5 % by chance with 95 %."""
+"""Small copies by each engine. They find a fault of every 150th copy, and one of 1.5 % by chance
+with 95 %.
+"""
 
 _SMALL_SIZES = (1, 2, 3, 7, 63, 64, 65, 255, 1024, 4095, 4096, 4097)
 _MEDIUM_SIZES = (65535, 65536, (1 << 20) + 1, 2 << 20, (8 << 20) + 5)
 _REPEATED = (4 * 4096 + 5, 70001)
-# More than three pages: in fewer, a fault that loses every second page does no harm, or looks like one missing part.
+# More than three pages: in fewer, a fault that loses every second page does no harm, or looks like
+# one missing part.
 
 _PROMPT = (Route.COPY, Route.TO, Route.NON_BLOCKING)
 _OTHERS = (
@@ -155,7 +171,8 @@ _CONVERSIONS = (
 
 
 def _first_look() -> Iterator[Case]:
-    # The sizes from which a kind of damage can be told for certain come first: a broken pair needs no more.
+    # The sizes from which a kind of damage can be told for certain come first: a broken pair needs
+    # no more.
     for size in (65541, 4 * 4096, (1 << 20) + 1):
         for route in _PROMPT:
             yield Case(route=route, count=size)
@@ -187,7 +204,8 @@ def _sizes() -> Iterator[Case]:
 
 
 def _large_floats(*dtypes: str) -> Iterator[Case]:
-    # What a split model sends. Other cases of these dtypes are small, and other large ones are bytes.
+    # What a split model sends. Other cases of these dtypes are small, and other large ones are
+    # bytes.
     for name in dtypes:
         count = WINDOWED // int(dtype_of(name).itemsize) + 3
         for route in (Route.COPY, Route.STRIDED_SOURCE):
@@ -221,7 +239,11 @@ FULL = Plan(
     name="full",
     sections=(
         *QUICK.sections,
-        Section(name="repeats of floats", cases=(*_repeats("float32"), *_repeats("bfloat16")), batched=True),
+        Section(
+            name="repeats of floats",
+            cases=(*_repeats("float32"), *_repeats("bfloat16")),
+            batched=True,
+        ),
         Section(name="more dtypes", cases=tuple(_dtypes(257))),
         Section(name="sizes", cases=tuple(_sizes())),
         Section(
@@ -244,7 +266,9 @@ SAMPLE = Plan(
     name=SAMPLED,
     sections=(
         QUICK.sections[0],
-        Section(name="a sample of repeats", cases=tuple(_repeats())[:: REPEATS // 25], batched=True),
+        Section(
+            name="a sample of repeats", cases=tuple(_repeats())[:: REPEATS // 25], batched=True
+        ),
         Section(name="a sample of large copies", cases=tuple(_large(LARGE + (1 << 20) + 13))),
     ),
     rounds=0,

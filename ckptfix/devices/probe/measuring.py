@@ -1,8 +1,9 @@
-"""One probe from beginning to end: the worker started, watched and ended, and its findings summed up with hints.
+"""One probe from beginning to end: the worker started, watched and ended, and its findings summed
+up with hints.
 
-A worker that hung, died or met an error gets no more tasks, as its devices may be lost to it: the next task
-gets a new worker. A hint is a known cause of wrong copies that is present, never a proof. An unreadable
-source gives no hint.
+A worker that hung, died or met an error gets no more tasks, as its devices may be lost to it: the
+next task gets a new worker. A hint is a known cause of wrong copies that is present, never a proof.
+An unreadable source gives no hint.
 """
 
 import json
@@ -23,7 +24,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe.cases import SAMPLE, Plan, exact_size, plan_for
-from ckptfix.devices.probe.probe_report import STRICTEST, PairReport, ProbeReport, Verdict, seconds_since_boot
+from ckptfix.devices.probe.probe_report import (
+    STRICTEST,
+    PairReport,
+    ProbeReport,
+    Verdict,
+    seconds_since_boot,
+)
 from ckptfix.devices.probe.schedule import Bench, Measurements, Schedule
 from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Task, TaskResult
 from ckptfix.devices.probe.worker import InProcess, blinded
@@ -56,13 +63,18 @@ def hints(
 ) -> tuple[str, ...]:
     """Return hints for pairs whose copies are not proven; none when there are no such pairs.
 
-    ``addresses``: of the devices on the PCI bus by index, "" where not known. ``root``: of the file system, for tests.
+    ``addresses``: of the devices on the PCI bus by index, "" where not known. ``root``: of the file
+    system, for tests.
     """
     if not suspects:
         return ()
     found = {index: read_device(address, root) for index, address in enumerate(addresses)}
     concerned = {index for pair in suspects for index in pair}
-    devices = {index: device for index, device in found.items() if device is not None and index in concerned}
+    devices = {
+        index: device
+        for index, device in found.items()
+        if device is not None and index in concerned
+    }
     return tuple(
         chain(
             _iommu(devices),
@@ -76,12 +88,15 @@ def hints(
 
 
 def _iommu(devices: Mapping[int, PciDevice]) -> Iterator[str]:
-    through = [f"{index} ({device.address})" for index, device in devices.items() if device.is_translated]
+    through = [
+        f"{index} ({device.address})" for index, device in devices.items() if device.is_translated
+    ]
     if through:
         yield (
-            f"an IOMMU translates the addresses of devices {', '.join(through)}: outside virtual machines CUDA does "
-            "not support P2P copies through one (CUDA C++ Programming Guide, IOMMU on Linux). Boot with iommu=pt, or "
-            "switch it off in the firmware (VT-d, AMD-Vi)"
+            f"an IOMMU translates the addresses of devices {', '.join(through)}: outside virtual "
+            "machines CUDA does not support P2P copies through one (CUDA C++ Programming Guide, "
+            "IOMMU on Linux). Boot with iommu=pt, or switch it off in the firmware (VT-d, "
+            "AMD-Vi)"
         )
 
 
@@ -90,11 +105,15 @@ def _access_control(devices: Mapping[int, PciDevice], root: Path) -> Iterator[st
     bridges = sorted({bridge for answer in answers if answer for bridge in answer})
     if bridges:
         yield (
-            f"access control (ACS) on PCIe bridges {', '.join(bridges)} sends copies between devices up to the CPU. "
-            "Switch ACS off in the firmware, or for this boot with setpci on these bridges"
+            f"access control (ACS) on PCIe bridges {', '.join(bridges)} sends copies between "
+            "devices up to the CPU. Switch ACS off in the firmware, or for this boot with setpci "
+            "on these bridges"
         )
     elif None in answers:
-        yield "access control (ACS) of the PCIe bridges can be read by root only: sudo lspci -vvv | grep ACSCtl"
+        yield (
+            "access control (ACS) of the PCIe bridges can be read by root only: sudo lspci -vvv | "
+            "grep ACSCtl"
+        )
 
 
 def _distances(devices: Mapping[int, PciDevice], suspects: Iterable["Pair"]) -> Iterator[str]:
@@ -109,8 +128,8 @@ def _distances(devices: Mapping[int, PciDevice], suspects: Iterable["Pair"]) -> 
         between = distance(devices[one], devices[other])
         if between is not None and between.passes_the_cpu:
             yield (
-                f"between {one} and {other} lies {between.value} ({between.name}): P2P copies over it are not "
-                "supported by all boards"
+                f"between {one} and {other} lies {between.value} ({between.name}): P2P copies over "
+                "it are not supported by all boards"
             )
 
 
@@ -120,27 +139,38 @@ def _without_peer_access(
     without = sorted(pair for pair in suspects if peer_access.get(pair) is False)
     if without:
         some = ", ".join(f"{source} -> {destination}" for source, destination in without)
-        yield f"the driver offers no peer access for {some}: it carries these copies through the host itself"
+        yield (
+            f"the driver offers no peer access for {some}: it carries these copies through the "
+            "host itself"
+        )
 
 
 def _driver(root: Path) -> Iterator[str]:
     if description := read_driver(root).description:
         yield (
-            f"driver {description}: another version may do better; wrong P2P copies were reported of several "
-            "(github.com/NVIDIA/open-gpu-kernel-modules/issues/1257)"
+            f"driver {description}: another version may do better; wrong P2P copies were reported "
+            "of several (github.com/NVIDIA/open-gpu-kernel-modules/issues/1257)"
         )
 
 
 def _virtual(root: Path) -> Iterator[str]:
     if is_virtual(root):
-        yield "this is a virtual machine: IOMMU and access control of the host below it cannot be seen from here"
+        yield (
+            "this is a virtual machine: IOMMU and access control of the host below it cannot be "
+            "seen from here"
+        )
 
 
 STARTING = 180.0
-"""Seconds that a worker may take to import torch and to initialise the devices: some file systems are slow."""
+"""Seconds that a worker may take to import torch and to initialise the devices: some file systems
+are slow.
+"""
 
-_BEGIN = "import sys; sys.path[:] = sys.argv[1:]; from ckptfix.devices.probe.worker import main; main()"
-# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a torch.py.
+_BEGIN = (
+    "import sys; sys.path[:] = sys.argv[1:]; from ckptfix.devices.probe.worker import main; main()"
+)
+# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a
+# torch.py.
 
 _SHOWS_LESS = ("CUDA_LAUNCH_BLOCKING",)
 """Variables that make copies wait for each other, and so hide a late arrival."""
@@ -152,9 +182,11 @@ def worker_command() -> tuple[str, ...]:
 
 
 class Watched:
-    """Does tasks in a worker. ``patience``: seconds of silence in a copy after which it counts as hanging.
+    """Does tasks in a worker. ``patience``: seconds of silence in a copy after which it counts as
+    hanging.
 
-    Between copies the host makes and compares bits, which on a busy machine takes long: there the patience is fourfold.
+    Between copies the host makes and compares bits, which on a busy machine takes long: there the
+    patience is fourfold.
     """
 
     def __init__(self, patience: float, command: Sequence[str] | None = None) -> None:
@@ -167,7 +199,9 @@ class Watched:
         self._errors: IO[bytes] | None = None
 
     def machine(self) -> Machine:
-        """Start a worker and return the devices that it sees. Raises OperationError when it does not start."""
+        """Start a worker and return the devices that it sees. Raises OperationError when it does
+        not start.
+        """
         began = time.monotonic()
         try:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker; see close
@@ -183,12 +217,16 @@ class Watched:
             self.close()
             raise OperationError(f"the probe's worker could not be started: {error}") from error
         self._answers = queue.Queue()
-        threading.Thread(target=_read, args=(self._process.stdout, self._answers), daemon=True).start()
+        threading.Thread(
+            target=_read, args=(self._process.stdout, self._answers), daemon=True
+        ).start()
         try:
             ready = self._answers.get(timeout=STARTING)
         except queue.Empty:
             self.close()
-            raise OperationError(f"the probe's worker was not ready after {STARTING:.0f} s") from None
+            raise OperationError(
+                f"the probe's worker was not ready after {STARTING:.0f} s"
+            ) from None
         finally:
             self.starting += time.monotonic() - began
         if ready is None or "ready" not in ready:
@@ -221,7 +259,10 @@ class Watched:
                 answer = self._answers.get(timeout=patience)
             except queue.Empty:
                 return TaskResult(
-                    ending=Ending.HUNG, trials=trials, stage=stage, message=f"no end after {patience:.1f} s"
+                    ending=Ending.HUNG,
+                    trials=trials,
+                    stage=stage,
+                    message=f"no end after {patience:.1f} s",
                 )
             if answer is None:
                 return TaskResult(
@@ -252,7 +293,9 @@ class Watched:
         return ""
 
     def close(self) -> None:
-        """End the worker. One that the kernel cannot end, because a driver holds it, is left behind."""
+        """End the worker. One that the kernel cannot end, because a driver holds it, is left
+        behind.
+        """
         process, self._process = self._process, None
         if self._errors is not None:
             self._errors.close()
@@ -325,21 +368,29 @@ def summarise(run: Run, machine: Machine, found: Measurements) -> ProbeReport:
 def _exercised(run: Run, found: Measurements) -> Iterator[str]:
     trips = [count for count in found.round_trips.values() if count]
     if trips:
-        yield f"the way from the host and back of {count_of(len(trips), 'device')}, {max(trips)} times each"
+        yield (
+            f"the way from the host and back of {count_of(len(trips), 'device')}, {max(trips)} "
+            "times each"
+        )
     finished = [pair for pair, record in found.records.items() if record.finished(run.plan)]
     if finished:
         yield (
             f"{_pairs(finished)}: {run.plan.copies} copies each ({run.plan.name} plan), up to "
-            f"{exact_size(run.plan.largest)}, by memcpy and by copy kernel; destinations poisoned, compared by a "
-            "kernel queued behind the copy, and on the host"
+            f"{exact_size(run.plan.largest)}, by memcpy and by copy kernel; destinations "
+            "poisoned, compared by a kernel queued behind the copy, and on the host"
         )
     if found.at_once:
         yield f"{found.at_once} ordered pairs at once, {count_of(run.plan.rounds, 'round')}"
     if found.chains:
-        yield f"{count_of(found.chains, 'chain')} through {'two' if found.triples == 2 else 'three'} devices"
+        yield (
+            f"{count_of(found.chains, 'chain')} through {'two' if found.triples == 2 else 'three'} "
+            "devices"
+        )
 
 
-def _not_exercised(run: Run, found: Measurements, pairs: Mapping[Pair, PairReport]) -> Iterator[str]:
+def _not_exercised(
+    run: Run, found: Measurements, pairs: Mapping[Pair, PairReport]
+) -> Iterator[str]:
     verdicts = {pair: pairs[pair].verdict for pair in pairs}
     if found.stopped:
         yield found.stopped
@@ -353,19 +404,27 @@ def _not_exercised(run: Run, found: Measurements, pairs: Mapping[Pair, PairRepor
         if cut:
             yield f"{section.name} of {_pairs(cut)}: {out_of_time}"
     settled = [
-        pair for pair, verdict in verdicts.items() if verdict not in (Verdict.HEALTHY, Verdict.INCONCLUSIVE)
+        pair
+        for pair, verdict in verdicts.items()
+        if verdict not in (Verdict.HEALTHY, Verdict.INCONCLUSIVE)
     ]
     if settled:
         yield f"the rest of the plan for {_pairs(settled)}: the verdict was clear"
     if not found.at_once and len(found.records) - len(settled) > 1:
         yield "several pairs at once: no time, or no verdict for them"
     if found.chains < found.triples:
-        yield f"{found.triples - found.chains} of {found.triples} chains: no time, or no verdict for a pair of them"
+        yield (
+            f"{found.triples - found.chains} of {found.triples} chains: no time, or no verdict for "
+            "a pair of them"
+        )
     if run.plan.name != STRICTEST:
         yield "the full plan: ckptfix doctor --peer-copies"
     unpoisoned = sum(record.unpoisoned for record in found.records.values())
     if unpoisoned:
-        yield f"poison under {unpoisoned} copies by to(): the allocator handed out another block than before"
+        yield (
+            f"poison under {unpoisoned} copies by to(): the allocator handed out another block "
+            "than before"
+        )
     if run.in_process:
         yield "copies that hang: in_process=True cannot end them"
     if run.blind:
@@ -377,9 +436,11 @@ def _not_exercised(run: Run, found: Measurements, pairs: Mapping[Pair, PairRepor
 
 
 def _rarer_faults(reports: Iterable[PairReport]) -> Iterator[str]:
-    """Yield, for each kind of copy, how rare a fault may be that the healthy pairs' own trials would have missed.
+    """Yield, for each kind of copy, how rare a fault may be that the healthy pairs' own trials
+    would have missed.
 
-    A fault that hits a share p of the copies shows in n of them with the chance 1 - (1 - p) ** n: 99 % is asked for.
+    A fault that hits a share p of the copies shows in n of them with the chance 1 - (1 - p) ** n:
+    99 % is asked for.
     """
     tried = [report.trials_by_kind() for report in reports if report.verdict is Verdict.HEALTHY]
     for kind in sorted({kind for counts in tried for kind in counts}):
@@ -387,8 +448,8 @@ def _rarer_faults(reports: Iterable[PairReport]) -> Iterator[str]:
         if least:
             share = 1.0 - (1.0 - _CONFIDENCE) ** (1.0 / least)
             yield (
-                f"faults of {kind} copies that hit fewer than {100 * share:.2g} % of them: {least} by each "
-                f"healthy pair find more frequent ones with {_CONFIDENCE:.0%}"
+                f"faults of {kind} copies that hit fewer than {100 * share:.2g} % of them: {least} "
+                f"by each healthy pair find more frequent ones with {_CONFIDENCE:.0%}"
             )
         else:
             yield f"{kind} copies by some of the pairs that are called healthy"
@@ -416,9 +477,9 @@ def measure(
 ) -> ProbeReport:
     """Measure these pairs; whatever goes wrong makes them inconclusive.
 
-    ``here``: the machine as this process sees it, whose devices must be those that are measured; None for any.
-    ``known``: what earlier probes did, which is not done again. ``sample``: only look whether the pairs still are what
-    they were.
+    ``here``: the machine as this process sees it, whose devices must be those that are measured;
+    None for any. ``known``: what earlier probes did, which is not done again. ``sample``: only look
+    whether the pairs still are what they were.
     """
     plan = SAMPLE if sample else plan_for(budget)
     patience = min(max(budget / 6, _LEAST_PATIENCE), _MOST_PATIENCE)
@@ -443,7 +504,9 @@ def measure(
 
 
 def _machine(bench: Bench, pairs: Sequence[Pair], here: Machine | None) -> tuple[Machine, str]:
-    """Return the devices that the bench sees, and why it cannot measure these pairs; "" when it can."""
+    """Return the devices that the bench sees, and why it cannot measure these pairs; "" when it
+    can.
+    """
     try:
         machine = bench.machine()
     except OperationError as error:
@@ -452,15 +515,22 @@ def _machine(bench: Bench, pairs: Sequence[Pair], here: Machine | None) -> tuple
     if last >= len(machine.names):
         return (
             Machine(),
-            f"the probe's worker sees {len(machine.names)} devices, this process at least {last + 1}",
+            (
+                f"the probe's worker sees {len(machine.names)} devices, this process at least "
+                f"{last + 1}"
+            ),
         )
     if here is not None and _what_is_compared(machine) != _what_is_compared(here):
-        # Device 1 there is another one than device 1 here, if it is only the number of them that tells.
+        # Device 1 there is another one than device 1 here, if it is only the number of them that
+        # tells.
         return (
             Machine(),
-            f"the probe's worker sees other devices ({', '.join(machine.names)}) or another driver or allocator than "
-            f"this process ({', '.join(here.names)}): did the environment change since this process began to use them? "
-            "To measure in this process: probe_peer_copies(in_process=True)",
+            (
+                f"the probe's worker sees other devices ({', '.join(machine.names)}) or another "
+                f"driver or allocator than this process ({', '.join(here.names)}): did the "
+                "environment change since this process began to use them? To measure in this "
+                "process: probe_peer_copies(in_process=True)"
+            ),
         )
     return machine, ""
 
@@ -473,5 +543,7 @@ def nothing_to_measure(devices: int, seed: int) -> ProbeReport:
     """Return the report of a machine with fewer than two devices."""
     seen = "no accelerator" if not devices else "one device"
     return ProbeReport(
-        pairs={}, seed=seed, not_exercised=(f"copies between devices: torch sees {seen} on this machine",)
+        pairs={},
+        seed=seed,
+        not_exercised=(f"copies between devices: torch sees {seen} on this machine",),
     )

@@ -35,7 +35,9 @@ DTYPES = (
     "float8_e4m3fnuz",
     "float8_e5m2fnuz",
 )
-"""Names of what a copy may carry. Older torch lacks some, and a device may not take all: see ``known``."""
+"""Names of what a copy may carry. Older torch lacks some, and a device may not take all: see
+``known``.
+"""
 
 
 _COMPARED = 2 << 20
@@ -53,7 +55,9 @@ def dtype_of(name: str) -> Any:
 
 
 def seed_of(seed: int, *where: object) -> int:
-    """Return the seed of one copy: of 63 bits, from the probe's seed and the copy's place in the plan."""
+    """Return the seed of one copy: of 63 bits, from the probe's seed and the copy's place in the
+    plan.
+    """
     text = repr((seed, *where)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -75,7 +79,8 @@ def fill(block: Any, seed: int) -> Any:
 def make_values(elements: Any) -> None:
     """Turn random bits into values of their dtype, in place, where not all bits are one.
 
-    A bool is 0 or 1. A float is finite: hardware may rewrite the bits of a NaN that passes a kernel.
+    A bool is 0 or 1. A float is finite: hardware may rewrite the bits of a NaN that passes a
+    kernel.
     """
     if elements.dtype is torch.bool:
         elements.view(torch.uint8).bitwise_and_(1)
@@ -86,7 +91,9 @@ def make_values(elements: Any) -> None:
 
 
 def small_integers(block: Any, dtype: str, seed: int) -> Any:
-    """Return as many whole numbers from 0 to 127 as the block has bytes; every dtype but bool holds them exactly."""
+    """Return as many whole numbers from 0 to 127 as the block has bytes; every dtype but bool holds
+    them exactly.
+    """
     return fill(block, seed).bitwise_and_(127).to(dtype_of(dtype))
 
 
@@ -96,11 +103,17 @@ def bits(tensor: Any) -> Any:
 
 
 def _parts(one: Any, other: Any) -> tuple[tuple[Any, Any], ...]:
-    """Return two blocks of bytes piece by piece: as 64-bit words, which compare six times as fast, then the rest."""
+    """Return two blocks of bytes piece by piece: as 64-bit words, which compare six times as fast,
+    then the rest.
+    """
     aligned = one.storage_offset() % 8 == other.storage_offset() % 8 == 0
     whole = one.numel() // 8 * 8 if aligned else 0
     rest = (one[whole:], other[whole:])
-    return ((one[:whole].view(torch.int64), other[:whole].view(torch.int64)), rest) if whole else (rest,)
+    return (
+        ((one[:whole].view(torch.int64), other[:whole].view(torch.int64)), rest)
+        if whole
+        else (rest,)
+    )
 
 
 def same(one: Any, other: Any) -> bool:
@@ -109,7 +122,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def compared(one: Any, other: Any) -> Any:
-    """Queue a comparison of two blocks on their device, and return what it will give: a tensor of one bool.
+    """Queue a comparison of two blocks on their device, and return what it will give: a tensor of
+    one bool.
 
     Large blocks are compared in parts, which keeps what a comparison needs next to them small.
     """
@@ -136,17 +150,20 @@ def free_memory(index: int) -> int | None:
     if query is None:
         return None
     free = int(query(index)[0])
-    reserved, allocated = (getattr(module, f"memory_{word}", None) for word in ("reserved", "allocated"))
+    reserved, allocated = (
+        getattr(module, f"memory_{word}", None) for word in ("reserved", "allocated")
+    )
     if reserved is None or allocated is None:
         return free
     return free + max(int(reserved(index)) - int(allocated(index)), 0)
 
 
 class Memory:
-    """Blocks of bytes on the host and on devices. ``role``: their purpose; a block serves one role at a time.
+    """Blocks of bytes on the host and on devices. ``role``: their purpose; a block serves one role
+    at a time.
 
-    Large ones are kept and used again: to map and clear 64 MiB takes longer than to fill it. Nothing of what they held
-    is ever relied on: every block is filled anew before a copy.
+    Large ones are kept and used again: to map and clear 64 MiB takes longer than to fill it.
+    Nothing of what they held is ever relied on: every block is filled anew before a copy.
     """
 
     def __init__(self) -> None:
@@ -177,9 +194,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """A kind of damage; ``first_offset``: the first wrong byte, counted from the start of the payload.
+    """A kind of damage; ``first_offset``: the first wrong byte, counted from the start of the
+    payload.
 
-    None where no byte of the payload is wrong in the end: it came late, or the memory next to it was written.
+    None where no byte of the payload is wrong in the end: it came late, or the memory next to it
+    was written.
     """
 
     kind: Kind
@@ -191,7 +210,8 @@ _FLIPPED_BITS = 8
 """At most so many wrong bits count as flipped ones."""
 
 _BLOCK = 64
-"""Bytes. Two wrong bytes this near belong to one run: a lost byte is right by chance once in 256."""
+"""Bytes. Two wrong bytes this near belong to one run: a lost byte is right by chance once in 256.
+"""
 
 _NEEDLE = 32
 """Bytes of the payload that are looked for at another place."""
@@ -203,12 +223,14 @@ _REACH = 1 << 20
 def classify(
     arrived: Any, sent: Any, *, held: Any | None = None, earlier: Sequence[Any] = ()
 ) -> Damage | None:
-    """Return what is wrong with ``arrived``, or None when it equals ``sent``. All are uint8, flat and on the host.
+    """Return what is wrong with ``arrived``, or None when it equals ``sent``. All are uint8, flat
+    and on the host.
 
-    Random payloads make the answer unambiguous from some dozens of bytes on: a piece of one is found at another place
-    only if it was moved there.
+    Random payloads make the answer unambiguous from some dozens of bytes on: a piece of one is
+    found at another place only if it was moved there.
 
-    ``held``: what the destination held before. ``earlier``: payloads, or their beginnings, that the same pair carried.
+    ``held``: what the destination held before. ``earlier``: payloads, or their beginnings, that the
+    same pair carried.
     """
     wrong = arrived != sent
     count = int(wrong.sum())
@@ -216,12 +238,20 @@ def classify(
         return None
     first = int(wrong.to(torch.uint8).argmax())
     return Damage(
-        kind=_kind(arrived, sent, held, earlier, wrong, first, count), first_offset=first, wrong_bytes=count
+        kind=_kind(arrived, sent, held, earlier, wrong, first, count),
+        first_offset=first,
+        wrong_bytes=count,
     )
 
 
 def _kind(
-    arrived: Any, sent: Any, held: Any | None, earlier: Sequence[Any], wrong: Any, first: int, count: int
+    arrived: Any,
+    sent: Any,
+    held: Any | None,
+    earlier: Sequence[Any],
+    wrong: Any,
+    first: int,
+    count: int,
 ) -> Kind:
     if held is not None and torch.equal(arrived, held):
         return Kind.UNWRITTEN

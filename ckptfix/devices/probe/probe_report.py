@@ -27,9 +27,10 @@ SAMPLED = "sample"
 class Verdict(Enum):
     """State of the copies of one ordered pair of devices.
 
-    HEALTHY: every copy that the plan holds was made and arrived bit for bit; no more than that. WRONG: a copy delivered
-    other bytes, delivered them late, raised, or killed the process. HANG: a copy did not end. INCONCLUSIVE: not all of
-    the plan was done, so nothing is proven. UNUSABLE: a device of the pair fails in its own exchange with the host.
+    HEALTHY: every copy that the plan holds was made and arrived bit for bit; no more than that.
+    WRONG: a copy delivered other bytes, delivered them late, raised, or killed the process. HANG: a
+    copy did not end. INCONCLUSIVE: not all of the plan was done, so nothing is proven. UNUSABLE: a
+    device of the pair fails in its own exchange with the host.
     """
 
     HEALTHY = "healthy"
@@ -62,7 +63,9 @@ _PROVING = (Verdict.HEALTHY, Verdict.INCONCLUSIVE)
 
 
 def seconds_since_boot() -> float:
-    """Return a time that can be compared with others of the same boot, whatever is done to the calendar."""
+    """Return a time that can be compared with others of the same boot, whatever is done to the
+    calendar.
+    """
     return time.clock_gettime(_SINCE_BOOT)
 
 
@@ -70,16 +73,19 @@ def seconds_since_boot() -> float:
 class PairReport:
     """One ordered pair of devices.
 
-    ``kind``: of the damage, in words ("zeros", "late", ...); "" where there is none. ``first_offset``: its first wrong
-    byte, from the start of the payload. ``trials``: copies made and compared, ``failures``: those that were wrong.
-    ``seed``: of the whole probe; the same seed sends the same bits in the same order. ``detail``: what the verdict
-    rests on. ``peer_access``: whether the driver offers it; None where torch cannot tell. ``plan``: the name of what
-    was to be exercised, "full" for the strictest. ``blind``: something in the environment hid faults from the probe.
+    ``kind``: of the damage, in words ("zeros", "late", ...); "" where there is none.
+    ``first_offset``: its first wrong byte, from the start of the payload. ``trials``: copies made
+    and compared, ``failures``: those that were wrong. ``seed``: of the whole probe; the same seed
+    sends the same bits in the same order. ``detail``: what the verdict rests on. ``peer_access``:
+    whether the driver offers it; None where torch cannot tell. ``plan``: the name of what was to be
+    exercised, "full" for the strictest. ``blind``: something in the environment hid faults from the
+    probe.
 
-    ``done``: cases of each section that were done and need not be done again, by the section's name. ``tried``: the
-    copies of each kind, by the seed of the probe that made them: probes with different seeds sent different bits, so
-    their copies add up, and one that is counted twice is counted once. ``began`` and ``measured``: when the probe that
-    gave the verdict began, and when copies were made last, in seconds since the boot; 0 where that is not known.
+    ``done``: cases of each section that were done and need not be done again, by the section's
+    name. ``tried``: the copies of each kind, by the seed of the probe that made them: probes with
+    different seeds sent different bits, so their copies add up, and one that is counted twice is
+    counted once. ``began`` and ``measured``: when the probe that gave the verdict began, and when
+    copies were made last, in seconds since the boot; 0 where that is not known.
     """
 
     pair: Pair
@@ -106,19 +112,25 @@ class PairReport:
         return total
 
     def over(self, older: PairReport | None) -> PairReport | None:
-        """Return the report of a pair from now on, with ``older`` as the one so far (None: no report).
+        """Return the report of a pair from now on, with ``older`` as the one so far (None: no
+        report).
 
-        What is proven stays: an inconclusive probe changes no verdict. What several probes did of a plan adds
-        up, whatever the order in which they are taken in. Damage that was seen once, by chance perhaps, stays
-        until a full plan that began later finds the pair healthy: of two probes that run at once and differ,
-        the one that saw it is right. A blind probe proves nothing, and a sample nothing that was not proven
-        before.
+        What is proven stays: an inconclusive probe changes no verdict. What several probes did of a
+        plan adds up, whatever the order in which they are taken in. Damage that was seen once, by
+        chance perhaps, stays until a full plan that began later finds the pair healthy: of two
+        probes that run at once and differ, the one that saw it is right. A blind probe proves
+        nothing, and a sample nothing that was not proven before.
         """
         if older is not None and older._is_damage:
             if self.verdict in _PROVING:
                 return self if self._is_strict_proof and self.began >= older.measured else older
             return self if self._is_damage and self.measured >= older.measured else older
-        if older is not None and self._is_damage and older._is_strict_proof and older.began > self.measured:
+        if (
+            older is not None
+            and self._is_damage
+            and older._is_strict_proof
+            and older.began > self.measured
+        ):
             return older
         if self.verdict not in _PROVING:
             return self
@@ -140,14 +152,18 @@ class PairReport:
         best, other = (self, older) if self._weight >= older._weight else (older, self)
         tried = {
             seed: max(
-                (one.tried.get(seed, {}) for one in (older, self)), key=lambda counts: sum(counts.values())
+                (one.tried.get(seed, {}) for one in (older, self)),
+                key=lambda counts: sum(counts.values()),
             )
             for seed in {**older.tried, **self.tried}
         }
         done = {
-            name: max(best.done.get(name, 0), other.done.get(name, 0)) for name in {**best.done, **other.done}
+            name: max(best.done.get(name, 0), other.done.get(name, 0))
+            for name in {**best.done, **other.done}
         }
-        measured = max(best.measured, other.measured) if best.verdict is other.verdict else best.measured
+        measured = (
+            max(best.measured, other.measured) if best.verdict is other.verdict else best.measured
+        )
         began = max(best.began, other.began) if best._weight == other._weight else best.began
         trials = max(best.trials, other.trials)
         return replace(best, trials=trials, done=done, tried=tried, began=began, measured=measured)
@@ -175,7 +191,9 @@ class PairReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PairReport:
-        """Return the report that ``to_json`` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the report that ``to_json`` gave. Raises KeyError, TypeError or ValueError for
+        anything else.
+        """
         source, destination = (int(index) for index in values["pair"])
         offset, access = values["first_offset"], values["peer_access"]
         return cls(
@@ -201,10 +219,11 @@ class PairReport:
 class ProbeReport:
     """All ordered pairs. ``str()`` is a matrix, what is behind it, and what was not exercised.
 
-    ``seconds``: of measuring; ``starting``: seconds that starting the worker took on top. ``devices``: their names, by
-    index. ``identity``: hardware, driver, boot and torch that the verdicts hold for; empty where they cannot be told
-    from others, so that nothing of it may be remembered. ``hosts``: devices whose own exchange with the host was
-    proven, and when, in seconds since the boot.
+    ``seconds``: of measuring; ``starting``: seconds that starting the worker took on top.
+    ``devices``: their names, by index. ``identity``: hardware, driver, boot and torch that the
+    verdicts hold for; empty where they cannot be told from others, so that nothing of it may be
+    remembered. ``hosts``: devices whose own exchange with the host was proven, and when, in seconds
+    since the boot.
     """
 
     pairs: Mapping[Pair, PairReport]
@@ -224,11 +243,15 @@ class ProbeReport:
 
     @property
     def unproven(self) -> frozenset[Pair]:
-        """The pairs that are anything but HEALTHY: those that a safe transfer takes through the host."""
+        """The pairs that are anything but HEALTHY: those that a safe transfer takes through the
+        host.
+        """
         return frozenset(self.pairs) - self.with_verdict(Verdict.HEALTHY)
 
     def renewed_by(self, newer: ProbeReport) -> ProbeReport:
-        """Return what is known with ``newer`` taken in: of each pair what ``PairReport.over`` says."""
+        """Return what is known with ``newer`` taken in: of each pair what ``PairReport.over``
+        says.
+        """
         pairs = dict(self.pairs)
         for pair, report in newer.pairs.items():
             now = report.over(pairs.get(pair))
@@ -250,21 +273,30 @@ class ProbeReport:
     def only(self, pairs: Iterable[Pair]) -> ProbeReport:
         """Return this report without all pairs but these."""
         wanted = frozenset(pairs)
-        return replace(self, pairs={pair: self.pairs[pair] for pair in self.pairs if pair in wanted})
+        return replace(
+            self, pairs={pair: self.pairs[pair] for pair in self.pairs if pair in wanted}
+        )
 
     def __repr__(self) -> str:
         counts = Counter(report.verdict.value for report in self.pairs.values())
         verdicts = ", ".join(f"{counts[one]} {one}" for one in counts)
-        return f"<ProbeReport {count_of(len(self.pairs), 'pair')}{f': {verdicts}' if verdicts else ''}>"
+        return (
+            "<ProbeReport "
+            f"{count_of(len(self.pairs), 'pair')}{f': {verdicts}' if verdicts else ''}>"
+        )
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterable[str]:
         if self.pairs:
-            yield from matrix({pair: one.kind or one.verdict.value for pair, one in self.pairs.items()})
+            yield from matrix(
+                {pair: one.kind or one.verdict.value for pair, one in self.pairs.items()}
+            )
             yield from (
-                str(report) for report in self.pairs.values() if report.verdict is not Verdict.HEALTHY
+                str(report)
+                for report in self.pairs.values()
+                if report.verdict is not Verdict.HEALTHY
             )
         if self.with_verdict(Verdict.HEALTHY):
             yield "healthy: the copies named here arrived bit for bit; no more than that is said"
@@ -290,7 +322,9 @@ class ProbeReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ProbeReport:
-        """Return the report that ``to_json`` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the report that ``to_json`` gave. Raises KeyError, TypeError or ValueError for
+        anything else.
+        """
         reports = tuple(PairReport.from_json(item) for item in values["pairs"])
         return cls(
             pairs={report.pair: report for report in reports},

@@ -1,10 +1,11 @@
-"""The order in which a probe does its work within its budget, and the verdict on each pair that follows.
+"""The order in which a probe does its work within its budget, and the verdict on each pair that
+follows.
 
-Every device is proven first, then all pairs get a first look, and then they are finished, some at a time: where the
-time is too short for all, some are settled, and the next probe goes on where this one ended. Pairs that have no device
-in common make their large copies at once. What needs several pairs comes then; the full plan keeps a fifth of the time
-for it, and what is left of that goes to pairs again. Large copies are then made once more, with other bits, until half
-of the time is spent.
+Every device is proven first, then all pairs get a first look, and then they are finished, some at a
+time: where the time is too short for all, some are settled, and the next probe goes on where this
+one ended. Pairs that have no device in common make their large copies at once. What needs several
+pairs comes then; the full plan keeps a fifth of the time for it, and what is left of that goes to
+pairs again. Large copies are then made once more, with other bits, until half of the time is spent.
 """
 
 import time
@@ -26,12 +27,15 @@ _TELLING = 4 * 4096
 """Bytes from which the kind of damage is certain: in fewer, two lost pages are one."""
 
 KILLED = "SIGKILL"
-"""The signal with which the kernel ends a process when the host has no memory left: no evidence against a pair."""
+"""The signal with which the kernel ends a process when the host has no memory left: no evidence
+against a pair.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class PairRecord:
-    """One pair. ``done``: cases of each section that were done, by this probe or by ``earlier`` ones.
+    """One pair. ``done``: cases of each section that were done, by this probe or by ``earlier``
+    ones.
 
     ``doubt``: why nothing can be proven. ``tried``: the trials of this probe, by ``Case.kind``.
     """
@@ -68,7 +72,8 @@ class PairRecord:
     def is_enough(self, plan: Plan) -> bool:
         """Return whether the pair is proven if nothing speaks against it.
 
-        A pair that was finished before, and is asked for again, was in doubt: without a copy more it still is.
+        A pair that was finished before, and is asked for again, was in doubt: without a copy more
+        it still is.
         """
         return self.trials > 0 and self.finished(plan)
 
@@ -113,7 +118,9 @@ class PairRecord:
         began: float = 0.0,
         measured: float = 0.0,
     ) -> PairReport:
-        """Return the verdict. ``unusable``: what is wrong with a device of the pair; the rest: see ``PairReport``."""
+        """Return the verdict. ``unusable``: what is wrong with a device of the pair; the rest: see
+        ``PairReport``.
+        """
         verdict, kind, offset, detail = self._verdict(plan, unusable)
         proving = verdict in (Verdict.HEALTHY, Verdict.INCONCLUSIVE) and not blind
         before = dict(self.earlier.tried) if self.earlier is not None and proving else {}
@@ -155,28 +162,37 @@ class PairRecord:
                 Verdict.INCONCLUSIVE,
                 "",
                 None,
-                f"only {self._all_trials} copies before the time was up, all right; the next probe goes on from there",
+                (
+                    f"only {self._all_trials} copies before the time was up, all right; the next "
+                    "probe goes on from there"
+                ),
             )
         return Verdict.HEALTHY, "", None, f"{self._all_trials} copies, all right"
 
     def _most_telling(self) -> Failure:
-        """Return the first failure of the kind that most failures are of, small payloads left aside."""
+        """Return the first failure of the kind that most failures are of, small payloads left
+        aside.
+        """
         told = [failure for failure in self.failures if failure.size >= _TELLING] or self.failures
         kind, _ = Counter(failure.kind for failure in told).most_common(1)[0]
         return next(failure for failure in told if failure.kind == kind)
 
 
 _FOR_MORE = 0.5
-"""The share of the time after which large copies are not repeated: nobody waits long for a healthy answer."""
+"""The share of the time after which large copies are not repeated: nobody waits long for a healthy
+answer.
+"""
 
 _WHERE_IT_WORKS = (
-    ". If only one process may use the device, measure in that one: probe_peer_copies(in_process=True), or before it "
-    "starts: ckptfix doctor --peer-copies"
+    ". If only one process may use the device, measure in that one: "
+    "probe_peer_copies(in_process=True), or before it starts: ckptfix doctor --peer-copies"
 )
 
 
 class Bench(Protocol):
-    """A place where tasks are done: a worker, or this process. ``starting``: seconds that starting took so far."""
+    """A place where tasks are done: a worker, or this process. ``starting``: seconds that starting
+    took so far.
+    """
 
     starting: float
 
@@ -194,8 +210,8 @@ class Bench(Protocol):
 class Measurements:
     """Results of a probe before they become verdicts.
 
-    ``unusable``: what is wrong, by device. ``triples``: the number of all chains. ``proven``: devices whose exchange
-    with the host was proven by this probe.
+    ``unusable``: what is wrong, by device. ``triples``: the number of all chains. ``proven``:
+    devices whose exchange with the host was proven by this probe.
     """
 
     records: dict[Pair, PairRecord]
@@ -251,7 +267,9 @@ class Schedule:
     def run(self) -> Measurements:
         """Do what the budget allows."""
         try:
-            for index in sorted({index for pair in self.found.records for index in pair} - self._proven):
+            for index in sorted(
+                {index for pair in self.found.records for index in pair} - self._proven
+            ):
                 self._host(index)
             self._sections(slice(0, 1), 1.0, together=False)
             self._sections(slice(1, None), self._plan.single)
@@ -308,10 +326,15 @@ class Schedule:
             self.found.proven.add(index)
             return
         where = f"device {index}: {outcome.stage or 'starting'}: {outcome.message}"
-        if outcome.ending is not Ending.NO_MEMORY and outcome.trials and KILLED not in outcome.message:
+        if (
+            outcome.ending is not Ending.NO_MEMORY
+            and outcome.trials
+            and KILLED not in outcome.message
+        ):
             self.found.unusable[index] = where
             return
-        # It never worked, which may be this moment's fault: another process has it for itself, or it starts slowly.
+        # It never worked, which may be this moment's fault: another process has it for itself, or
+        # it starts slowly.
         advice = "" if outcome.ending is Ending.NO_MEMORY else _WHERE_IT_WORKS
         for pair, record in self.found.records.items():
             if index in pair:
@@ -323,7 +346,9 @@ class Schedule:
             for number in numbers:
                 section = self._plan.sections[number]
                 waiting = [pair for pair in wave if self.found.records[pair].left(section)]
-                for start in sorted({self.found.records[pair].done.get(section.name, 0) for pair in waiting}):
+                for start in sorted(
+                    {self.found.records[pair].done.get(section.name, 0) for pair in waiting}
+                ):
                     alike = [
                         pair
                         for pair in waiting
@@ -332,21 +357,30 @@ class Schedule:
                     ]
                     self._section(number, alike, start, share)
 
-    def _section(self, number: int, pairs: Sequence[Pair], start: int, share: float, again: int = 0) -> None:
-        """Have a section done by all of these pairs at once where it is one of large copies, else one by one."""
+    def _section(
+        self, number: int, pairs: Sequence[Pair], start: int, share: float, again: int = 0
+    ) -> None:
+        """Have a section done by all of these pairs at once where it is one of large copies, else
+        one by one.
+        """
         section = self._plan.sections[number]
-        groups = [tuple(pairs)] if section.is_large and len(pairs) > 1 else [(pair,) for pair in pairs]
+        groups = (
+            [tuple(pairs)] if section.is_large and len(pairs) > 1 else [(pair,) for pair in pairs]
+        )
         for group in groups:
             if self._left(share) <= 0:
                 return
-            outcome = self._ask(Work.SECTION, group, section=number, start=start, again=again, share=share)
+            outcome = self._ask(
+                Work.SECTION, group, section=number, start=start, again=again, share=share
+            )
             if len(group) == 1 or (
                 outcome.ending in (Ending.DONE, Ending.OUT_OF_TIME) and outcome.unusable < 0
             ):
                 for pair in group:
                     self.found.records[pair].add(outcome, section)
                 continue
-            # One pair of the group is to blame: asked alone, each answers for itself. What was wrong already stays so.
+            # One pair of the group is to blame: asked alone, each answers for itself. What was
+            # wrong already stays so.
             for pair in group:
                 self.found.records[pair].add_failures(outcome)
             for pair in group:
@@ -354,17 +388,25 @@ class Schedule:
                     self._section(number, (pair,), start, share, again)
             if outcome.ending in BAD_ENDINGS and all(self.found.open(pair) for pair in group):
                 for pair in group:  # nobody is to blame, or there was no time to find out
-                    self.found.records[pair].doubt = f"{outcome.stage or 'several pairs'}: {outcome.message}"
+                    self.found.records[
+                        pair
+                    ].doubt = f"{outcome.stage or 'several pairs'}: {outcome.message}"
 
     def _again(self) -> None:
         large = [number for number, section in enumerate(self._plan.sections) if section.is_large]
-        finished = [pair for pair, record in self.found.records.items() if record.finished(self._plan)]
+        finished = [
+            pair for pair, record in self.found.records.items() if record.finished(self._plan)
+        ]
         for again in range(1, self._plan.again + 1):
             for wave in _waves(finished):
                 for number in large:
                     if self._left(_FOR_MORE) > 0:
                         self._section(
-                            number, [pair for pair in wave if self.found.open(pair)], 0, _FOR_MORE, again
+                            number,
+                            [pair for pair in wave if self.found.open(pair)],
+                            0,
+                            _FOR_MORE,
+                            again,
                         )
 
     def _together(self) -> None:
@@ -387,9 +429,13 @@ class Schedule:
                 self.found.chains += outcome.ending is Ending.DONE
 
     def _take_in(self, outcome: TaskResult, pairs: tuple[Pair, ...]) -> None:
-        """Note what copies that depend on each other showed: a failure names its pair, a bad end does not."""
+        """Note what copies that depend on each other showed: a failure names its pair, a bad end
+        does not.
+        """
         if outcome.ending is Ending.NO_MEMORY:
-            self.found.left_out[f"{outcome.stage or 'several pairs at once'}: {outcome.message}"] = None
+            self.found.left_out[
+                f"{outcome.stage or 'several pairs at once'}: {outcome.message}"
+            ] = None
             return
         for pair in pairs:
             record = self.found.records[pair]
@@ -399,7 +445,9 @@ class Schedule:
 
 
 def _waves(pairs: Sequence[Pair], *, together: bool = True) -> Iterator[tuple[Pair, ...]]:
-    """Yield all pairs, in groups in which no two have a device in common; one by one if not ``together``."""
+    """Yield all pairs, in groups in which no two have a device in common; one by one if not
+    ``together``.
+    """
     waiting = list(pairs)
     while waiting:
         wave: list[Pair] = []

@@ -31,8 +31,8 @@ class Work(Enum):
 class Task:
     """A piece of work. ``section``: its place in the plan, only for SECTION, as all that follows.
 
-    ``start``: the cases of the section that were done before; ``again``: the number of a repetition with other bits.
-    Several pairs, of a section of large copies alone, have no device in common.
+    ``start``: the cases of the section that were done before; ``again``: the number of a repetition
+    with other bits. Several pairs, of a section of large copies alone, have no device in common.
     """
 
     work: Work
@@ -71,7 +71,9 @@ BAD_ENDINGS = (Ending.RAISED, Ending.DIED, Ending.HUNG)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One copy that was wrong. ``kind``: see ``damage.Kind``; ``size``: bytes of the payload; ``case``: in words."""
+    """One copy that was wrong. ``kind``: see ``damage.Kind``; ``size``: bytes of the payload;
+    ``case``: in words.
+    """
 
     pair: Pair
     kind: str
@@ -97,11 +99,12 @@ class Failure:
 class TaskResult:
     """Result of a task.
 
-    ``trials``: copies made and compared, for each pair. ``unusable``: the device whose exchange with the host was
-    found wrong, -1 for none. ``stage``: the copy that was under way when it ended badly; "" when none was.
-    ``message``: why it ended so. ``left_out``: cases that this machine cannot do. ``unpoisoned``: copies by ``to()``
-    whose memory was not the block that had been filled before. ``done``: cases of the section that need not be done
-    again. ``tried``: the trials of sections, by ``Case.kind``.
+    ``trials``: copies made and compared, for each pair. ``unusable``: the device whose exchange
+    with the host was found wrong, -1 for none. ``stage``: the copy that was under way when it ended
+    badly; "" when none was. ``message``: why it ended so. ``left_out``: cases that this machine
+    cannot do. ``unpoisoned``: copies by ``to()`` whose memory was not the block that had been
+    filled before. ``done``: cases of the section that need not be done again. ``tried``: the trials
+    of sections, by ``Case.kind``.
     """
 
     ending: Ending

@@ -1,12 +1,14 @@
-"""One copy over one ordered pair: poisoned before, compared twice after, and judged against the host's own path.
+"""One copy over one ordered pair: poisoned before, compared twice after, and judged against the
+host's own path.
 
-The destination's memory first holds the complement of what will arrive, in the very block that the copy writes to: a
-caching allocator hands back blocks that still hold the right bytes, and then a copy that writes nothing looks right.
-The first comparison is a kernel, queued on the destination behind the copy before the host waits for anything: it sees
-a late arrival. The second is the host's, against the bits that it sent.
+The destination's memory first holds the complement of what will arrive, in the very block that the
+copy writes to: a caching allocator hands back blocks that still hold the right bytes, and then a
+copy that writes nothing looks right. The first comparison is a kernel, queued on the destination
+behind the copy before the host waits for anything: it sees a late arrival. The second is the
+host's, against the bits that it sent.
 
-All that the probe knows of a pair comes over each device's own exchange with the host, so that is proven first. When a
-copy is wrong, it is proven once more, before the pair is blamed.
+All that the probe knows of a pair comes over each device's own exchange with the host, so that is
+proven first. When a copy is wrong, it is proven once more, before the pair is blamed.
 """
 
 from collections import deque
@@ -41,7 +43,9 @@ _KERNELS_BEFORE = 8
 
 
 class UnusableDevice(CkptfixError):
-    """The device ``index`` fails in its own exchange with the host, so nothing can be said about its pairs."""
+    """The device ``index`` fails in its own exchange with the host, so nothing can be said about
+    its pairs.
+    """
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(f"device {index}: {reason}")
@@ -49,7 +53,9 @@ class UnusableDevice(CkptfixError):
 
 
 def prove(index: int, seed: int, memory: Memory, announce: Announce) -> Iterator[None]:
-    """Send bytes to a device and back, and yield after each time. Raises UnusableDevice when others come back."""
+    """Send bytes to a device and back, and yield after each time. Raises UnusableDevice when others
+    come back.
+    """
     for number, size in enumerate(_SIZES):
         announce(f"host round trip of {exact_size(size)}")
         _round_trip(index, size, payload.seed_of(seed, "host", index, number), memory)
@@ -83,7 +89,8 @@ def _round_trip(index: int, size: int, seed: int, memory: Memory) -> None:
     if not same(back, sent):
         wrong = int((back != sent).sum())
         raise UnusableDevice(
-            index, f"{wrong} of {exact_size(size)} are wrong after a round trip from the host and back"
+            index,
+            f"{wrong} of {exact_size(size)} are wrong after a round trip from the host and back",
         )
     if not seen:
         raise UnusableDevice(
@@ -93,12 +100,13 @@ def _round_trip(index: int, size: int, seed: int, memory: Memory) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Copy:
-    """One copy that was queued, and what proves it: blocks of bytes on both devices and on the host.
+    """One copy that was queued, and what proves it: blocks of bytes on both devices and on the
+    host.
 
-    ``case``: in words; ``size``: bytes of its payload. ``source`` on the source device is what the host ``sent`` there.
-    ``block`` is the destination; ``reference`` on the destination device and ``expected`` on the host are what it
-    should be. ``seen``: the comparison by a kernel queued behind the copy; ``in_time``: its result. ``arrived``: what
-    the host read of the block.
+    ``case``: in words; ``size``: bytes of its payload. ``source`` on the source device is what the
+    host ``sent`` there. ``block`` is the destination; ``reference`` on the destination device and
+    ``expected`` on the host are what it should be. ``seen``: the comparison by a kernel queued
+    behind the copy; ``in_time``: its result. ``arrived``: what the host read of the block.
     """
 
     pair: Pair
@@ -114,17 +122,20 @@ class Copy:
     arrived: Any = None
 
     def read_back(self, memory: Any) -> None:
-        """Wait for the copy, and read what arrived into memory of the host that holds no right byte."""
+        """Wait for the copy, and read what arrived into memory of the host that holds no right
+        byte.
+        """
         self.in_time = bool(self.seen)
         self.arrived = memory.copy_(self.block)
 
     def failure(
         self, earlier: Sequence[Any] = (), payload_of: Callable[[Any], Any] = lambda block: block
     ) -> Failure | None:
-        """Return what is wrong, or None. ``payload_of``: gives the payload's bytes in a block of the destination.
+        """Return what is wrong, or None. ``payload_of``: gives the payload's bytes in a block of
+        the destination.
 
-        ``earlier``: payloads that the pair carried before. Raises UnusableDevice when it is a device that lost bytes on
-        their way from or to the host.
+        ``earlier``: payloads that the pair carried before. Raises UnusableDevice when it is a
+        device that lost bytes on their way from or to the host.
         """
         if self.in_time and same(self.arrived, self.expected):
             return None
@@ -148,7 +159,9 @@ class Copy:
 
 
 class Sent(NamedTuple):
-    """One payload on the host: the source's elements, and the destination's block before and after the copy."""
+    """One payload on the host: the source's elements, and the destination's block before and after
+    the copy.
+    """
 
     source: Any
     before: Any
@@ -157,7 +170,9 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landing:
-    """The part of a block where the payload lands: past a guard, and in every second element where ``strided``."""
+    """The part of a block where the payload lands: past a guard, and in every second element where
+    ``strided``.
+    """
 
     case: Case
 
@@ -196,12 +211,15 @@ class Landing:
 
 
 class PairTrials:
-    """Copies over one ordered pair. ``announce`` gets a case before its copy, and None when all bytes are back.
+    """Copies over one ordered pair. ``announce`` gets a case before its copy, and None when all
+    bytes are back.
 
     ``earlier`` remembers what this pair carried.
     """
 
-    def __init__(self, pair: Pair, memory: Memory, earlier: "deque[Any]", announce: Announce) -> None:
+    def __init__(
+        self, pair: Pair, memory: Memory, earlier: "deque[Any]", announce: Announce
+    ) -> None:
         self.pair = pair
         self._memory = memory
         self.source, self.destination = (device(index) for index in pair)
@@ -212,7 +230,8 @@ class PairTrials:
     def run(self, case: Case, seed: int) -> Failure | None:
         """Make one copy and return what is wrong with it, or None.
 
-        Raises UnusableDevice when it is a device's exchange with the host that is wrong, and whatever the copy raises.
+        Raises UnusableDevice when it is a device's exchange with the host that is wrong, and
+        whatever the copy raises.
         """
         landing = Landing(case=case)
         sent = _sent(landing, seed, self._memory)
@@ -230,8 +249,9 @@ class PairTrials:
                 landing.view(block).copy_(source, non_blocking=case.route is Route.NON_BLOCKING)
             seen = compared(block, reference)
         copy = Copy(
-            pair=self.pair, case=str(case), size=case.size, source=bits(source), sent=bits(sent.source),
-            block=block, reference=reference, expected=sent.after, seen=seen,
+            pair=self.pair, case=str(case), size=case.size, source=bits(source),
+            sent=bits(sent.source), block=block, reference=reference, expected=sent.after,
+            seen=seen,
         )  # fmt: skip
         copy.read_back(sent.before)
         self._announce(None)
@@ -240,7 +260,9 @@ class PairTrials:
         return failure
 
     def _poisoned(self, landing: Landing, before: Any) -> Any:
-        """Return the destination's block; for ``to()``, one that the allocator will hand out again at once."""
+        """Return the destination's block; for ``to()``, one that the allocator will hand out again
+        at once.
+        """
         if landing.is_all:
             return before.to(self.destination)
         return self._memory.upload(before, self.destination, "block")
@@ -276,7 +298,9 @@ def _sent(landing: Landing, seed: int, memory: Memory) -> Sent:
     after = payload.fill(memory.on_host(landing.size, "after"), seed)
     elements = landing.view(after)
     if case.source_dtype:
-        source = payload.small_integers(memory.on_host(case.count, "integers"), case.source_dtype, seed)
+        source = payload.small_integers(
+            memory.on_host(case.count, "integers"), case.source_dtype, seed
+        )
         elements.copy_(source)
     else:
         payload.make_values(elements)

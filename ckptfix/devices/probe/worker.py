@@ -1,8 +1,10 @@
-"""The process that measures, in which a broken pair may hang or end it; the one that asked goes on with the others.
+"""The process that measures, in which a broken pair may hang or end it; the one that asked goes on
+with the others.
 
-It reads one task for each line of its standard input, and answers in lines of JSON: ``{"stage": words}`` before
-whatever may hang, ``{"stage": null}`` after it, ``{"outcome": ...}`` at the end of the task. It never outlives whoever
-started it. ``InProcess`` does the same tasks in the caller's own process.
+It reads one task for each line of its standard input, and answers in lines of JSON: ``{"stage":
+words}`` before whatever may hang, ``{"stage": null}`` after it, ``{"outcome": ...}`` at the end of
+the task. It never outlives whoever started it. ``InProcess`` does the same tasks in the caller's
+own process.
 """
 
 import json
@@ -21,7 +23,15 @@ from typing_extensions import assert_never
 
 from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe import payload
-from ckptfix.devices.probe.bulk import NoRoom, Row, all_at_once, chain, next_batch, run_batch, run_large
+from ckptfix.devices.probe.bulk import (
+    NoRoom,
+    Row,
+    all_at_once,
+    chain,
+    next_batch,
+    run_batch,
+    run_large,
+)
 from ckptfix.devices.probe.cases import PLANS, Case, Route, Section
 from ckptfix.devices.probe.payload import Memory
 from ckptfix.devices.probe.task import Announce, Ending, Failure, Task, TaskResult, Work
@@ -39,7 +49,11 @@ _ALWAYS_TAKEN = "uint8"
 def no_memory(error: BaseException) -> bool:
     """Return whether an error says that no memory is left, on a device or on the host."""
     said = str(error)
-    return "OutOfMemory" in type(error).__name__ or "out of memory" in said or "can't allocate memory" in said
+    return (
+        "OutOfMemory" in type(error).__name__
+        or "out of memory" in said
+        or "can't allocate memory" in said
+    )
 
 
 class Runner:
@@ -50,7 +64,9 @@ class Runner:
         self._stage = ""
         self._memory = Memory()
         self._long_row: Row | None = None
-        self._earlier: defaultdict[Pair, deque[Any]] = defaultdict(lambda: deque(maxlen=_KEPT_PAYLOADS))
+        self._earlier: defaultdict[Pair, deque[Any]] = defaultdict(
+            lambda: deque(maxlen=_KEPT_PAYLOADS)
+        )
         self._supported: dict[tuple[int, str], bool] = {}
 
     def run(self, task: Task, seconds: float) -> TaskResult:
@@ -81,7 +97,9 @@ class Runner:
         self._long_row = None
         accelerator = getattr(torch, "accelerator", None)
         module: Any = (
-            accelerator if hasattr(accelerator, "empty_cache") else torch.get_device_module(device_type())
+            accelerator
+            if hasattr(accelerator, "empty_cache")
+            else torch.get_device_module(device_type())
         )
         with suppress(RuntimeError):  # a device that was lost has nothing to give back
             module.empty_cache()
@@ -127,10 +145,15 @@ class Runner:
                 return Ending.OUT_OF_TIME
             possible = [case for case in cases if self._is_possible(case, pairs, progress)]
             seeds = [
-                payload.seed_of(task.seed, *pair, section.name, start, task.again) for pair in task.pairs
+                payload.seed_of(task.seed, *pair, section.name, start, task.again)
+                for pair in task.pairs
             ]
             try:
-                failures = self._copies(section, possible, task, pairs, seeds, progress) if possible else ()
+                failures = (
+                    self._copies(section, possible, task, pairs, seeds, progress)
+                    if possible
+                    else ()
+                )
             except NoRoom as error:
                 lacking = lacking or error
                 continue
@@ -164,12 +187,25 @@ class Runner:
             (case,) = cases
             wanted = [seed for pair, seed in zip(task.pairs, seeds, strict=True) if pair in pairs]
             return run_large(
-                case, pairs, self._row(task), wanted, self._memory, self._announce, self._earlier.__getitem__
+                case,
+                pairs,
+                self._row(task),
+                wanted,
+                self._memory,
+                self._announce,
+                self._earlier.__getitem__,
             )
         (pair,), (seed,) = pairs, seeds
         if section.batched:
             return run_batch(
-                cases, pair, self._row(task), seed, self._memory, self._announce, self._earlier[pair], ENOUGH
+                cases,
+                pair,
+                self._row(task),
+                seed,
+                self._memory,
+                self._announce,
+                self._earlier[pair],
+                ENOUGH,
             )
         on_pair = PairTrials(pair, self._memory, self._earlier[pair], self._announce)
         failure = on_pair.run(cases[0], seed)
@@ -197,7 +233,9 @@ class Runner:
         return ""
 
     def _takes(self, index: int, dtype: str) -> bool:
-        """Return whether a device can hold a dtype and copy it with a kernel of its own. Raises when it is lost."""
+        """Return whether a device can hold a dtype and copy it with a kernel of its own. Raises
+        when it is lost.
+        """
         key = (index, dtype)
         if key not in self._supported:
             self._supported[key] = True
@@ -211,7 +249,9 @@ class Runner:
 
 def _copy_on(index: int, dtype: str) -> None:
     elements = (
-        torch.zeros(32, dtype=torch.uint8, device="cpu").view(payload.dtype_of(dtype)).to(device(index))
+        torch.zeros(32, dtype=torch.uint8, device="cpu")
+        .view(payload.dtype_of(dtype))
+        .to(device(index))
     )
     elements.new_empty((elements.numel(), 2))[:, 0].copy_(elements)
 
@@ -273,7 +313,9 @@ class InProcess:
 
 
 def blinded() -> str:
-    """Return what in this process's environment hides faults from the probe; "" when nothing does."""
+    """Return what in this process's environment hides faults from the probe; "" when nothing
+    does.
+    """
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         return "late arrival: CUDA_LAUNCH_BLOCKING makes every copy wait for the one before"
     return ""
@@ -298,7 +340,9 @@ def main() -> None:
 
 
 def _own_channel() -> TextIO:
-    """Return the standard output as a channel of our own; what libraries print goes to the standard error."""
+    """Return the standard output as a channel of our own; what libraries print goes to the standard
+    error.
+    """
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return channel
@@ -308,7 +352,8 @@ def _end_with_the_parent(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
-        os._exit(1)  # a copy that hangs would keep this process, and the memory of its devices, for ever
+        # A copy that hangs would keep this process, and the memory of its devices, for ever.
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 

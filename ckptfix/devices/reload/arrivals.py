@@ -1,4 +1,6 @@
-"""Tensors compared with their file's bytes: as read, after the disk, on their device, one hop further."""
+"""Tensors compared with their file's bytes: as read, after the disk, on their device, one hop
+further.
+"""
 
 import hashlib
 import shutil
@@ -44,10 +46,11 @@ _SHOWN = 3
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Tensors that went one way: how many arrived with equal bytes, which did not, and which were not sent, and why.
+    """Tensors that went one way: how many arrived with equal bytes, which did not, and which were
+    not sent, and why.
 
-    ``what``: the way, in words. ``converted``: how many of the right ones are held in a wider dtype than the file's.
-    ``wrong``: a sentence for each tensor that failed.
+    ``what``: the way, in words. ``converted``: how many of the right ones are held in a wider dtype
+    than the file's. ``wrong``: a sentence for each tensor that failed.
     """
 
     subject: Subject
@@ -80,10 +83,16 @@ class Tally:
         if self.wrong:
             some = "; ".join(self.wrong[:_SHOWN])
             more = f"; and {len(self.wrong) - _SHOWN} more" if len(self.wrong) > _SHOWN else ""
-            text = f"{self.what}: {len(self.wrong)} of {count_of(total, 'tensor')} differ: {some}{more}"
+            text = (
+                f"{self.what}: {len(self.wrong)} of {count_of(total, 'tensor')} differ: "
+                f"{some}{more}"
+            )
             found.add(self.subject, Outcome.FAILED, text, is_transfer=self.is_transfer)
         elif total:
-            text = f"{self.what}: {count_of(total, 'tensor')} ({human_size(self.nbytes)}), {self._how()}"
+            text = (
+                f"{self.what}: {count_of(total, 'tensor')} ({human_size(self.nbytes)}), "
+                f"{self._how()}"
+            )
             found.add(
                 self.subject,
                 Outcome.PROVEN if self.nbytes else Outcome.NOT_EXERCISED,
@@ -112,7 +121,8 @@ Progress = Callable[[int], None]
 class Hops:
     """Copies of this checkpoint's tensors from accelerator to accelerator.
 
-    ``avoid``: pairs that hang or kill a process, which are not tried. ``made`` and ``wrong`` count tensors by pair.
+    ``avoid``: pairs that hang or kill a process, which are not tried. ``made`` and ``wrong`` count
+    tensors by pair.
     """
 
     count: int
@@ -126,8 +136,12 @@ class Hops:
     )
     _dead: set[int] = field(default_factory=set)
 
-    def make(self, name: str, tensor: torch.Tensor, expected: Callable[[], Iterator[Bytes]]) -> None:
-        """Copy a tensor that is on an accelerator to another, each time to the next one, and compare it there."""
+    def make(
+        self, name: str, tensor: torch.Tensor, expected: Callable[[], Iterator[Bytes]]
+    ) -> None:
+        """Copy a tensor that is on an accelerator to another, each time to the next one, and
+        compare it there.
+        """
         if not tensor.nbytes:
             return
         source = int(tensor.device.index or 0)
@@ -135,7 +149,9 @@ class Hops:
         pairs = [pair for pair in others if pair not in self.avoid and not self._dead & set(pair)]
         if not pairs:
             if others:
-                self.tally.skip(name, f"no copy from device {source} ends well enough to be tried again")
+                self.tally.skip(
+                    name, f"no copy from device {source} ends well enough to be tried again"
+                )
             return
         pair = min(pairs, key=lambda pair: self.made[pair])
         self.made[pair] += 1
@@ -151,7 +167,9 @@ class Hops:
             self.tally.differs(name, f"{pair[0]} -> {pair[1]}: {found}")
 
     def proofs(self) -> Proofs:
-        """Return the lines of the table; where there are several accelerators, there is always one."""
+        """Return the lines of the table; where there are several accelerators, there is always
+        one.
+        """
         found = self.tally.proofs()
         if not found and self.count > 1:
             text = f"{self.tally.what}: no tensor was on an accelerator"
@@ -159,7 +177,9 @@ class Hops:
         return found
 
     def look_for_dead(self) -> None:
-        """Find out which devices no longer answer, so that no pair is blamed for what happened before."""
+        """Find out which devices no longer answer, so that no pair is blamed for what happened
+        before.
+        """
         self._dead |= {index for index in range(self.count) if not answers(device(index))}
 
     def _failed(self, name: str, pair: Pair, error: RuntimeError) -> None:
@@ -175,7 +195,8 @@ class Hops:
 class ValueProofs:
     """The values of the weights, judged as ``verify --data`` judges them.
 
-    ``looked_at``: how many tensors with elements. ``has_nan``: one of them holds NaN. ``unread``: names of the others.
+    ``looked_at``: how many tensors with elements. ``has_nan``: one of them holds NaN. ``unread``:
+    names of the others.
     """
 
     findings: list[ValueFinding] = field(default_factory=list)
@@ -197,11 +218,15 @@ class ValueProofs:
         self.looked_at += sum(0 not in tensor.shape for tensor, _ in tensors)
         self.has_nan = self.has_nan or any(scan.nan for scan in scans.values())
         self.unread += [
-            weights.prefix + name for name in (*weights.tensors, *weights.opaque) if name not in scans
+            weights.prefix + name
+            for name in (*weights.tensors, *weights.opaque)
+            if name not in scans
         ]
 
     def proofs(self) -> Proofs:
-        """Return a line for each kind of problem, or that there is none, and one for what was not looked at."""
+        """Return a line for each kind of problem, or that there is none, and one for what was not
+        looked at.
+        """
         proofs = Proofs()
         by_kind: dict[tuple[str, Severity], list[str]] = {}
         for finding in self.findings:
@@ -213,8 +238,14 @@ class ValueProofs:
             outcome = Outcome.NOTE if is_note else Outcome.FAILED
             proofs.add(Subject.VALUES, outcome, text, advice="" if is_note else ADVICE[code])
         if self.looked_at and not any(proof.outcome is Outcome.FAILED for proof in proofs):
-            what = "values: no NaN, no Inf and no matrix of zeros in" if not by_kind else "values: read in"
-            proofs.add(Subject.VALUES, Outcome.PROVEN, f"{what} {count_of(self.looked_at, 'tensor')}")
+            what = (
+                "values: no NaN, no Inf and no matrix of zeros in"
+                if not by_kind
+                else "values: read in"
+            )
+            proofs.add(
+                Subject.VALUES, Outcome.PROVEN, f"{what} {count_of(self.looked_at, 'tensor')}"
+            )
         if self.unread:
             text = f"values of {count_of(len(self.unread), 'tensor')}: {list_names(self.unread)}"
             proofs.add(Subject.VALUES, Outcome.NOT_EXERCISED, text)
@@ -241,7 +272,9 @@ class FileProofs:
     def proofs(self) -> Proofs:
         """Return the lines of the table."""
         tallies = (self.read, self.offload, self.placement)
-        return Proofs([*self.values.proofs(), *(proof for tally in tallies for proof in tally.proofs())])
+        return Proofs(
+            [*self.values.proofs(), *(proof for tally in tallies for proof in tally.proofs())]
+        )
 
 
 def prove_files(
@@ -251,11 +284,12 @@ def prove_files(
     hops: Hops,
     progress: Progress,
 ) -> None:
-    """Read every tensor, and compare it with its file: as read, after the disk, and where ``placed`` puts it.
+    """Read every tensor, and compare it with its file: as read, after the disk, and where
+    ``placed`` puts it.
 
-    The values are looked at in the bytes that are compared anyway.
-    ``placed``: name -> device, None to leave devices out; tensors for the CPU and the disk go to device 0 and back,
-    as every forward pass takes them there. One tensor is in memory at a time. Raises OperationError, OSError.
+    The values are looked at in the bytes that are compared anyway. ``placed``: name -> device, None
+    to leave devices out; tensors for the CPU and the disk go to device 0 and back, as every forward
+    pass takes them there. One tensor is in memory at a time. Raises OperationError, OSError.
     """
     folder = Path(tempfile.mkdtemp(prefix="ckptfix-verify-"))
     scans: dict[str, Scan] = {}
@@ -295,10 +329,15 @@ def _scanned(blocks: Iterable[Bytes], scanner: Scanner) -> Iterator[Bytes]:
         yield block
 
 
-def _through_the_disk(name: str, value: torch.Tensor, folder: Path, tally: Tally, *, must: bool) -> None:
-    # A file that is mapped and grows beyond its disk ends the process, with SIGBUS; nothing is raised.
+def _through_the_disk(
+    name: str, value: torch.Tensor, folder: Path, tally: Tally, *, must: bool
+) -> None:
+    # A file that is mapped and grows beyond its disk ends the process, with SIGBUS; nothing is
+    # raised.
     if shutil.disk_usage(folder).free <= value.nbytes:
-        tally.skip(name, f"no room for it in {folder.parent}; next: set TMPDIR to a folder that has it")
+        tally.skip(
+            name, f"no room for it in {folder.parent}; next: set TMPDIR to a folder that has it"
+        )
         return
     # The file's own name for the tensor is never used: it could lead out of the folder.
     try:
@@ -357,7 +396,8 @@ class PlacedTensor(NamedTuple):
 
 
 Loaded = Mapping[str, bytes]
-"""Name in the model -> sha256 of its bytes on the CPU, for the tensors without a name in the file."""
+"""Name in the model -> sha256 of its bytes on the CPU, for the tensors without a name in the file.
+"""
 
 
 def remember_loaded(built: Built) -> Loaded:
@@ -378,10 +418,12 @@ def prove_model(
     main: Device,
     loaded: Loaded = MappingProxyType({}),
 ) -> None:
-    """Compare tensors of a dispatched model with their file, or with ``loaded``, on the device that the map says.
+    """Compare tensors of a dispatched model with their file, or with ``loaded``, on the device that
+    the map says.
 
-    ``loaded``: digests of those that a loader renamed or merged, without a single source tensor in the file:
-    a copy of them would double the memory. What is offloaded is compared on device ``main``.
+    ``loaded``: digests of those that a loader renamed or merged, without a single source tensor in
+    the file: a copy of them would double the memory. What is offloaded is compared on device
+    ``main``.
     """
     for held in _held(built, names):
         wanted = device_of(held.name, device_map)
@@ -404,8 +446,8 @@ def prove_model(
 def hop_model(built: Built, loaded: Loaded, hops: Hops, main: Device) -> None:
     """Copy every tensor of a dispatched model to another accelerator, and compare it there.
 
-    It begins where it is; what is offloaded begins on ``main``, as in a forward pass. Without an accelerator in the
-    map, nothing is copied.
+    It begins where it is; what is offloaded begins on ``main``, as in a forward pass. Without an
+    accelerator in the map, nothing is copied.
     """
     hops.look_for_dead()
     for held in _held(built, [*built.filled.names, *loaded]):
@@ -421,10 +463,14 @@ def hop_model(built: Built, loaded: Loaded, hops: Hops, main: Device) -> None:
         if is_right:
             hops.make(held.name, value, partial(_expected, built, held.name, value, loaded))
         else:
-            hops.tally.skip(held.name, "after the runs it is no longer what was placed, or cannot be read")
+            hops.tally.skip(
+                held.name, "after the runs it is no longer what was placed, or cannot be read"
+            )
 
 
-def _difference(built: Built, name: str, value: torch.Tensor, loaded: Loaded) -> Mismatch | str | None:
+def _difference(
+    built: Built, name: str, value: torch.Tensor, loaded: Loaded
+) -> Mismatch | str | None:
     if name in loaded:
         return None if _digest(value) == loaded[name] else "other bytes than in the loaded model"
     return first_mismatch(value, expected_bytes(built, name, value.dtype))
@@ -443,7 +489,8 @@ def _digest(value: torch.Tensor) -> bytes:
 
 
 def expected_bytes(built: Built, name: str, dtype: torch.dtype) -> Iterator[Bytes]:
-    """Yield the bytes that a tensor of the model must have: the file's own, unless the model holds a wider dtype.
+    """Yield the bytes that a tensor of the model must have: the file's own, unless the model holds
+    a wider dtype.
 
     Its loader may have widened it, or its own forward pass: routers of Switch Transformers do that.
     """

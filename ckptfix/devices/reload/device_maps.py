@@ -23,13 +23,17 @@ DeviceMap = Mapping[str, Device]
 
 CPU, DISK = "cpu", "disk"
 MOST = 1 << 62
-"""Bytes: more than any device has. accelerate multiplies sizes with fractions, which larger integers do not bear."""
+"""Bytes: more than any device has. accelerate multiplies sizes with fractions, which larger
+integers do not bear.
+"""
 _INDEXED = re.compile(r"(?:(?!cpu:|disk:|meta:)[a-z]+:)?([0-9]{1,4})")
 _BLOCK = re.compile(r"(.*?\.[0-9]+)\.|([0-9]+)\.")
 
 
 class Spread(Enum):
-    """Maps that are made: AUTO is BALANCED. SEQUENTIAL fills one device after another, LOW_0 spares device 0."""
+    """Maps that are made: AUTO is BALANCED. SEQUENTIAL fills one device after another, LOW_0 spares
+    device 0.
+    """
 
     AUTO = "auto"
     BALANCED = "balanced"
@@ -38,7 +42,8 @@ class Spread(Enum):
 
 
 def read_device_map(given: object) -> Spread | dict[str, Device]:
-    """Return what a device map means: one of ``Spread``, a map, or the path of a JSON file that holds one.
+    """Return what a device map means: one of ``Spread``, a map, or the path of a JSON file that
+    holds one.
 
     Raises UsageError for anything else, OSError when the file cannot be read.
     """
@@ -62,7 +67,8 @@ def read_device_map(given: object) -> Spread | dict[str, Device]:
 
 
 def read_max_memory(given: object) -> dict[Device, int] | None:
-    """Return device -> bytes from a mapping or its JSON text: ``{"0": "4GiB", "cpu": 8589934592}``; None for None.
+    """Return device -> bytes from a mapping or its JSON text: ``{"0": "4GiB", "cpu": 8589934592}``;
+    None for None.
 
     Raises UsageError for anything else.
     """
@@ -79,7 +85,9 @@ def read_max_memory(given: object) -> dict[Device, int] | None:
 
 
 def block_of(fqn: str) -> str:
-    """Return the module that is never split of which a tensor is a part: up to the first number, else its module."""
+    """Return the module that is never split of which a tensor is a part: up to the first number,
+    else its module.
+    """
     if match := _BLOCK.match(fqn):
         return match[1] or match[2]
     return fqn.rpartition(".")[0] or fqn
@@ -88,11 +96,15 @@ def block_of(fqn: str) -> str:
 def spread_blocks(
     sizes: Mapping[str, int], limits: Mapping[Device, int], spread: Spread
 ) -> dict[str, Device]:
-    """Map blocks, in their order, onto devices: contiguous, at most ``limits`` bytes each; what is left goes to disk.
+    """Map blocks, in their order, onto devices: contiguous, at most ``limits`` bytes each; what is
+    left goes to disk.
 
-    ``sizes``: block -> bytes. Balanced maps give each accelerator an equal share; "cpu" takes what does not fit.
+    ``sizes``: block -> bytes. Balanced maps give each accelerator an equal share; "cpu" takes what
+    does not fit.
     """
-    accelerators = sorted(device for device in limits if isinstance(device, int) and limits[device] > 0)
+    accelerators = sorted(
+        device for device in limits if isinstance(device, int) and limits[device] > 0
+    )
     shared = accelerators[1:] if spread is Spread.LOW_0 and len(accelerators) > 1 else accelerators
     order: list[Device] = [*shared, *(one for one in accelerators if one not in shared)]
     order += [CPU] if limits.get(CPU) else []
@@ -102,7 +114,8 @@ def spread_blocks(
     place = begin = 0
     for block, size in sizes.items():
         if spread is not Spread.SEQUENTIAL and place < len(shared):
-            # Where the block begins decides, so that a large last block does not move off the last device.
+            # Where the block begins decides, so that a large last block does not move off the last
+            # device.
             place = max(place, min(len(shared) - 1, begin * len(shared) // max(1, total)))
         begin += size
         while place < len(order) and used[order[place]] + size > limits[order[place]]:
@@ -117,13 +130,16 @@ def natural_order(names: Iterable[str]) -> list[str]:
     return sorted(
         names,
         key=lambda name: [
-            (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)
+            (int(part), "") if part.isdecimal() else (-1, part)
+            for part in re.split(r"([0-9]+)", name)
         ],
     )
 
 
 def device_of(fqn: str, device_map: DeviceMap) -> Device | None:
-    """Return the device of a tensor: of the longest name in the map that is it or a module around it, else None."""
+    """Return the device of a tensor: of the longest name in the map that is it or a module around
+    it, else None.
+    """
     name = fqn
     while name:
         if name in device_map:
@@ -135,10 +151,14 @@ def device_of(fqn: str, device_map: DeviceMap) -> Device | None:
 def split_ties(
     ties: Iterable[Sequence[str]], device_map: DeviceMap
 ) -> list[tuple[tuple[str, Device], tuple[str, Device]]]:
-    """Return, for each group of tied names that a map splits, two of the names with their devices."""
+    """Return, for each group of tied names that a map splits, two of the names with their
+    devices.
+    """
     found = []
     for group in ties:
-        placed = [(name, device) for name in group if (device := device_of(name, device_map)) is not None]
+        placed = [
+            (name, device) for name in group if (device := device_of(name, device_map)) is not None
+        ]
         for name, device in placed[1:]:
             if device != placed[0][1]:
                 found.append((placed[0], (name, device)))
@@ -165,7 +185,9 @@ def _size(given: Any, where: str) -> int:
     except (ValueError, TypeError, AttributeError, OverflowError):
         size = -1
     if size < 0:
-        raise UsageError(f'max_memory of {where}: {given!r} is not a size; "4GiB" or a number of bytes is')
+        raise UsageError(
+            f'max_memory of {where}: {given!r} is not a size; "4GiB" or a number of bytes is'
+        )
     return min(size, MOST)
 
 
@@ -178,7 +200,9 @@ def find_accelerators() -> Accelerators:
     ask = getattr(module, "get_device_name", None)
     return Accelerators(
         accelerator=name,
-        names=tuple(str(ask(index)) if ask is not None else name for index in range(device_count())),
+        names=tuple(
+            str(ask(index)) if ask is not None else name for index in range(device_count())
+        ),
     )
 
 
@@ -188,24 +212,31 @@ def free_memory() -> dict[Device, int]:
 
     free: dict[Device, int] = {}
     for device, size in get_max_memory().items():
-        place: Device = device if isinstance(device, int) or device == CPU else 0  # "mps" is one device
+        # "mps" is one device.
+        place: Device = device if isinstance(device, int) or device == CPU else 0
         free[place] = int(size * 0.9) if isinstance(place, int) else int(size)
     return free
 
 
 def has_room(where: torch.device, nbytes: int) -> bool:
-    """Return whether an accelerator has room for these bytes and half as much again for what is computed with them."""
+    """Return whether an accelerator has room for these bytes and half as much again for what is
+    computed with them.
+    """
     free = free_memory().get(int(where.index or 0), 0)
     return nbytes + nbytes // 2 < free
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that a device has no room; its class changed between versions of torch."""
+    """Return whether an error means that a device has no room; its class changed between versions
+    of torch.
+    """
     return "out of memory" in str(error).lower()
 
 
 def answers(where: torch.device) -> bool:
-    """Return whether a device still computes: after a device-side assertion every call on it fails."""
+    """Return whether a device still computes: after a device-side assertion every call on it
+    fails.
+    """
     try:
         return bool(torch.ones(4, device=where).sum().item() == 4)
     except RuntimeError:

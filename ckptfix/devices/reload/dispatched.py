@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model, infer_auto_device_map
 from accelerate.hooks import remove_hook_from_module
-from accelerate.utils import find_tied_parameters, get_balanced_memory, retie_parameters, send_to_device
+from accelerate.utils import (
+    find_tied_parameters,
+    get_balanced_memory,
+    retie_parameters,
+    send_to_device,
+)
 
 from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.device_maps import (
@@ -42,25 +47,35 @@ Outputs = Mapping[str, torch.Tensor]
 
 
 class ModelLost(Exception):
-    """The model cannot be read back: after a device-side assertion, say, every call on its device fails."""
+    """The model cannot be read back: after a device-side assertion, say, every call on its device
+    fails.
+    """
 
 
 def map_model(built: Built, spread: Spread, limits: Mapping[Device, int]) -> dict[str, Device]:
-    """Return the map that accelerate makes for a model, as ``from_pretrained(device_map=...)`` gets it."""
+    """Return the map that accelerate makes for a model, as ``from_pretrained(device_map=...)`` gets
+    it.
+    """
     order = sorted(limits, key=lambda device: (isinstance(device, str), device))
     memory: Any = {device: limits[device] for device in order}
     whole = list(built.no_split)
     with quiet_accelerate():
         if spread is not Spread.SEQUENTIAL:
             low = spread is Spread.LOW_0
-            memory = get_balanced_memory(built.model, memory, no_split_module_classes=whole, low_zero=low)
+            memory = get_balanced_memory(
+                built.model, memory, no_split_module_classes=whole, low_zero=low
+            )
         made = infer_auto_device_map(built.model, max_memory=memory, no_split_module_classes=whole)
-    return {str(name): device if isinstance(device, int) else str(device) for name, device in made.items()}
+    return {
+        str(name): device if isinstance(device, int) else str(device)
+        for name, device in made.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A map to try. ``places``: the devices that something of the model is really on, as ``places_of`` gives them.
+    """A map to try. ``places``: the devices that something of the model is really on, as
+    ``places_of`` gives them.
 
     ``is_asked``: by the user; otherwise it is there to exercise the host's memory and disk.
     """
@@ -85,10 +100,14 @@ class Trial:
 
 
 def places_of(model: Any, device_map: DeviceMap) -> frozenset[Device]:
-    """Return the devices that a map gives to tensors of a model, or to its modules without any: those run there."""
+    """Return the devices that a map gives to tensors of a model, or to its modules without any:
+    those run there.
+    """
     names = list(tensors_of(model))
     owners = {name.rpartition(".")[0] for name in names}
-    owners |= {".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)}
+    owners |= {
+        ".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)
+    }
     bare = [name for name, _ in model.named_modules() if name in device_map and name not in owners]
     found = [device_of(name, device_map) for name in names] + [device_map[name] for name in bare]
     return frozenset(place for place in found if place is not None)
@@ -96,12 +115,16 @@ def places_of(model: Any, device_map: DeviceMap) -> frozenset[Device]:
 
 @contextmanager
 def dispatched(built: Built, trial: Trial, folder: Path) -> Iterator[None]:
-    """Have the model on a device map inside the block, on the CPU after it. ``folder``: for what goes to the disk."""
+    """Have the model on a device map inside the block, on the CPU after it. ``folder``: for what
+    goes to the disk.
+    """
     with _restored(built), quiet_accelerate():
         preload = None if trial.is_asked else _taken_whole(built)
         if trial.places == {DISK}:
             where = torch.device(CPU)
-            disk_offload(built.model, str(folder), execution_device=where, preload_module_classes=preload)
+            disk_offload(
+                built.model, str(folder), execution_device=where, preload_module_classes=preload
+            )
         else:
             dispatch_model(
                 built.model,
@@ -118,19 +141,23 @@ def dispatched(built: Built, trial: Trial, folder: Path) -> Iterator[None]:
 def on_one_device(built: Built, where: torch.device, *, whole: bool) -> Iterator[None]:
     """Have the model on one device inside the block; no copy goes from accelerator to accelerator.
 
-    ``whole``: all of it; otherwise each block's weights are brought there from host memory when they are needed, so
-    that a model of any size fits.
+    ``whole``: all of it; otherwise each block's weights are brought there from host memory when
+    they are needed, so that a model of any size fits.
     """
     with _restored(built), quiet_accelerate():
         if whole or where.type == CPU:
             built.model.to(where)
         else:
-            cpu_offload(built.model, execution_device=where, preload_module_classes=_taken_whole(built))
+            cpu_offload(
+                built.model, execution_device=where, preload_module_classes=_taken_whole(built)
+            )
         yield
 
 
 def _taken_whole(built: Built) -> list[str]:
-    """Return the classes whose weights come as one: some use a part's weight without calling the part."""
+    """Return the classes whose weights come as one: some use a part's weight without calling the
+    part.
+    """
     return [*built.no_split, torch.nn.MultiheadAttention.__name__]
 
 
@@ -143,7 +170,8 @@ def _restored(built: Built) -> Iterator[None]:
         try:
             remove_hook_from_module(built.model, recurse=True)
             built.model.to(CPU)
-        except ANYTHING as error:  # accelerate's hooks raise whatever a wrong weight makes torch raise
+        # Accelerate's hooks raise whatever a wrong weight makes torch raise.
+        except ANYTHING as error:
             raise ModelLost(in_words(error)) from error
         retie_parameters(built.model, ties)
 
@@ -162,7 +190,9 @@ def run(model: Any, inputs: Inputs, where: torch.device) -> Outputs:
 def _seeded() -> Iterator[None]:
     name = device_type()
     module = torch.get_device_module(name) if name is not None else None
-    keeps_state = hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state") and name != "mps"
+    keeps_state = (
+        hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state") and name != "mps"
+    )
     devices: Sequence[int] = range(device_count()) if keeps_state else ()
     with torch.random.fork_rng(list(devices), device_type=name if devices and name else "cuda"):
         torch.manual_seed(SEED)
@@ -171,7 +201,9 @@ def _seeded() -> Iterator[None]:
 
 @contextmanager
 def quiet_accelerate() -> Iterator[None]:
-    """Keep accelerate's advice about offloaded parameters and strange names to itself: the report says both."""
+    """Keep accelerate's advice about offloaded parameters and strange names to itself: the report
+    says both.
+    """
     logger = logging.getLogger("accelerate")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -187,7 +219,8 @@ def quiet_accelerate() -> Iterator[None]:
 class MapPlan:
     """A device map for one model. ``devices``: tensor name -> device, for what the map covers.
 
-    ``is_sound``: it covers every tensor and splits no tied weights. ``absent``: devices that this machine lacks.
+    ``is_sound``: it covers every tensor and splits no tied weights. ``absent``: devices that this
+    machine lacks.
     """
 
     source: str
@@ -200,7 +233,9 @@ class MapPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapRequest:
-    """A request of the user: a map or a way to make one, its name, and limits in bytes (None: what is free)."""
+    """A request of the user: a map or a way to make one, its name, and limits in bytes (None: what
+    is free).
+    """
 
     given: Spread | DeviceMap
     source: str
@@ -225,7 +260,10 @@ def plan_for_weights(weights: Weights, request: MapRequest, machine: Accelerator
     places = {place for name in names if (place := device_of(name, device_map)) is not None}
     tied = [name for group in ties for name in group]
     said = _strange(
-        device_map, [*names, *tied], "the files", "a module that owns no tensor, or a misspelt name"
+        device_map,
+        [*names, *tied],
+        "the files",
+        "a module that owns no tensor, or a misspelt name",
     )
     return _judged(source, device_map, names, ties, machine, places, said)
 
@@ -248,11 +286,15 @@ def plan_for_model(built: Built, request: MapRequest, machine: Accelerators) -> 
     except ANYTHING as error:  # accelerate walks through the user's own modules
         text = f"accelerate makes no map for {type(model).__name__}: {in_words(error)}"
         failed = Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.FAILED, text=text)
-        return MapPlan(source=source, device_map={}, devices={}, proofs=(failed,), is_sound=False, absent=())
+        return MapPlan(
+            source=source, device_map={}, devices={}, proofs=(failed,), is_sound=False, absent=()
+        )
     return _judged(source, device_map, names, ties, machine, places_of(model, device_map), ())
 
 
-def _strange(device_map: DeviceMap, names: Sequence[str], where: str, why: str) -> tuple[Proof, ...]:
+def _strange(
+    device_map: DeviceMap, names: Sequence[str], where: str, why: str
+) -> tuple[Proof, ...]:
     """Return a line for the names of a map that match nothing: accelerate accepts them silently."""
     parts = {""} | {
         ".".join(steps[:depth])
@@ -263,21 +305,33 @@ def _strange(device_map: DeviceMap, names: Sequence[str], where: str, why: str) 
     unknown = [name for name in device_map if name not in parts]
     if not unknown:
         return ()
-    text = f"{count_of(len(unknown), 'name')} of the map not in {where}: {list_names(unknown)}: {why}, moves nothing"
+    text = (
+        f"{count_of(len(unknown), 'name')} of the map not in {where}: {list_names(unknown)}: "
+        f"{why}, moves nothing"
+    )
     is_transfer = any(isinstance(device_map[name], int) for name in unknown)
     line = Proof(
-        subject=Subject.DEVICE_MAP, outcome=Outcome.NOT_EXERCISED, text=text, is_transfer=is_transfer
+        subject=Subject.DEVICE_MAP,
+        outcome=Outcome.NOT_EXERCISED,
+        text=text,
+        is_transfer=is_transfer,
     )
     return (line,)
 
 
-def _from_headers(weights: Weights, spread: Spread, limits: Mapping[Device, int]) -> dict[str, Device]:
-    first = {name: group[0] for group in weights.ties for name in group if group[0] in weights.tensors}
+def _from_headers(
+    weights: Weights, spread: Spread, limits: Mapping[Device, int]
+) -> dict[str, Device]:
+    first = {
+        name: group[0] for group in weights.ties for name in group if group[0] in weights.tensors
+    }
     sizes: dict[str, int] = {}
     for name in natural_order(weights.tensors):
         is_tied_to_other = first.get(name, name) != name
         block = block_of(name)
-        sizes[block] = sizes.get(block, 0) + (0 if is_tied_to_other else weights.tensors[name].nbytes)
+        sizes[block] = sizes.get(block, 0) + (
+            0 if is_tied_to_other else weights.tensors[name].nbytes
+        )
     mapped = spread_blocks(sizes, limits, spread)
     placed = dict(mapped)
     for name, kept in first.items():
@@ -303,23 +357,31 @@ def _judged(
         text = "the device map: there is no tensor that it could place"
         proofs.add(Subject.DEVICE_MAP, Outcome.NOT_EXERCISED, text, is_transfer=True)
     elif uncovered:
-        text = f"the map gives no device to {count_of(len(uncovered), 'tensor')}: {list_names(uncovered)}"
+        text = (
+            f"the map gives no device to {count_of(len(uncovered), 'tensor')}: "
+            f"{list_names(uncovered)}"
+        )
         proofs.add(Subject.DEVICE_MAP, Outcome.FAILED, text)
     else:
         text = f"the map covers every tensor: {count_of(len(names), 'name')}"
         proofs.add(Subject.DEVICE_MAP, Outcome.PROVEN, text)
     for (one, here), (other, there) in broken:
         text = (
-            f"the map splits tied weights: {one!r} is on {here}, {other!r} on {there}, and both are one tensor; "
-            f"put both on {here}"
+            f"the map splits tied weights: {one!r} is on {here}, {other!r} on {there}, and both "
+            f"are one tensor; put both on {here}"
         )
         proofs.add(Subject.TIES, Outcome.FAILED, text)
     if ties and not broken:
         text = f"tied weights stay on one device: {count_of(len(ties), 'group')} of names"
         proofs.add(Subject.TIES, Outcome.PROVEN, text)
-    absent = tuple(sorted(place for place in places if isinstance(place, int) and place >= machine.count))
+    absent = tuple(
+        sorted(place for place in places if isinstance(place, int) and place >= machine.count)
+    )
     for place in absent:
-        text = f"device {place} of the map is not on this machine: {_tensors_on(place, devices)} not placed"
+        text = (
+            f"device {place} of the map is not on this machine: {_tensors_on(place, devices)} not "
+            "placed"
+        )
         proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     return MapPlan(
         source=source,

@@ -32,9 +32,10 @@ class Filled:
 
     ``names``: name in the model -> name in the file whose bytes it must hold.
 
-    ``differences``: sentences, each a failure. ``converted``: names that are held in another, wider dtype.
-    ``untied``: pairs of names that are one tensor in the model, with different bytes in the file.
-    ``unproven``: sentences about tensors of the file that are not exactly one tensor of the model.
+    ``differences``: sentences, each a failure. ``converted``: names that are held in another, wider
+    dtype. ``untied``: pairs of names that are one tensor in the model, with different bytes in the
+    file. ``unproven``: sentences about tensors of the file that are not exactly one tensor of the
+    model.
     """
 
     names: Mapping[str, str]
@@ -68,7 +69,8 @@ def name_problems(model: Any, weights: Weights) -> list[str]:
     unexpected = [name for name in weights.tensors if name not in state and name not in extra]
     problems = names_in_words(missing, unexpected, weights)
     shapes = [
-        f"{ours!r} has shape {list(weights.tensors[theirs].shape)} in the file, {list(state[ours].shape)} in the model"
+        f"{ours!r} has shape {list(weights.tensors[theirs].shape)} in the file, "
+        f"{list(state[ours].shape)} in the model"
         for ours, theirs in names.items()
         if not is_lazy(state[ours])
         and _has_whole_bytes(weights, theirs)
@@ -80,8 +82,8 @@ def name_problems(model: Any, weights: Weights) -> list[str]:
 def fill(model: Any, weights: Weights) -> Filled:
     """Copy every tensor of a file into the model's tensor of that name, one at a time.
 
-    Tensors on the meta device get memory, lazy ones the file's shape. Raises OperationError when the file cannot be
-    read.
+    Tensors on the meta device get memory, lazy ones the file's shape. Raises OperationError when
+    the file cannot be read.
     """
     state, ties = tensors_of(model), find_tied_parameters(model)
     names = _sources(state, ties, weights)
@@ -100,7 +102,8 @@ def fill(model: Any, weights: Weights) -> Filled:
             _put(model, ours, own, value)
         except (
             ANYTHING
-        ) as error:  # memory that several elements share, as an expanded buffer has; classes of tensors
+            # Memory that several elements share, as an expanded buffer has; classes of tensors.
+        ) as error:
             refused.append(f"{ours!r} cannot be filled: {in_words(error)}")
             continue
         filled[ours] = theirs
@@ -156,14 +159,19 @@ def _extra_states(model: Any) -> dict[str, Any]:
 
 
 def narrowing(name: str, stored: torch.dtype, held: torch.dtype) -> str:
-    """Return in words that a model holds a tensor in a dtype which loses some of the file's values."""
+    """Return in words that a model holds a tensor in a dtype which loses some of the file's
+    values.
+    """
     return (
-        f"{name!r} is {_short(stored)} in the file, {_short(held)} in the model: values are rounded or lost"
+        f"{name!r} is {_short(stored)} in the file, {_short(held)} in the model: values are "
+        "rounded or lost"
     )
 
 
 def untied(ties: Ties, weights: Weights) -> tuple[tuple[str, str], ...]:
-    """Return pairs of names that are tied in the model and differ in the file: the model can hold only one of them."""
+    """Return pairs of names that are tied in the model and differ in the file: the model can hold
+    only one of them.
+    """
     found = []
     for group in ties:
         stored = [name for name in group if name in weights.tensors]
@@ -174,10 +182,16 @@ def untied(ties: Ties, weights: Weights) -> tuple[tuple[str, str], ...]:
 
 
 def _sources(state: Mapping[str, torch.Tensor], ties: Ties, weights: Weights) -> dict[str, str]:
-    """Return name in the model -> name in the file: its own, that of an alias, or of a name that it is tied to."""
+    """Return name in the model -> name in the file: its own, that of an alias, or of a name that it
+    is tied to.
+    """
     sources = {name: name for name in state if name in weights.tensors}
     sources.update(
-        {name: kept for name, kept in weights.aliases.items() if name in state and name not in sources}
+        {
+            name: kept
+            for name, kept in weights.aliases.items()
+            if name in state and name not in sources
+        }
     )
     for group in ties:
         source = next((sources[name] for name in group if name in sources), None)
@@ -187,15 +201,21 @@ def _sources(state: Mapping[str, torch.Tensor], ties: Ties, weights: Weights) ->
 
 
 def names_in_words(
-    missing: Sequence[str], unexpected: Sequence[str], weights: Weights, *, then: tuple[str, str] = ("", "")
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    weights: Weights,
+    *,
+    then: tuple[str, str] = ("", ""),
 ) -> list[str]:
-    """Return in words that a file lacks keys of a model, and has others. ``then``: what a loader makes of either."""
+    """Return in words that a file lacks keys of a model, and has others. ``then``: what a loader
+    makes of either.
+    """
     chain = common_wrappers(weights.tensors)
     prefix = "".join(f"{segment}." for segment in chain)
     if prefix and missing and {name.removeprefix(prefix) for name in unexpected} >= set(missing):
         return [
-            f"every key in {weights.label} begins with {prefix!r}, and none in the model does: nothing would be "
-            f"loaded; next: {command('repair', weights.root)} --keys bare"
+            f"every key in {weights.label} begins with {prefix!r}, and none in the model does: "
+            f"nothing would be loaded; next: {command('repair', weights.root)} --keys bare"
         ]
     problems = []
     if missing:
@@ -237,7 +257,9 @@ def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     if dtype.is_complex:
         return holds(dtype.to_real(), other.to_real() if other.is_complex else other)
     if dtype.is_floating_point and other is not torch.bool:
-        return not other.is_complex and torch.iinfo(other).bits - other.is_signed <= _DIGITS.get(dtype, 0)
+        return not other.is_complex and torch.iinfo(other).bits - other.is_signed <= _DIGITS.get(
+            dtype, 0
+        )
     return bool(torch.promote_types(dtype, other) == dtype)
 
 

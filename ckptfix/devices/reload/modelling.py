@@ -10,7 +10,14 @@ from pathlib import Path
 import torch
 
 from ckptfix.dataclass import dataclass
-from ckptfix.devices.reload.arrivals import Hops, Loaded, Tally, hop_model, prove_model, remember_loaded
+from ckptfix.devices.reload.arrivals import (
+    Hops,
+    Loaded,
+    Tally,
+    hop_model,
+    prove_model,
+    remember_loaded,
+)
 from ckptfix.devices.reload.device_maps import (
     CPU,
     DISK,
@@ -40,11 +47,13 @@ from ckptfix.wording import count_of, human_size, list_names
 
 _LOADED_FIRST = (
     "loading straight onto devices: the model is filled on the CPU and then dispatched; "
-    "from_pretrained(device_map=...) and load_checkpoint_and_dispatch read each tensor onto its device"
+    "from_pretrained(device_map=...) and load_checkpoint_and_dispatch read each tensor onto its "
+    "device"
 )
 
 _OVERFLOWS = (
-    "no weight holds NaN, so the computation makes it: look at the inputs, or let --model build it in float32"
+    "no weight holds NaN, so the computation makes it: look at the inputs, or let --model build it "
+    "in float32"
 )
 
 
@@ -61,10 +70,11 @@ class ModelProof:
 
 
 def verify_model(
-    built: Built, plan: MapPlan, machine: Accelerators, repeats: int, *, hops: Hops, hangs: frozenset[Pair],
-    has_nan: bool,
+    built: Built, plan: MapPlan, machine: Accelerators, repeats: int, *, hops: Hops,
+    hangs: frozenset[Pair], has_nan: bool,
 ) -> ModelProof:  # fmt: skip
-    """Prove what a model holds and computes: on the CPU, on its map, and against one device. Raises OSError.
+    """Prove what a model holds and computes: on the CPU, on its map, and against one device. Raises
+    OSError.
 
     ``has_nan``: a weight in its file holds NaN.
     """
@@ -92,7 +102,12 @@ def verify_model(
 
 
 def _one_device(
-    proof: ModelProof, built: Built, trials: Sequence[Trial], machine: Accelerators, *, has_nan: bool
+    proof: ModelProof,
+    built: Built,
+    trials: Sequence[Trial],
+    machine: Accelerators,
+    *,
+    has_nan: bool,
 ) -> Outputs | None:
     """Return the output on the device where the maps begin, or add why there is none."""
     where = _begin(trials[0].main) if trials else torch.device(CPU)
@@ -105,9 +120,16 @@ def _one_device(
             whose = "the factory's inputs" if is_given else "the inputs made from its config"
             reason = f"the model does not run on {where} with {whose}: {single.problem}"
             reason += f"; NaN is first in the output of {single.nan_at}" if single.nan_at else ""
-            advice = ADVICE["nonfinite"] if has_nan else "let the factory return inputs that the model takes"
+            advice = (
+                ADVICE["nonfinite"]
+                if has_nan
+                else "let the factory return inputs that the model takes"
+            )
         elif is_empty(single.output):
-            reason = "what the forward pass returns holds no tensor with an element: nothing can be compared"
+            reason = (
+                "what the forward pass returns holds no tensor with an element: nothing can be "
+                "compared"
+            )
         else:
             _say_unreached(proof, single.unreached)
             _say_nonfinite(proof, single, f"{where} alone", has_nan=has_nan)
@@ -120,14 +142,19 @@ def _one_device(
 
 
 def _say_unreached(proof: ModelProof, unreached: Sequence[str] | None) -> None:
-    """Name the parts of a model that no input reached, as the vision tower of one that got tokens alone."""
+    """Name the parts of a model that no input reached, as the vision tower of one that got tokens
+    alone.
+    """
     if unreached is None:
-        text = "which parts of the model no input reached: not known, as its weights came block by block"
+        text = (
+            "which parts of the model no input reached: not known, as its weights came block by "
+            "block"
+        )
         proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
     elif unreached:
         text = (
-            f"parts of the model that no input reached: {list_names(unreached)}; next: give --model a factory that "
-            "returns (model, inputs)"
+            f"parts of the model that no input reached: {list_names(unreached)}; next: give "
+            "--model a factory that returns (model, inputs)"
         )
         proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
 
@@ -135,7 +162,8 @@ def _say_unreached(proof: ModelProof, unreached: Sequence[str] | None) -> None:
 def _say_nonfinite(proof: ModelProof, single: Baseline, where: str, *, has_nan: bool) -> None:
     """Add what NaN and Inf the model computes on one device, and where NaN begins.
 
-    Inf there is no fault of a split, which must only have the same: a model can return -inf for what it masks.
+    Inf there is no fault of a split, which must only have the same: a model can return -inf for
+    what it masks.
     """
     first = f"; NaN is first in the output of {single.nan_at}" if single.nan_at else ""
     if places := nonfinite_places(single.output, torch.isnan):
@@ -151,8 +179,8 @@ def _say_nonfinite(proof: ModelProof, single: Baseline, where: str, *, has_nan: 
 
 
 def _on_a_map(
-    proof: ModelProof, built: Built, trial: Trial, single: Outputs | None, loaded: Loaded, machine: Accelerators,
-    repeats: int, hops: Hops, hangs: frozenset[Pair],
+    proof: ModelProof, built: Built, trial: Trial, single: Outputs | None, loaded: Loaded,
+    machine: Accelerators, repeats: int, hops: Hops, hangs: frozenset[Pair],
 ) -> None:  # fmt: skip
     used = trial.accelerators
     with _room(built, trial) as (folder, needs):
@@ -161,7 +189,9 @@ def _on_a_map(
                 f"the model offloaded to disk: no room for {human_size(needs)} in "
                 f"{tempfile.gettempdir()}; next: set TMPDIR to a folder that has it"
             )
-            proof.proofs.add(Subject.DISK_OFFLOAD, Outcome.NOT_EXERCISED, text, is_transfer=bool(used))
+            proof.proofs.add(
+                Subject.DISK_OFFLOAD, Outcome.NOT_EXERCISED, text, is_transfer=bool(used)
+            )
             return
         is_there = False
         try:
@@ -181,9 +211,13 @@ def _on_a_map(
             text = f"the model {what} {trial}: {in_words(error)}"
             outcome = Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED
             advice = (
-                "free memory on that device, or give it less: --max-memory" if is_out_of_memory(error) else ""
+                "free memory on that device, or give it less: --max-memory"
+                if is_out_of_memory(error)
+                else ""
             )
-            proof.proofs.add(Subject.PLACEMENT, outcome, text, is_transfer=bool(used), advice=advice)
+            proof.proofs.add(
+                Subject.PLACEMENT, outcome, text, is_transfer=bool(used), advice=advice
+            )
 
 
 def _prove_placed(
@@ -203,7 +237,10 @@ def _prove_placed(
         text = f"the way to an accelerator: the map has none of the model on one, but on {trial}"
         proof.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     elif machine.count > 1 and len(used) < 2:
-        text = f"direct copies against staged ones: the map has the model on one accelerator, {trial.main}"
+        text = (
+            "direct copies against staged ones: the map has the model on one accelerator, "
+            f"{trial.main}"
+        )
         proof.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
 
 
@@ -212,9 +249,12 @@ def _begin(main: Device) -> torch.device:
 
 
 def _trials(built: Built, plan: MapPlan, machine: Accelerators) -> list[Trial]:
-    """Return the maps to try: the user's own, and on a machine with less than two accelerators one that offloads."""
+    """Return the maps to try: the user's own, and on a machine with less than two accelerators one
+    that offloads.
+    """
     if any(value.is_meta for value in tensors_of(built.model).values()):
-        return []  # what was not filled cannot be placed; the names that are missing are a failure already
+        # What was not filled cannot be placed; the names that are missing are a failure already.
+        return []
     own = _trial(built, plan.device_map, is_asked=True)
     trials = [own] if plan.is_sound and not plan.absent else []
     if machine.count == 0:
@@ -228,7 +268,9 @@ def _trials(built: Built, plan: MapPlan, machine: Accelerators) -> list[Trial]:
 
 
 def _half(built: Built) -> DeviceMap:
-    """Return a map with half of a model in the host's memory; the whole on device 0 where accelerate makes none."""
+    """Return a map with half of a model in the host's memory; the whole on device 0 where
+    accelerate makes none.
+    """
     try:
         return map_model(built, Spread.SEQUENTIAL, {0: size_of(built.model) // 2, CPU: 1 << 62})
     except ANYTHING:
@@ -246,8 +288,9 @@ def _prove_names(proof: ModelProof, built: Built) -> None:
         proof.proofs.add(Subject.NAMES, Outcome.FAILED, text)
     for one, other in filled.untied:
         text = (
-            f"{one!r} and {other!r} are one tensor in {kind}, and differ in the file: a loader that ties them loses "
-            'one of them; where both are meant, set "tie_word_embeddings": false in config.json'
+            f"{one!r} and {other!r} are one tensor in {kind}, and differ in the file: a loader "
+            'that ties them loses one of them; where both are meant, set "tie_word_embeddings": '
+            "false in config.json"
         )
         proof.proofs.add(Subject.TIES, Outcome.FAILED, text)
     for text in filled.unproven:
@@ -257,7 +300,8 @@ def _prove_names(proof: ModelProof, built: Built) -> None:
         names = len(tensors_of(built.model))
         text = (
             f"names and shapes: {count_of(names, 'name')} of {kind} filled by "
-            f"{count_of(len(built.weights.tensors), 'tensor')}, none missing, none left over{wider}"
+            f"{count_of(len(built.weights.tensors), 'tensor')}, none missing, none left "
+            f"over{wider}"
         )
         proof.proofs.add(Subject.NAMES, Outcome.PROVEN if names else Outcome.NOT_EXERCISED, text)
 
@@ -275,10 +319,11 @@ def _named(proof: Proof, trial: Trial) -> Proof:
 
 @contextmanager
 def _room(built: Built, trial: Trial) -> Iterator[tuple[Path | None, int]]:
-    """Yield a folder for what a map sends to the disk, None when there is no room for it, and the bytes it takes.
+    """Yield a folder for what a map sends to the disk, None when there is no room for it, and the
+    bytes it takes.
 
-    accelerate maps the files that it writes, and a write beyond the disk ends the process. It writes tied tensors once
-    for each name.
+    accelerate maps the files that it writes, and a write beyond the disk ends the process. It
+    writes tied tensors once for each name.
     """
     folder = Path(tempfile.mkdtemp(prefix="ckptfix-verify-"))
     try:

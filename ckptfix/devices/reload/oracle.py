@@ -1,7 +1,8 @@
-"""A load as the installed transformers, PEFT or diffusers makes it, on the meta device: no byte of a tensor is read.
+"""A load as the installed transformers, PEFT or diffusers makes it, on the meta device: no byte of
+a tensor is read.
 
-The library gets configs, and tensors without bytes that have the dtypes and shapes of a file's header. Code of a
-checkpoint is never run, and nothing is downloaded.
+The library gets configs, and tensors without bytes that have the dtypes and shapes of a file's
+header. Code of a checkpoint is never run, and nothing is downloaded.
 """
 
 import ast
@@ -50,7 +51,9 @@ class Unchecked(Exception):
 
 
 def ask(asked: Asked) -> LoadOutcome:
-    """Return what the installed library makes of a load. Whatever a config holds, nothing is raised."""
+    """Return what the installed library makes of a load. Whatever a config holds, nothing is
+    raised.
+    """
     answer = LoadOutcome(path=asked.path, library=asked.library, tensors=len(asked.tensors))
     try:
         library = _imported(asked.library)
@@ -95,15 +98,17 @@ def _of_transformers(
     config = asked.configs[CONFIG_OF_LIBRARY["transformers"]]
     cls = _class_of_transformers(library, config)
     if ADAPTER in asked.configs:
-        raise Unchecked(f"{ADAPTER} lies next to it, and from_pretrained loads the base that it names")
+        raise Unchecked(
+            f"{ADAPTER} lies next to it, and from_pretrained loads the base that it names"
+        )
     if config.get("transformers_weights"):
         raise Unchecked("config.json names the file with the weights itself (transformers_weights)")
     named, cls = cls, _taken_by_type(library, cls, config, folder)
     answer = answer._replace(loads=cls.__name__)
     model, info = cls.from_pretrained(
         None, config=_config_of(cls, folder), state_dict=tensors, device_map={"": "meta"},
-        ignore_mismatched_sizes=True, output_loading_info=True, local_files_only=True, trust_remote_code=False,
-        attn_implementation="eager",
+        ignore_mismatched_sizes=True, output_loading_info=True, local_files_only=True,
+        trust_remote_code=False, attn_implementation="eager",
     )  # fmt: skip
     refused = "; ".join(map(str, [*info.get("error_msgs", ()), *info.get("conversion_errors", ())]))
     outcome = answer._replace(
@@ -138,18 +143,22 @@ def _class_of_transformers(library: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _taken_by_type(library: Any, cls: Any, config: Mapping[str, Any], folder: Path) -> Any:
-    """Return the class that an AutoModel takes, by ``model_type``, where ``cls`` is the one in ``architectures``.
+    """Return the class that an AutoModel takes, by ``model_type``, where ``cls`` is the one in
+    ``architectures``.
 
     Raises ValueError, as AutoConfig does, where transformers knows no such type.
     """
     from transformers.models.auto import modeling_auto
 
-    # A part of a model, such as BarkFineModel, has a type that AutoConfig does not know. transformers 5.23 saves
-    # Sam3TrackerModel with the config of the tracker of videos, of which it is a part.
+    # A part of a model, such as BarkFineModel, has a type that AutoConfig does not know.
+    # transformers 5.23 saves Sam3TrackerModel with the config of the tracker of videos, of which it
+    # is a part.
     own = cls.config_class.model_type
     if config.get("model_type", "") in (own, f"{own}_video"):
         return cls
-    settings = library.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    settings = library.AutoConfig.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False
+    )
     tables = [names for key, names in vars(modeling_auto).items() if key.endswith("MAPPING_NAMES")]
     # AutoModelForMaskGeneration takes Sam3TrackerModel for the type of another config, sam3_video.
     if type(settings) is cls.config_class or any(
@@ -160,7 +169,9 @@ def _taken_by_type(library: Any, cls: Any, config: Mapping[str, Any], folder: Pa
         taken = _listed(names.get(settings.model_type))
         if taken and cls.__name__ in _listed(names.get(own)):
             return getattr(library, taken[0])
-    raise ValueError(f"model_type is {settings.model_type!r}, which has no model like {cls.__name__}")
+    raise ValueError(
+        f"model_type is {settings.model_type!r}, which has no model like {cls.__name__}"
+    )
 
 
 def _listed(names: str | Sequence[str] | None) -> Sequence[str]:
@@ -186,23 +197,35 @@ def _mismatches(mismatched: Iterable[Any]) -> tuple[Mismatch, ...]:
 def _unknown(
     model: Any, named: type, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
-    """Yield in words what only bytes, a device or the script would show. ``named``: the class in ``architectures``."""
+    """Yield in words what only bytes, a device or the script would show. ``named``: the class in
+    ``architectures``.
+    """
     if type(model) is not named:
         yield (
-            f"whether a script loads {named.__name__}, the class in architectures: an AutoModel takes "
-            f"{type(model).__name__}, by model_type"
+            f"whether a script loads {named.__name__}, the class in architectures: an AutoModel "
+            f"takes {type(model).__name__}, by model_type"
         )
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     pairs = [
-        f"{target} and {source}" for target, source in ties.items() if {target, source} <= tensors.keys()
+        f"{target} and {source}"
+        for target, source in ties.items()
+        if {target, source} <= tensors.keys()
     ]
     if pairs:
-        yield f"whether {pairs[0]} are equal, which the config ties ({count_of(len(pairs), 'pair')})"
-    if any("Converter" in type(rule).__name__ for rule in getattr(model, "_weight_conversions", None) or ()):
+        yield (
+            f"whether {pairs[0]} are equal, which the config ties ({count_of(len(pairs), 'pair')})"
+        )
+    if any(
+        "Converter" in type(rule).__name__
+        for rule in getattr(model, "_weight_conversions", None) or ()
+    ):
         yield "values of the weights that transformers merges or splits while it loads them"
     for key in ("attn_implementation", "_attn_implementation"):
         if config.get(key) not in (None, "eager"):
-            yield f"whether {config[key]!r} can be loaded here, the {key} of the config: 'eager' was asked for"
+            yield (
+                f"whether {config[key]!r} can be loaded here, the {key} of the config: 'eager' was "
+                "asked for"
+            )
     if config.get("quantization_config"):
         yield "whether a device that the quantization needs loads the same"
 
@@ -232,8 +255,8 @@ def _of_diffusers(
         patch.object(model_loading_utils, "load_state_dict", lambda *_, **__: dict(tensors)),
     ):
         _, info = cls.from_pretrained(
-            str(folder), device_map={"": "meta"}, ignore_mismatched_sizes=True, output_loading_info=True,
-            local_files_only=True,
+            str(folder), device_map={"": "meta"}, ignore_mismatched_sizes=True,
+            output_loading_info=True, local_files_only=True,
         )  # fmt: skip
     return answer._replace(
         missing=tuple(sorted(info["missing_keys"])),
@@ -244,9 +267,12 @@ def _of_diffusers(
     )
 
 
-_MISSING = re.compile(r"Found missing adapter keys while loading the checkpoint: (\[.*\])\.", re.DOTALL)
+_MISSING = re.compile(
+    r"Found missing adapter keys while loading the checkpoint: (\[.*\])\.", re.DOTALL
+)
 _SIZES = re.compile(
-    r"size mismatch for (\S+): copying a param with shape torch.Size\(\[([\d, ]*)\]\) from checkpoint, "
+    r"size mismatch for (\S+): copying a param with shape torch.Size\(\[([\d, ]*)\]\) from"
+    r" checkpoint, "
     r"the shape in current model is torch.Size\(\[([\d, ]*)\]\)"
 )
 
@@ -269,10 +295,11 @@ def _of_peft(
 def _bases(
     library: Any, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], start: str
 ) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Yield the base of an adapter without bytes, and what is assumed of it: a script may load it as either class.
+    """Yield the base of an adapter without bytes, and what is assumed of it: a script may load it
+    as either class.
 
-    First the class for the task of the adapter, or the one that PEFT noted without a task, then the one that the
-    base's own config names.
+    First the class for the task of the adapter, or the one that PEFT noted without a task, then the
+    one that the base's own config names.
     """
     import transformers
 
@@ -298,22 +325,30 @@ def _bases(
 def _base(
     build: Callable[..., Any], settings: Any, task: str, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return a base of the sizes that a script gives it before it adds the adapter, and these sizes in words."""
+    """Return a base of the sizes that a script gives it before it adds the adapter, and these sizes
+    in words.
+    """
     unknown = []
     if settings.__dict__.pop("quantization_config", None) is not None:
-        unknown.append("whether the base can be quantized here: it is taken without quantization_config")
+        unknown.append(
+            "whether the base can be quantized here: it is taken without quantization_config"
+        )
     labels = {
-        tensor.shape[0] for key, tensor in tensors.items() if key.endswith(_HEADS) and tensor.dim() == 2
+        tensor.shape[0]
+        for key, tensor in tensors.items()
+        if key.endswith(_HEADS) and tensor.dim() == 2
     }
     if len(labels) == 1 and settings.num_labels not in labels:
         (settings.num_labels,) = labels
         unknown.append(
-            f"whether the script loads the base with num_labels={settings.num_labels}, as the adapter has"
+            f"whether the script loads the base with num_labels={settings.num_labels}, as the "
+            "adapter has"
         )
     with torch.device("meta"):
         base = build(settings, attn_implementation="eager")
     embedding = None
-    # CLIPModel has two embeddings; for the input of ViT they are convolutions, for that of wav2vec 2.0 nothing.
+    # CLIPModel has two embeddings; for the input of ViT they are convolutions, for that of wav2vec
+    # 2.0 nothing.
     with suppress(NotImplementedError, AttributeError):
         embedding = base.get_input_embeddings()
     if not isinstance(embedding, torch.nn.Embedding):
@@ -321,18 +356,23 @@ def _base(
     name = next((name for name, module in base.named_modules() if module is embedding), "")
     parts = ("", ".base_layer", ".token_adapter.base_layer")
     saved = [tensors.get(f"base_model.model.{name}{part}.weight") for part in parts]
-    rows = max([tensor.shape[0] for tensor in saved if tensor is not None and tensor.dim()], default=0)
+    rows = max(
+        [tensor.shape[0] for tensor in saved if tensor is not None and tensor.dim()], default=0
+    )
     if rows > embedding.weight.shape[0]:
         with torch.device("meta"):
             base.resize_token_embeddings(rows, mean_resizing=False)
-        unknown.append(f"whether the script calls resize_token_embeddings({rows}) before it adds the adapter")
+        unknown.append(
+            f"whether the script calls resize_token_embeddings({rows}) before it adds the adapter"
+        )
     return base, tuple(unknown)
 
 
 _HEADS = (".score.weight", ".classifier.weight", ".classifier.out_proj.weight")
 _TASKS = {
     "SEQ_CLS": "SequenceClassification", "SEQ_2_SEQ_LM": "Seq2SeqLM", "CAUSAL_LM": "CausalLM",
-    "TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering", "FEATURE_EXTRACTION": "FeatureExtraction",
+    "TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering",
+    "FEATURE_EXTRACTION": "FeatureExtraction",
 }  # fmt: skip
 
 
@@ -353,7 +393,9 @@ def _home_of_base(config: Mapping[str, Any], start: str) -> str:
         path = try_to_load_from_cache(base, "config.json", revision=config.get("revision"))
         if isinstance(path, str):
             return str(Path(path).parent)
-    raise Unchecked(f"the base model {base} is not here: no folder, and not in the cache of the hub")
+    raise Unchecked(
+        f"the base model {base} is not here: no folder, and not in the cache of the hub"
+    )
 
 
 def _adapted(
@@ -376,7 +418,9 @@ def _adapted(
         except RuntimeError as error:
             if sizes := _SIZES.findall(str(error)):
                 return answer._replace(
-                    mismatched=_mismatches((key, _shape(has), _shape(wants)) for key, has, wants in sizes)
+                    mismatched=_mismatches(
+                        (key, _shape(has), _shape(wants)) for key, has, wants in sizes
+                    )
                 )
             raise
     said = [match[1] for warning in caught if (match := _MISSING.search(str(warning.message)))]
@@ -386,9 +430,11 @@ def _adapted(
     live = {
         key
         for key, tensor in tensors.items()
-        if _storage(tensor) in placed or (model.active_peft_config.is_prompt_learning and key in named)
+        if _storage(tensor) in placed
+        or (model.active_peft_config.is_prompt_learning and key in named)
     }
-    # Next to its own tensors a file may have those of a second adapter, which PEFT leaves out by right.
+    # Next to its own tensors a file may have those of a second adapter, which PEFT leaves out by
+    # right.
     mark = PEFT_TYPE_TO_PREFIX_MAPPING.get(model.active_peft_config.peft_type) or "\0"
     marks = (mark, PEFT_TYPE_TO_PREFIX_MAPPING[library.PeftType.TRAINABLE_TOKENS])
     parameters = {_parameter(key, marks) for key in live}
@@ -408,11 +454,15 @@ def _adapted(
 
 
 _WITHOUT_A_NAME = ("", ".weight", ".bias")
-"""Ends of a key behind its parameter. Those of a second adapter have its name: ``lora_A.second.weight``."""
+"""Ends of a key behind its parameter. Those of a second adapter have its name:
+``lora_A.second.weight``.
+"""
 
 
 def _parameter(key: str, marks: Iterable[str]) -> str:
-    """Return a key up to the segment with a mark of a tuner, ``layers.0.q_proj.lora_A``, "" for a key without."""
+    """Return a key up to the segment with a mark of a tuner, ``layers.0.q_proj.lora_A``, "" for a
+    key without.
+    """
     for mark in marks:
         before, found, after = key.rpartition(mark)
         if found:
@@ -425,7 +475,9 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return what identifies a tensor without bytes: a parameter that was made of it has the same."""
+    """Return what identifies a tensor without bytes: a parameter that was made of it has the
+    same.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -441,7 +493,8 @@ def main() -> None:
     # What a library prints is no answer.
     os.dup2(2, 1)
     for line in sys.stdin.buffer:
-        # Nobody waits for a later answer. The parent ends this process before, unless it ended itself.
+        # Nobody waits for a later answer. The parent ends this process before, unless it ended
+        # itself.
         signal.alarm(int(PATIENCE) + 10)
         outcome = ask(Asked(**json.loads(line)))
         answers.write(json.dumps(outcome._asdict()).encode() + b"\n")

@@ -1,4 +1,6 @@
-"""Outputs and tensors compared bit by bit or by size, and errors of code that is not ours in one line."""
+"""Outputs and tensors compared bit by bit or by size, and errors of code that is not ours in one
+line.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -23,7 +25,8 @@ _NO_RESULTS = (nn.Module, ModuleType, FunctionType)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """Distance of two outputs: the largest difference, the largest value, and the dtype where it was found.
+    """Distance of two outputs: the largest difference, the largest value, and the dtype where it
+    was found.
 
     ``difference`` is infinite where a shape, a name, a NaN, an Inf or a whole number differs.
     """
@@ -39,9 +42,11 @@ class Deviation:
 
     @property
     def limit(self) -> float:
-        """The largest ``relative`` that other kernels explain: the square root of the dtype's machine epsilon.
+        """The largest ``relative`` that other kernels explain: the square root of the dtype's
+        machine epsilon.
 
-        float32 3.5e-4, float16 3.1e-2, bfloat16 8.8e-2: half of the digits are lost to another order of sums.
+        float32 3.5e-4, float16 3.1e-2, bfloat16 8.8e-2: half of the digits are lost to another
+        order of sums.
         """
         return float(self.epsilon**0.5)
 
@@ -60,7 +65,9 @@ class Deviation:
 
 
 def output_tensors(output: Any) -> dict[str, torch.Tensor]:
-    """Return every tensor in an output by its place, on the host, as plain tensors: sparse ones are their parts."""
+    """Return every tensor in an output by its place, on the host, as plain tensors: sparse ones are
+    their parts.
+    """
     found: dict[str, torch.Tensor] = {}
     for place, value in tensors_in(output):
         for name, part in _plain(value.detach()):
@@ -69,12 +76,16 @@ def output_tensors(output: Any) -> dict[str, torch.Tensor]:
 
 
 def is_empty(output: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether an output has no element that could differ: two of them are equal, and prove nothing."""
+    """Return whether an output has no element that could differ: two of them are equal, and prove
+    nothing.
+    """
     return not any(value.numel() for value in output.values())
 
 
 def tensors_in(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in mappings, sequences, dataclasses and the attributes of other objects, each by its place."""
+    """Yield the tensors in mappings, sequences, dataclasses and the attributes of other objects,
+    each by its place.
+    """
     seen: dict[int, Any] = {}  # with the values: an id is another's when its value is gone
 
     def walk(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -94,7 +105,9 @@ def equal_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor
 
 
 def deviation(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Deviation:
-    """Return how far two outputs lie apart: of the tensor in which it is farthest beyond its limit."""
+    """Return how far two outputs lie apart: of the tensor in which it is farthest beyond its
+    limit.
+    """
     if one.keys() != other.keys():
         return Deviation(difference=inf)
     worst = Deviation()
@@ -115,14 +128,19 @@ def _apart(left: torch.Tensor, right: torch.Tensor) -> Deviation:
         return Deviation(difference=inf)
     wide, other = left.to(torch.float64), right.to(torch.float64)
     finite = wide.isfinite() & other.isfinite()
-    # NaN where the other holds Inf, or Inf of the other sign, is another result: no kernel explains it.
+    # NaN where the other holds Inf, or Inf of the other sign, is another result: no kernel explains
+    # it.
     is_same = (wide == other) | (wide.isnan() & other.isnan())
     if not bool((finite | is_same).all()):
         return Deviation(difference=inf)
     difference = (wide - other)[finite].abs()
     return Deviation(
         difference=float(difference.max()) if difference.numel() else 0.0,
-        scale=max(float(one[finite].abs().max()) for one in (wide, other)) if difference.numel() else 0.0,
+        scale=(
+            max(float(one[finite].abs().max()) for one in (wide, other))
+            if difference.numel()
+            else 0.0
+        ),
         epsilon=float(torch.finfo(left.dtype).eps),
     )
 
@@ -137,8 +155,12 @@ def holds_nan(output: Any) -> bool:
     return False
 
 
-def nonfinite_places(output: Mapping[str, torch.Tensor], mark: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """Return in words where ``mark`` (torch.isnan or torch.isinf) finds numbers in an output, "" for nowhere."""
+def nonfinite_places(
+    output: Mapping[str, torch.Tensor], mark: Callable[[torch.Tensor], torch.Tensor]
+) -> str:
+    """Return in words where ``mark`` (torch.isnan or torch.isinf) finds numbers in an output, ""
+    for nowhere.
+    """
     places = []
     for place, value in output.items():
         numbers = _numbers(value)
@@ -146,7 +168,8 @@ def nonfinite_places(output: Mapping[str, torch.Tensor], mark: Callable[[torch.T
         if count := int(marked.sum()):
             first = int(marked.nonzero()[0])
             places.append(
-                f"{count} of {count_of(len(marked), 'number')} in {place}, the first at index {first}"
+                f"{count} of {count_of(len(marked), 'number')} in {place}, the first at index "
+                f"{first}"
             )
     more = f"; and {count_of(len(places) - 2, 'more tensor')}" if len(places) > 2 else ""
     return "; ".join(places[:2]) + more
@@ -202,7 +225,9 @@ def _plain(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 ANYTHING = (Exception, SystemExit)
-"""``sys.exit`` in a script that is imported as a module would end the verification with the script's own status."""
+"""``sys.exit`` in a script that is imported as a module would end the verification with the
+script's own status.
+"""
 
 
 _LONGEST = 400
@@ -220,14 +245,18 @@ def one_line(text: str) -> str:
 
 
 CHUNK = 64 << 20
-"""Bytes compared at a time. Some faults begin at 32 MiB a copy, so hops must not be cut smaller than that."""
+"""Bytes compared at a time. Some faults begin at 32 MiB a copy, so hops must not be cut smaller
+than that.
+"""
 
 Bytes = Any
 """A one-dimensional numpy array of uint8."""
 
 
 class Mismatch(NamedTuple):
-    """The first byte that differs: its offset in the tensor, what is there and what should be; None: other lengths."""
+    """The first byte that differs: its offset in the tensor, what is there and what should be;
+    None: other lengths.
+    """
 
     offset: int
     have: int | None
@@ -240,14 +269,18 @@ class Mismatch(NamedTuple):
 
 
 def host_bytes(tensor: torch.Tensor, chunk: int = CHUNK) -> Iterator[Bytes]:
-    """Yield the bytes of a tensor's elements in order, read back to the host, at most ``chunk`` at a time."""
+    """Yield the bytes of a tensor's elements in order, read back to the host, at most ``chunk`` at
+    a time.
+    """
     raw = _flat(tensor).view(torch.uint8)
     for begin in range(0, len(raw), chunk):
         yield raw[begin : begin + chunk].cpu().numpy()
 
 
 def first_mismatch(tensor: torch.Tensor, expected: Iterable[Bytes]) -> Mismatch | None:
-    """Return the first byte in which a tensor differs from ``expected``, None when it is equal in every byte."""
+    """Return the first byte in which a tensor differs from ``expected``, None when it is equal in
+    every byte.
+    """
     raw = _flat(tensor).view(torch.uint8)
     position = 0
     for want in expected:
@@ -266,10 +299,12 @@ def first_mismatch(tensor: torch.Tensor, expected: Iterable[Bytes]) -> Mismatch 
 def hop(
     tensor: torch.Tensor, expected: Iterable[Bytes], destination: torch.device,
 ) -> Mismatch | None:  # fmt: skip
-    """Copy a tensor to another accelerator, directly, and return the first byte that arrived wrong; None for none.
+    """Copy a tensor to another accelerator, directly, and return the first byte that arrived wrong;
+    None for none.
 
-    What the destination holds before is the complement of what should arrive: a caching allocator hands back blocks
-    that still hold the right bytes, and a copy that writes nothing would pass (pytorch #87363).
+    What the destination holds before is the complement of what should arrive: a caching allocator
+    hands back blocks that still hold the right bytes, and a copy that writes nothing would pass
+    (pytorch #87363).
     """
     flat = _flat(tensor)
     step = max(1, CHUNK // max(1, flat.element_size()))

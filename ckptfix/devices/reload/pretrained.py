@@ -1,8 +1,10 @@
-"""A transformers model as ``from_pretrained`` builds and fills it, and the fate of each tensor. No remote code.
+"""A transformers model as ``from_pretrained`` builds and fills it, and the fate of each tensor. No
+remote code.
 
-transformers 5 keeps its table of renamings and merges at the model that it loaded. Without that table (transformers 4)
-a tensor has a place where a name differs by the base model's prefix at most. A checkpoint that transformers refuses is
-a failure, with its own words. Only where nobody says which class the weights belong to is there no verdict.
+transformers 5 keeps its table of renamings and merges at the model that it loaded. Without that
+table (transformers 4) a tensor has a place where a name differs by the base model's prefix at most.
+A checkpoint that transformers refuses is a failure, with its own words. Only where nobody says
+which class the weights belong to is there no verdict.
 """
 
 import copy
@@ -42,12 +44,14 @@ _NUMBER = re.compile(r"(?<![0-9A-Za-z_])[0-9]+(?![0-9A-Za-z_])")
 
 @dataclass(slots=True, kw_only=True)
 class Destinations:
-    """The places of a file's tensors in a model. Keys of the model -> keys of the file, unless said otherwise.
+    """The places of a file's tensors in a model. Keys of the model -> keys of the file, unless said
+    otherwise.
 
-    ``names``: one tensor alone. ``merged``: several that the loader puts together, or one that it cuts; ``listed``:
-    those of them that are a list by number, one tensor for each expert. ``crowded``: key of the file whose place
-    another tensor of the file took -> that place. ``left_out``: keys of the file without a place -> what transformers
-    calls them. ``unknown``: keys of the file of which this transformers does not say where they went.
+    ``names``: one tensor alone. ``merged``: several that the loader puts together, or one that it
+    cuts; ``listed``: those of them that are a list by number, one tensor for each expert.
+    ``crowded``: key of the file whose place another tensor of the file took -> that place.
+    ``left_out``: keys of the file without a place -> what transformers calls them. ``unknown``:
+    keys of the file of which this transformers does not say where they went.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -58,9 +62,13 @@ class Destinations:
     unknown: list[str] = field(default_factory=list)
 
     def misnumbered(self) -> list[str]:
-        """Return the places whose tensors, one for each expert, are not numbered from 0 on: each expert moves up."""
+        """Return the places whose tensors, one for each expert, are not numbered from 0 on: each
+        expert moves up.
+        """
         return [
-            place for place in self.merged if place in self.listed and not _is_numbered(self.merged[place])
+            place
+            for place in self.merged
+            if place in self.listed and not _is_numbered(self.merged[place])
         ]
 
 
@@ -83,7 +91,9 @@ def destinations(model: Any, weights: Weights) -> Destinations:
 def _by_table(
     model: Any, state: Mapping[str, torch.Tensor], weights: Weights, table: Iterable[Any]
 ) -> Destinations:
-    """Rename each key as transformers did; of two tensors for one place it takes the first in natural order."""
+    """Rename each key as transformers did; of two tensors for one place it takes the first in
+    natural order.
+    """
     from transformers.core_model_loading import (
         WeightConverter,
         WeightRenaming,
@@ -114,7 +124,9 @@ def _by_table(
 
 
 def _by_prefix(model: Any, state: Mapping[str, torch.Tensor], weights: Weights) -> Destinations:
-    """Find places by name alone: a base model's file loads into a model with a head, and the other way round."""
+    """Find places by name alone: a base model's file loads into a model with a head, and the other
+    way round.
+    """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     found = Destinations()
     for name in weights.tensors:
@@ -130,15 +142,21 @@ def _by_prefix(model: Any, state: Mapping[str, torch.Tensor], weights: Weights) 
 
 
 def absent_siblings(keys: Iterable[str]) -> list[str]:
-    """Return keys that a file lacks where its other numbered parts have them: ``experts.1.w1`` of ``experts.0.w1``.
+    """Return keys that a file lacks where its other numbered parts have them: ``experts.1.w1`` of
+    ``experts.0.w1``.
 
-    Only the innermost of several numbers counts: layers may differ from each other, experts of one layer may not.
+    Only the innermost of several numbers counts: layers may differ from each other, experts of one
+    layer may not.
     """
     parts: dict[str, dict[int, set[str]]] = {}
     for key in keys:
         numbers = list(_NUMBER.finditer(key))
         if len(numbers) > 1:
-            before, number, after = key[: numbers[-1].start()], numbers[-1], key[numbers[-1].end() :]
+            before, number, after = (
+                key[: numbers[-1].start()],
+                numbers[-1],
+                key[numbers[-1].end() :],
+            )
             parts.setdefault(before, {}).setdefault(int(number[0]), set()).add(after)
     absent = []
     for before, by_number in parts.items():
@@ -152,13 +170,17 @@ def absent_siblings(keys: Iterable[str]) -> list[str]:
 
 
 def _is_numbered(keys: Iterable[str]) -> bool:
-    """Return whether keys that differ in one number have the numbers from 0 on; True where they differ otherwise."""
+    """Return whether keys that differ in one number have the numbers from 0 on; True where they
+    differ otherwise.
+    """
     families: dict[tuple[str, ...], set[int]] = {}
     cut = [(_NUMBER.split(key), [int(number) for number in _NUMBER.findall(key)]) for key in keys]
     lengths = {len(numbers) for _, numbers in cut}
     if len(lengths) != 1 or not max(lengths):
         return True
-    varying = [place for place in range(max(lengths)) if len({numbers[place] for _, numbers in cut}) > 1]
+    varying = [
+        place for place in range(max(lengths)) if len({numbers[place] for _, numbers in cut}) > 1
+    ]
     if len(varying) != 1:
         return True
     for texts, numbers in cut:
@@ -173,7 +195,9 @@ _THEN = (
 
 
 def filled_by_loader(model: Any, weights: Weights, info: Mapping[str, Any]) -> Filled:
-    """Return what a model got from a file. ``info``: what ``from_pretrained`` says of its loading."""
+    """Return what a model got from a file. ``info``: what ``from_pretrained`` says of its
+    loading.
+    """
     state = tensors_of(model)
     found = destinations(model, weights)
     names = {
@@ -212,12 +236,14 @@ def filled_by_loader(model: Any, weights: Weights, info: Mapping[str, Any]) -> F
 
 def _of_loading(info: Mapping[str, Any], found: Destinations, weights: Weights) -> list[str]:
     """Return in words what ``from_pretrained`` says of its loading, each a failure."""
-    missing, unexpected = (sorted(info.get(kind, ())) for kind in ("missing_keys", "unexpected_keys"))
+    missing, unexpected = (
+        sorted(info.get(kind, ())) for kind in ("missing_keys", "unexpected_keys")
+    )
     problems = names_in_words(missing, unexpected, weights, then=_THEN)
     mismatched = sorted(info.get("mismatched_keys", ()))
     shapes = [
-        f"{name!r} has shape {list(have)} {'merged from' if name in found.merged else 'in'} the file, "
-        f"{list(want)} in the model"
+        f"{name!r} has shape {list(have)} {'merged from' if name in found.merged else 'in'} the "
+        f"file, {list(want)} in the model"
         for name, have, want in mismatched
     ]
     if shapes:
@@ -225,25 +251,28 @@ def _of_loading(info: Mapping[str, Any], found: Destinations, weights: Weights) 
         absent = absent_siblings(merged)
         problems += few(shapes, "shape")
         problems.append(
-            f"from_pretrained refuses the checkpoint: {count_of(len(shapes), 'tensor')} of another shape than "
-            "config.json says (with ignore_mismatched_sizes=True it fills the gap with random values)"
-            + (f"; the file has no {list_names(absent)}" if absent else "")
+            f"from_pretrained refuses the checkpoint: {count_of(len(shapes), 'tensor')} of another "
+            "shape than config.json says (with ignore_mismatched_sizes=True it fills the gap "
+            "with random values)" + (f"; the file has no {list_names(absent)}" if absent else "")
         )
     return problems + [str(message) for message in info.get("error_msgs", ())]
 
 
 def _of_places(found: Destinations, weights: Weights, info: Mapping[str, Any]) -> list[str]:
-    """Return in words which tensors ``from_pretrained`` drops or puts into another's place without a word."""
+    """Return in words which tensors ``from_pretrained`` drops or puts into another's place without
+    a word.
+    """
     crowded = [
-        f"{key!r} and {found.names[place]!r} of the file both go to {place!r}: from_pretrained drops one of them, and "
-        "says nothing"
+        f"{key!r} and {found.names[place]!r} of the file both go to {place!r}: from_pretrained "
+        "drops one of them, and says nothing"
         for key, place in found.crowded.items()
         if not same_bytes(weights, key, found.names[place])
     ]
     refused = {name for name, *_ in info.get("mismatched_keys", ())}
     moved = [
-        f"the tensors of the file for {place!r} are not numbered from 0 on: from_pretrained closes the gap, so that "
-        f"later ones move up, and says nothing; the file has no {list_names(absent_siblings(found.merged[place]))}"
+        f"the tensors of the file for {place!r} are not numbered from 0 on: from_pretrained closes "
+        "the gap, so that later ones move up, and says nothing; the file has no "
+        f"{list_names(absent_siblings(found.merged[place]))}"
         for place in found.misnumbered()
         if place not in refused
     ]
@@ -267,28 +296,31 @@ def _untied(model: Any, names: Mapping[str, str], weights: Weights) -> tuple[tup
 
 
 def _unproven(model: Any, found: Destinations, info: Mapping[str, Any]) -> list[str]:
-    """Return in words which tensors no byte of a tensor of the model, or of the file, can be compared with."""
+    """Return in words which tensors no byte of a tensor of the model, or of the file, can be
+    compared with.
+    """
     said = []
     kind = type(model).__name__
     if found.merged:
         keys = [key for group in found.merged.values() for key in group]
         said.append(
-            f"{count_of(len(keys), 'tensor')} of the file ({list_names(keys)}) are merged or cut by the loader "
-            f"(into {count_of(len(found.merged), 'place')} of the model): the result is not compared with the file"
+            f"{count_of(len(keys), 'tensor')} of the file ({list_names(keys)}) are merged or cut "
+            f"by the loader (into {count_of(len(found.merged), 'place')} of the model): the "
+            "result is not compared with the file"
         )
     unexpected = set(info.get("unexpected_keys", ()))
     ignored = [key for key, place in found.left_out.items() if not {key, place} & unexpected]
     if ignored:
         said.append(
-            f"{count_of(len(ignored), 'tensor')} of the file ({list_names(ignored)}): {kind} has no place for "
-            "them, and from_pretrained leaves them out without a warning"
+            f"{count_of(len(ignored), 'tensor')} of the file ({list_names(ignored)}): {kind} has "
+            "no place for them, and from_pretrained leaves them out without a warning"
         )
     mismatched = {name for name, *_ in info.get("mismatched_keys", ())}
     unknown = [key for key in found.unknown if not {key} & (unexpected | mismatched)]
     if unknown:
         said.append(
-            f"where {count_of(len(unknown), 'tensor')} of the file went ({list_names(unknown)}): this version of "
-            "transformers does not say what it renames, merges or leaves out"
+            f"where {count_of(len(unknown), 'tensor')} of the file went ({list_names(unknown)}): "
+            "this version of transformers does not say what it renames, merges or leaves out"
         )
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     filled = {*found.names, *found.merged}
@@ -299,8 +331,8 @@ def _unproven(model: Any, found: Destinations, info: Mapping[str, Any]) -> list[
     ]
     if fresh and not found.unknown:
         said.append(
-            f"{count_of(len(fresh), 'tensor')} of the model ({list_names(fresh)}) are not in the file: {kind} may "
-            "initialize them, and from_pretrained does not warn"
+            f"{count_of(len(fresh), 'tensor')} of the model ({list_names(fresh)}) are not in the "
+            f"file: {kind} may initialize them, and from_pretrained does not warn"
         )
     return said
 
@@ -312,7 +344,9 @@ _UNMERGED = re.compile(
 
 
 class NoModel(Exception):
-    """Nothing says which class the weights belong to, or nothing that may be trusted; the message says why."""
+    """Nothing says which class the weights belong to, or nothing that may be trusted; the message
+    says why.
+    """
 
 
 class LoaderRefuses(Exception):
@@ -320,10 +354,12 @@ class LoaderRefuses(Exception):
 
 
 def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
-    """Build the class that ``config.json`` names, when it is transformers' own, and load the weights as it would.
+    """Build the class that ``config.json`` names, when it is transformers' own, and load the
+    weights as it would.
 
-    Raises LoaderRefuses where ``from_pretrained`` raises, NoModel where no class is known or code from the folder would
-    be needed, OperationError when a file cannot be read, OSError when config.json cannot.
+    Raises LoaderRefuses where ``from_pretrained`` raises, NoModel where no class is known or code
+    from the folder would be needed, OperationError when a file cannot be read, OSError when
+    config.json cannot.
     """
     transformers, given = _read_config(root)
     with _captured_log() as log:
@@ -346,10 +382,11 @@ def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
 
 
 def skeleton_from_config(root: Path) -> Any:
-    """Return a model of the class that ``config.json`` names, on the meta device; tied parameters are one.
+    """Return a model of the class that ``config.json`` names, on the meta device; tied parameters
+    are one.
 
-    Raises LoaderRefuses where transformers refuses the config, NoModel where no class is known or code from the folder
-    would be needed, OSError when config.json cannot be read.
+    Raises LoaderRefuses where transformers refuses the config, NoModel where no class is known or
+    code from the folder would be needed, OSError when config.json cannot be read.
     """
     transformers, given = _read_config(root)
     with _captured_log():
@@ -359,7 +396,9 @@ def skeleton_from_config(root: Path) -> Any:
         except ANYTHING as error:
             if isinstance(error, LoaderRefuses | NoModel):
                 raise
-            raise LoaderRefuses(f"{cls.__name__}: {in_words(error)}; correct config.json") from error
+            raise LoaderRefuses(
+                f"{cls.__name__}: {in_words(error)}; correct config.json"
+            ) from error
         model.tie_weights()
     return model
 
@@ -397,17 +436,23 @@ def _parsed(text: str) -> dict[str, Any]:
         raise LoaderRefuses(f"config.json is not JSON: {error}; copy or write it again") from None
     if not isinstance(config, dict):
         kind = type(config).__name__
-        raise LoaderRefuses(f"config.json holds a {kind}, and must hold an object; copy or write it again")
+        raise LoaderRefuses(
+            f"config.json holds a {kind}, and must hold an object; copy or write it again"
+        )
     return config
 
 
 def _ensure_transformers_config(config: dict[str, Any], transformers: Any) -> None:
-    """Raise NoModel for the ``config.json`` of another library: diffusers, timm, or the user's own settings."""
+    """Raise NoModel for the ``config.json`` of another library: diffusers, timm, or the user's own
+    settings.
+    """
     marks = ("architectures", "transformers_version")
     model_type = config.get("model_type")
     known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not known and not any(mark in config for mark in marks):
-        raise NoModel(f"config.json names no class of transformers (it has no {' and no '.join(marks)})")
+        raise NoModel(
+            f"config.json names no class of transformers (it has no {' and no '.join(marks)})"
+        )
 
 
 def _config(root: Path, given: dict[str, Any], transformers: Any) -> Any:
@@ -418,9 +463,12 @@ def _config(root: Path, given: dict[str, Any], transformers: Any) -> Any:
         )
     except ANYTHING as error:
         if "auto_map" in given and given.get("model_type") not in transformers.CONFIG_MAPPING:
-            raise NoModel("config.json needs code from the folder (auto_map), which is never run") from error
+            raise NoModel(
+                "config.json needs code from the folder (auto_map), which is never run"
+            ) from error
         step = (
-            f"correct config.json, or install a transformers that knows it (here: {transformers.__version__})"
+            "correct config.json, or install a transformers that knows it (here: "
+            f"{transformers.__version__})"
         )
         raise LoaderRefuses(f"{in_words(error)}; {step}") from error
 
@@ -432,7 +480,9 @@ def _model_class(given: dict[str, Any], transformers: Any) -> Any:
     cls: Any = getattr(transformers, names[0], None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         version = transformers.__version__
-        raise NoModel(f"config.json names {names[0]!r}, which is not a model class of transformers {version}")
+        raise NoModel(
+            f"config.json names {names[0]!r}, which is not a model class of transformers {version}"
+        )
     return cls
 
 
@@ -440,14 +490,18 @@ def _ensure_one_model(given: dict[str, Any], found: Sequence[Weights]) -> Sequen
     if "quantization_config" in given:
         raise NoModel("config.json asks for quantized weights, which are not rebuilt here")
     if len(found) != 1:
-        raise NoModel(f"config.json describes one model, here are {len(found)}; give the path of one file")
+        raise NoModel(
+            f"config.json describes one model, here are {len(found)}; give the path of one file"
+        )
     return found
 
 
 def _ensure_room(cls: Any, config: Any, weights: Weights) -> None:
-    """Raise where the model does not fit into memory: missing and mismatched tensors are made at their full size.
+    """Raise where the model does not fit into memory: missing and mismatched tensors are made at
+    their full size.
 
-    A config that lacks its sizes describes a model of 7 billion parameters, and the kernel would end the process.
+    A config that lacks its sizes describes a model of 7 billion parameters, and the kernel would
+    end the process.
     """
     try:
         needs = 2 * sum(parameter.numel() for parameter in _skeleton(cls, config).parameters())
@@ -459,8 +513,8 @@ def _ensure_room(cls: Any, config: Any, weights: Weights) -> None:
     sizes = f"config.json describes a model of at least {human_size(needs)}"
     if needs > 4 * weights.nbytes:
         raise LoaderRefuses(
-            f"{sizes}, and the file holds {human_size(weights.nbytes)}: this host has no memory for the random values "
-            "that would fill the gap; correct the sizes in config.json"
+            f"{sizes}, and the file holds {human_size(weights.nbytes)}: this host has no memory "
+            "for the random values that would fill the gap; correct the sizes in config.json"
         )
     raise NoModel(f"{sizes}, and this host has {human_size(room)} of memory free")
 
@@ -479,7 +533,11 @@ def _loaded(cls: Any, config: Any, weights: Weights, log: "_Log") -> tuple[Any, 
     except CkptfixError:
         raise
     except ANYTHING as error:  # a config's values are looked at by the model's own code
-        if isinstance(error, MemoryError) or is_out_of_memory(error) or "allocate memory" in str(error):
+        if (
+            isinstance(error, MemoryError)
+            or is_out_of_memory(error)
+            or "allocate memory" in str(error)
+        ):
             raise NoModel(
                 f"{cls.__name__} does not fit into this host's memory: {in_words(error)}"
             ) from error
@@ -491,25 +549,33 @@ def _loaded(cls: Any, config: Any, weights: Weights, log: "_Log") -> tuple[Any, 
 
 
 def _ensure_generation(model: Any, root: Path, transformers: Any) -> None:
-    """Read ``generation_config.json`` as from_pretrained does, which passes over one that is not JSON."""
+    """Read ``generation_config.json`` as from_pretrained does, which passes over one that is not
+    JSON.
+    """
     if not model.can_generate() or not (root / "generation_config.json").is_file():
         return
     try:
         with suppress(OSError):
             transformers.GenerationConfig.from_pretrained(str(root), local_files_only=True)
     except ANYTHING as error:
-        raise LoaderRefuses(f"generation_config.json: {in_words(error)}; correct it, or delete it") from error
+        raise LoaderRefuses(
+            f"generation_config.json: {in_words(error)}; correct it, or delete it"
+        ) from error
 
 
 def _unmerged(found: re.Match[str], weights: Weights) -> str:
     absent = absent_siblings(weights.tensors)
     lacks = f"; the file has no {list_names(absent)}" if absent else ""
     step = "copy the checkpoint again, or save it again from the run"
-    return f"the tensors for {found['place']!r} do not fit together: {one_line(found['why'])}{lacks}; {step}"
+    return (
+        f"the tensors for {found['place']!r} do not fit together: {one_line(found['why'])}{lacks}; "
+        f"{step}"
+    )
 
 
 def unfound(root: Path, label: str) -> str:
-    """Return why ``from_pretrained`` of the folder does not find the weights ``label``, "" where it does.
+    """Return why ``from_pretrained`` of the folder does not find the weights ``label``, "" where it
+    does.
 
     The weights are handed to it here, so it never looks for them itself.
     """
@@ -521,11 +587,15 @@ def unfound(root: Path, label: str) -> str:
 
 
 _FOUND = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-"""The names of weights that ``from_pretrained`` looks for: alone, with a variant, or as an index of shards."""
+"""The names of weights that ``from_pretrained`` looks for: alone, with a variant, or as an index of
+shards.
+"""
 
 
 def _variant(label: str) -> str | None:
-    """Return the ``variant=`` with which ``from_pretrained`` finds weights of this name, None where none does."""
+    """Return the ``variant=`` with which ``from_pretrained`` finds weights of this name, None where
+    none does.
+    """
     name = parse_file_name(label)
     if name is None or name.model is None or name.index or name.shard is not None:
         return None
@@ -539,16 +609,28 @@ def _beyond(root: Path, given: dict[str, Any], label: str) -> Iterator[str]:
     if variant := _variant(label):
         yield f"finding {label}: from_pretrained looks for it with variant={variant!r} alone"
     asked = given.get("attn_implementation") or given.get("_attn_implementation")
-    wants = f"config.json asks for {asked!r}" if asked else "from_pretrained chooses 'sdpa' or faster ones"
+    wants = (
+        f"config.json asks for {asked!r}"
+        if asked
+        else "from_pretrained chooses 'sdpa' or faster ones"
+    )
     yield f"other attention kernels: the model is built with attn_implementation='eager'; {wants}"
     if (root / "adapter_config.json").is_file():
-        yield "adapter_config.json: with PEFT installed, from_pretrained loads the base model that it names first"
+        yield (
+            "adapter_config.json: with PEFT installed, from_pretrained loads the base model that "
+            "it names first"
+        )
     if given.get("transformers_weights"):
-        yield f"transformers_weights in config.json: from_pretrained loads {given['transformers_weights']!r} instead"
+        yield (
+            "transformers_weights in config.json: from_pretrained loads "
+            f"{given['transformers_weights']!r} instead"
+        )
 
 
 class _Log(logging.Handler):
-    """Warnings that transformers writes, kept instead of printed: what they say is in the report."""
+    """Warnings that transformers writes, kept instead of printed: what they say is in the
+    report.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -561,7 +643,9 @@ class _Log(logging.Handler):
 
 @contextmanager
 def _captured_log() -> Iterator[_Log]:
-    """Keep transformers' bars and load reports off the terminal, and its warnings for the report."""
+    """Keep transformers' bars and load reports off the terminal, and its warnings for the
+    report.
+    """
     from transformers.utils import logging as own
 
     logger, log = logging.getLogger("transformers"), _Log()

@@ -1,7 +1,7 @@
 """The results of a verification of a reload: proofs, the matrix of ordered pairs, and an HTML page.
 
-A proof has one of five outcomes, and "not exercised" is never shown as anything else. The page has no script,
-loads nothing from anywhere, and escapes every name.
+A proof has one of five outcomes, and "not exercised" is never shown as anything else. The page has
+no script, loads nothing from anywhere, and escapes every name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,15 @@ from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe.probe_report import matrix
 from ckptfix.devices.torch_devices import Pair
 from ckptfix.reports import Serialized
-from ckptfix.wording import Line, Printable, collapse_layers, count_of, html_document, human_size, line
+from ckptfix.wording import (
+    Line,
+    Printable,
+    collapse_layers,
+    count_of,
+    html_document,
+    human_size,
+    line,
+)
 from ckptfix.wording import html_text as _text
 
 _BLOCKS = 8  # names of blocks that are shown of a device
@@ -61,7 +69,8 @@ class Subject(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof(Serialized):
-    """One line of the table. ``is_transfer``: it is about bytes that move to or between accelerators.
+    """One line of the table. ``is_transfer``: it is about bytes that move to or between
+    accelerators.
 
     ``advice``: what to do about a failure, "" where the subject alone tells.
     """
@@ -85,12 +94,20 @@ class Proofs(list[Proof]):
     """Lines of the table of proofs, in the order in which they came about."""
 
     def add(
-        self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False, advice: str = ""
+        self,
+        subject: Subject,
+        outcome: Outcome,
+        text: str,
+        *,
+        is_transfer: bool = False,
+        advice: str = "",
     ) -> None:
         """Add a line; those about pairs of accelerators are about transfers in any case."""
         is_transfer = is_transfer or subject in _ABOUT_TRANSFERS
         self.append(
-            Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer, advice=advice)
+            Proof(
+                subject=subject, outcome=outcome, text=text, is_transfer=is_transfer, advice=advice
+            )
         )
 
 
@@ -98,11 +115,12 @@ class Proofs(list[Proof]):
 class PairFacts(Serialized):
     """Facts about the copies from one accelerator to another.
 
-    ``probe``: the verdict of the probe ("healthy", "wrong", "hang", "inconclusive", "unusable"), None when it did not
-    run; ``probe_kind``: of damage ("zeros", ...), ``probe_detail``: the probe's own words. ``hops``, ``hops_wrong``:
-    copies of this checkpoint's tensors, and how many arrived with other bytes. ``moves``: copies in one forward pass of
-    the split model. ``alone_wrong``: of ``alone_runs`` passes in which this pair alone copied directly, how many gave
-    another output.
+    ``probe``: the verdict of the probe ("healthy", "wrong", "hang", "inconclusive", "unusable"),
+    None when it did not run; ``probe_kind``: of damage ("zeros", ...), ``probe_detail``: the
+    probe's own words. ``hops``, ``hops_wrong``: copies of this checkpoint's tensors, and how many
+    arrived with other bytes. ``moves``: copies in one forward pass of the split model.
+    ``alone_wrong``: of ``alone_runs`` passes in which this pair alone copied directly, how many
+    gave another output.
     """
 
     json_keys: ClassVar = (
@@ -122,7 +140,9 @@ class PairFacts(Serialized):
 
     @property
     def outcome(self) -> Outcome:
-        """FAILED when any copy was wrong or could not be made, PROVEN when some were right and none was wrong."""
+        """FAILED when any copy was wrong or could not be made, PROVEN when some were right and none
+        was wrong.
+        """
         if self.hops_wrong or self.alone_wrong or self.probe in ("wrong", "hang", "unusable"):
             return Outcome.FAILED
         if self.probe == "healthy" or (self.probe is None and self.hops):
@@ -131,7 +151,9 @@ class PairFacts(Serialized):
 
     @property
     def word(self) -> str:
-        """The outcome in one word or two, for a matrix: of a failed pair the kind of damage, where it is known."""
+        """The outcome in one word or two, for a matrix: of a failed pair the kind of damage, where
+        it is known.
+        """
         if self.outcome is not Outcome.FAILED:
             return str(self.outcome.value)
         stopped = self.probe if self.probe in ("hang", "unusable") else ""
@@ -152,14 +174,15 @@ class PairFacts(Serialized):
 class Divergence(Serialized):
     """The first point at which a split model computed with other bytes than were sent.
 
-    ``suspects``: the ordered pairs that, copying directly alone, changed the output. ``pair``, ``block`` and the rest
-    are those of the first wrong copy that tracing saw. ``vanishes_when_traced``: it saw none, so a race is likely;
-    then ``pair`` is the only suspect, or None. ``first_offset`` counts bytes from the begin of the tensor.
+    ``suspects``: the ordered pairs that, copying directly alone, changed the output. ``pair``,
+    ``block`` and the rest are those of the first wrong copy that tracing saw.
+    ``vanishes_when_traced``: it saw none, so a race is likely; then ``pair`` is the only suspect,
+    or None. ``first_offset`` counts bytes from the begin of the tensor.
     """
 
     json_keys: ClassVar = (
-        "message=__str__ runs wrong_runs suspects vanishes_when_traced pair block operation dtype shape "
-        "first_offset"
+        "message=__str__ runs wrong_runs suspects vanishes_when_traced pair block operation dtype "
+        "shape first_offset"
     )
 
     runs: int
@@ -178,14 +201,15 @@ class Divergence(Serialized):
         alone = f"; wrong with this pair alone copying directly: {pairs}" if pairs else ""
         if self.vanishes_when_traced:
             return (
-                f"{self.wrong_runs} of {self.runs} runs wrong, and right when traced: a race, bytes that arrive late"
-                f"{alone or '; no ordered pair alone shows it'}"
+                f"{self.wrong_runs} of {self.runs} runs wrong, and right when traced: a race, "
+                f"bytes that arrive late{alone or '; no ordered pair alone shows it'}"
             )
         if self.pair is None:
             return f"{self.wrong_runs} of {self.runs} runs wrong; no copy was seen to be{alone}"
         return (
-            f"{self.pair[0]} -> {self.pair[1]} at {self.block or 'the model itself'}: a {self.dtype} tensor of shape "
-            f"{list(self.shape)} arrived with other bytes, the first at offset {self.first_offset}{alone}"
+            f"{self.pair[0]} -> {self.pair[1]} at {self.block or 'the model itself'}: a "
+            f"{self.dtype} tensor of shape {list(self.shape)} arrived with other bytes, the first "
+            f"at offset {self.first_offset}{alone}"
         )
 
 
@@ -212,14 +236,23 @@ class Accelerators(Serialized):
 
 
 _PEERS = (
-    "ckptfix doctor --peer-copies; until the copies are right: dispatch_model(..., safe_transfers='always')"
+    "ckptfix doctor --peer-copies; until the copies are right: dispatch_model(..., "
+    "safe_transfers='always')"
 )
-_HARDWARE = "run it again; if it fails again, test the memory, the disk and the devices of this machine"
+_HARDWARE = (
+    "run it again; if it fails again, test the memory, the disk and the devices of this machine"
+)
 _ADVICE = {
     Subject.FILE_BYTES: "copy the file again from where it came, or load an older checkpoint",
-    Subject.LOADING: "mend what from_pretrained names, or give --model a factory that builds the model",
-    Subject.NAMES: "give --model, or config.json, the model whose weights these are, in their dtype",
-    Subject.DEVICE_MAP: "give every tensor a device in the map, or leave the map to --device-map auto",
+    Subject.LOADING: (
+        "mend what from_pretrained names, or give --model a factory that builds the model"
+    ),
+    Subject.NAMES: (
+        "give --model, or config.json, the model whose weights these are, in their dtype"
+    ),
+    Subject.DEVICE_MAP: (
+        "give every tensor a device in the map, or leave the map to --device-map auto"
+    ),
     Subject.TIES: "change the map or config.json as the line says",
     Subject.DISK_OFFLOAD: _HARDWARE,
     Subject.PLACEMENT: _HARDWARE,
@@ -235,14 +268,15 @@ _ADVICE = {
 class ReloadReport(Printable, Serialized):
     """Proofs of ``verify_reload``, failures, and what it did not exercise.
 
-    ``model``: what was built, "" without a model class. ``device_map``: module or tensor name -> device, as text.
-    ``device_bytes``: device -> bytes of weights on it. ``nbytes``: of all tensors. ``repeats``: runs asked for,
-    ``ran``: runs made of a split each way; 0 where the model was not run.
+    ``model``: what was built, "" without a model class. ``device_map``: module or tensor name ->
+    device, as text. ``device_bytes``: device -> bytes of weights on it. ``nbytes``: of all tensors.
+    ``repeats``: runs asked for, ``ran``: runs made of a split each way; 0 where the model was not
+    run.
     """
 
     json_keys: ClassVar = (
-        "path machine model map_source device_map device_bytes tensors bytes=nbytes repeats proofs pairs "
-        "divergence require_transfer_proof ran verdict next=next_steps"
+        "path machine model map_source device_map device_bytes tensors bytes=nbytes repeats proofs "
+        "pairs divergence require_transfer_proof ran verdict next=next_steps"
     )
 
     path: Path
@@ -264,7 +298,9 @@ class ReloadReport(Printable, Serialized):
     def unproven_transfers(self) -> tuple[Proof, ...]:
         """The proofs about transfers that were not exercised."""
         return tuple(
-            proof for proof in self.proofs if proof.is_transfer and proof.outcome is Outcome.NOT_EXERCISED
+            proof
+            for proof in self.proofs
+            if proof.is_transfer and proof.outcome is Outcome.NOT_EXERCISED
         )
 
     @property
@@ -274,7 +310,9 @@ class ReloadReport(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """Exit status: 1 when anything failed, or transfers were to be proven and were not; else 0."""
+        """Exit status: 1 when anything failed, or transfers were to be proven and were not;
+        else 0.
+        """
         if any(proof.outcome is Outcome.FAILED for proof in self.proofs):
             return 1
         return int(self.require_transfer_proof and bool(self.unproven_transfers))
@@ -291,7 +329,9 @@ class ReloadReport(Printable, Serialized):
         reasons = []
         failed = [proof.subject.value for proof in self.proofs if proof.outcome is Outcome.FAILED]
         if failed:
-            reasons.append(f"{count_of(len(failed), 'failed line')} ({', '.join(dict.fromkeys(failed))})")
+            reasons.append(
+                f"{count_of(len(failed), 'failed line')} ({', '.join(dict.fromkeys(failed))})"
+            )
         if self.require_transfer_proof and self.unproven_transfers:
             lines = count_of(len(self.unproven_transfers), "line")
             reasons.append(f"{lines} about transfers not exercised (--require-transfer-proof)")
@@ -304,7 +344,9 @@ class ReloadReport(Printable, Serialized):
         for proof in self.proofs:
             if proof.outcome is Outcome.FAILED:
                 is_about_peers = proof.subject in _ABOUT_TRANSFERS
-                in_line = "" if is_about_peers else proof.text.partition("next: ")[2].partition("; ")[0]
+                in_line = (
+                    "" if is_about_peers else proof.text.partition("next: ")[2].partition("; ")[0]
+                )
                 steps.append(proof.advice or in_line or _ADVICE[proof.subject])
         if self.status and not steps:
             steps.append("run it where the accelerators are, or leave out --require-transfer-proof")
@@ -334,7 +376,9 @@ class ReloadReport(Printable, Serialized):
             # With a dot behind it, the number at the end of a block's name counts, too.
             by_device.setdefault(device, []).append(f"{name}.")
         for device, names in by_device.items():
-            blocks = [name.removesuffix(".") or "the whole model" for name in collapse_layers(names)]
+            blocks = [
+                name.removesuffix(".") or "the whole model" for name in collapse_layers(names)
+            ]
             more = f" and {len(blocks) - _BLOCKS} more" if len(blocks) > _BLOCKS else ""
             size = human_size(self.device_bytes.get(device, 0))
             yield line(f"  {device}: {size}: {', '.join(blocks[:_BLOCKS])}{more}")
@@ -363,7 +407,8 @@ td, p { overflow-wrap: anywhere; vertical-align: top; }
 def html_page(report: ReloadReport, data: Sequence[str] = (), data_status: int = 0) -> str:
     """Return the report as a complete HTML document.
 
-    ``data``: what ``verify --data`` found in the same command, by lines, and ``data_status`` its exit status.
+    ``data``: what ``verify --data`` found in the same command, by lines, and ``data_status`` its
+    exit status.
     """
     good = Outcome.NOT_EXERCISED if report.is_empty else Outcome.PROVEN
     colour = _CELL_COLOURS[Outcome.FAILED if report.status or data_status else good]
@@ -397,7 +442,9 @@ def _data_part(data: Sequence[str]) -> Iterator[str]:
 def damage_page(
     path: str, reason: str, findings: Iterable[tuple[str, str, str]], data: Sequence[str] = ()
 ) -> str:
-    """Return a page for a checkpoint of which no reload was proven. ``findings``: severity, code and sentence."""
+    """Return a page for a checkpoint of which no reload was proven. ``findings``: severity, code
+    and sentence.
+    """
     title = f"ckptfix verify {path}"
     rows = [f"<tr><td>{_text(level)}</td><td>{_text(code)}</td><td>{_text(says)}</td></tr>"
             for level, code, says in findings]  # fmt: skip
@@ -414,7 +461,9 @@ def damage_page(
 def _about(report: ReloadReport) -> str:
     model = f"; model: {report.model}" if report.model else "; no model class"
     size = f"{count_of(report.tensors, 'tensor')}, {human_size(report.nbytes)}"
-    runs = f"split model: {count_of(report.ran, 'run')}" if report.ran else "no run of a split model"
+    runs = (
+        f"split model: {count_of(report.ran, 'run')}" if report.ran else "no run of a split model"
+    )
     each = " each way" if len(report.machine.names) > 1 and report.ran else ""
     return f"{size}; {report.machine}{model}; {runs}{each}"
 
@@ -423,7 +472,8 @@ def _proof_row(proof: Proof) -> str:
     colour = _CELL_COLOURS[proof.outcome]
     label = _text(proof.outcome.value)
     return (
-        f'<tr><td class="outcome" style="background:{colour}">{label}</td><td>{_text(proof.text)}</td></tr>'
+        '<tr><td class="outcome" '
+        f'style="background:{colour}">{label}</td><td>{_text(proof.text)}</td></tr>'
     )
 
 
@@ -439,7 +489,10 @@ def _matrix(report: ReloadReport) -> Iterable[str]:
     facts = {facts.pair: facts for facts in report.pairs}
     indexes = sorted({index for pair in facts for index in pair})
     yield "<h2>Copies between accelerators</h2>"
-    yield "<p>Rows copy to columns. Green: what was sent arrived bit for bit; red: it did not; grey: not exercised.</p>"
+    yield (
+        "<p>Rows copy to columns. Green: what was sent arrived bit for bit; red: it did not; grey: "
+        "not exercised.</p>"
+    )
     rows = []
     for source in indexes:
         cells = [_cell(facts.get((source, destination))) for destination in indexes]
@@ -469,7 +522,8 @@ def _bytes_table(device_bytes: Mapping[str, int]) -> str:
         width = 100 * size / most if most else 0
         bar = f'<div class="bar" style="width:{width:.1f}%"></div>'
         rows.append(
-            f'<tr><th>{_text(device)}</th><td>{human_size(size)}</td><td class="track">{bar}</td></tr>'
+            f"<tr><th>{_text(device)}</th><td>{human_size(size)}</td><td "
+            f'class="track">{bar}</td></tr>'
         )
     return _table(("device", "weights", ""), rows)
 

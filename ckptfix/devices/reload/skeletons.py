@@ -1,4 +1,5 @@
-"""The parameters of a run's models in a process of its own: built without weights, by a factory or from config.json.
+"""The parameters of a run's models in a process of its own: built without weights, by a factory or
+from config.json.
 
 ``tensors.parameter_sources`` starts it, and reads the file into which it writes its answer.
 """
@@ -18,7 +19,9 @@ from ckptfix.tensors.parameter_sources import described
 
 
 def main(answer: str) -> None:
-    """Read what is asked for from a file, and write the answer into it: parameters, or why there are none."""
+    """Read what is asked for from a file, and write the answer into it: parameters, or why there
+    are none.
+    """
     path = Path(answer)
     asked = json.loads(path.read_text())
     try:

@@ -1,7 +1,9 @@
-"""The weights in a checkpoint, read twice: by the library that loads them, and as the file's own bytes.
+"""The weights in a checkpoint, read twice: by the library that loads them, and as the file's own
+bytes.
 
-The bytes are found by this package's parsers and read with ``pread``; the tensors come from ``safetensors`` and
-``torch.load(weights_only=True)``. Neither way knows of the other, so that each proves the other.
+The bytes are found by this package's parsers and read with ``pread``; the tensors come from
+``safetensors`` and ``torch.load(weights_only=True)``. Neither way knows of the other, so that each
+proves the other.
 """
 
 import os
@@ -37,7 +39,8 @@ Bytes = Any
 class FileTensor:
     """A tensor in a file. ``layout``: where its bytes are; None for one in a compressed record.
 
-    ``shares``: what tensors of one file have in common that are the same bytes: two names of one tensor.
+    ``shares``: what tensors of one file have in common that are the same bytes: two names of one
+    tensor.
     """
 
     fqn: str
@@ -64,8 +67,8 @@ class Weights:
 
     ``opaque``: names of values that are not plain tensors. Use as a context manager.
 
-    ``aliases``: names that are in no file -> the name in it that they shared a storage with. ``prefix``: the
-    prefix of names in reports, where a folder holds several models.
+    ``aliases``: names that are in no file -> the name in it that they shared a storage with.
+    ``prefix``: the prefix of names in reports, where a folder holds several models.
     """
 
     root: Path
@@ -84,7 +87,9 @@ class Weights:
 
     @property
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of names that are one tensor: two names of the same bytes, and names left out for another."""
+        """Groups of names that are one tensor: two names of the same bytes, and names left out for
+        another.
+        """
         groups: dict[object, list[str]] = {}
         for fqn, tensor in self.tensors.items():
             is_shared = tensor.shares is not None and tensor.nbytes > 0
@@ -95,9 +100,11 @@ class Weights:
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
     def read(self, fqn: str) -> torch.Tensor:
-        """Return a tensor as a loader reads it, on the CPU; mapped, not copied, where the file allows it.
+        """Return a tensor as a loader reads it, on the CPU; mapped, not copied, where the file
+        allows it.
 
-        Raises OperationError when the library cannot read the file, or does not find the name in it.
+        Raises OperationError when the library cannot read the file, or does not find the name in
+        it.
         """
         member = self.tensors[fqn].member
         key = str(member.path)
@@ -105,7 +112,11 @@ class Weights:
             if key not in self._open:
                 self._open[key] = self._opened(member)
             source = self._open[key]
-            value = source.get_tensor(fqn) if isinstance(member.content, SafetensorsFile) else source[fqn]
+            value = (
+                source.get_tensor(fqn)
+                if isinstance(member.content, SafetensorsFile)
+                else source[fqn]
+            )
         except (SafetensorError, Unreadable, OSError, KeyError) as error:
             says = str(error)
             where = "" if isinstance(error, Unreadable) else f"{self.root / member.path}: "
@@ -148,7 +159,8 @@ class Weights:
 
 
 def file_bytes(tensor: FileTensor, chunk: int) -> Iterator[Bytes]:
-    """Yield the bytes of a tensor as its file holds them, about ``chunk`` at a time; each holds until the next one.
+    """Yield the bytes of a tensor as its file holds them, about ``chunk`` at a time; each holds
+    until the next one.
 
     Raises OSError, and ChangedError when the file has become shorter.
     """
@@ -164,8 +176,9 @@ def file_bytes(tensor: FileTensor, chunk: int) -> Iterator[Bytes]:
 def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], CheckpointFolder]:
     """Return the weights of every model at a path, and the folder: a folder, one file, or an index.
 
-    Of a folder those that ``load_state`` and ``from_pretrained`` look for; without any, every state dict of a module.
-    Raises UsageError when nothing is there, OSError when the folder cannot be read.
+    Of a folder those that ``load_state`` and ``from_pretrained`` look for; without any, every state
+    dict of a module. Raises UsageError when nothing is there, OSError when the folder cannot be
+    read.
     """
     given = existing(path)
     if given.is_dir():
@@ -174,15 +187,21 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], Che
     else:
         is_index = given.name.endswith(".json")
         folder = scan_folder(given.parent, None if is_index else given.name)
-        entries = tuple(one for one in all_state_dicts(folder) if not is_index or one.label == given.name)
+        entries = tuple(
+            one for one in all_state_dicts(folder) if not is_index or one.label == given.name
+        )
     if not entries:
         raise UsageError(f"{given} holds no weights of a model; next: {command('check', given)}")
     if any(entry.members and entry.members[0].name.is_of_parts for entry in entries):
         raise UsageError(
-            f"{given}: each file has one rank's parts of tensors, which only torch's own reader loads; next: "
-            f"{command('migrate', folder.root, '', '--to', 'safetensors')} NEW_FOLDER"
+            f"{given}: each file has one rank's parts of tensors, which only torch's own reader "
+            f"loads; next: {command('migrate', folder.root, '', '--to', 'safetensors')} "
+            "NEW_FOLDER"
         )
-    return tuple(_weights(folder.root, entry, several=len(entries) > 1) for entry in entries), folder
+    return (
+        tuple(_weights(folder.root, entry, several=len(entries) > 1) for entry in entries),
+        folder,
+    )
 
 
 def _weights(root: Path, entry: Entry, *, several: bool) -> Weights:
@@ -219,6 +238,11 @@ def _of_torch(
             yield (
                 one.fqn,
                 FileTensor(
-                    fqn=one.fqn, dtype=one.dtype, shape=one.shape, member=member, layout=layout, shares=shares
+                    fqn=one.fqn,
+                    dtype=one.dtype,
+                    shape=one.shape,
+                    member=member,
+                    layout=layout,
+                    shares=shares,
                 ),
             )

@@ -1,9 +1,10 @@
 """The three-way proof: one device, the split with direct copies, the same split with staged copies.
 
-Direct against staged, with one map and the same kernels, judges transfers; staged against one device judges kernels;
-staged against itself shows non-determinism. Runs that decide are never traced: reading tensors back synchronises, and
-a race does not happen while one looks. So a pair at fault is found without looking first, by letting it alone copy
-directly; only then are copies traced.
+Direct against staged, with one map and the same kernels, judges transfers; staged against one
+device judges kernels; staged against itself shows non-determinism. Runs that decide are never
+traced: reading tensors back synchronises, and a race does not happen while one looks. So a pair at
+fault is found without looking first, by letting it alone copy directly; only then are copies
+traced.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +51,9 @@ class Moved(NamedTuple):
 
 
 def alone(run: Callable[[], Outputs], reference: Outputs, pair: Pair, repeats: int) -> int:
-    """Return how many of ``repeats`` runs differ from ``reference`` when only this pair copies directly."""
+    """Return how many of ``repeats`` runs differ from ``reference`` when only this pair copies
+    directly.
+    """
     wrong = 0
     with safe_transfers("always"):
         for _ in range(repeats):
@@ -65,17 +68,25 @@ def alone(run: Callable[[], Outputs], reference: Outputs, pair: Pair, repeats: i
 def localise(
     model: Any, run: Callable[[], Outputs], wrong_runs: int, repeats: int, suspects: Sequence[Pair]
 ) -> Divergence:
-    """Trace direct runs until a copy is seen to deliver other bytes, at most ``repeats`` of them."""
+    """Trace direct runs until a copy is seen to deliver other bytes, at most ``repeats`` of
+    them.
+    """
     ended_well = True
     for _ in range(repeats):
         trace = _Trace()
         try:
-            with bypassed(), _following_calls(model, trace.modules.append, trace.modules.pop), trace:
+            with (
+                bypassed(),
+                _following_calls(model, trace.modules.append, trace.modules.pop),
+                trace,
+            ):
                 run()
         except ANYTHING:  # the copy itself, or what the model makes of wrong bytes
             ended_well = False
         if trace.first is not None:
-            return Divergence(runs=repeats, wrong_runs=wrong_runs, suspects=tuple(suspects), **trace.first)
+            return Divergence(
+                runs=repeats, wrong_runs=wrong_runs, suspects=tuple(suspects), **trace.first
+            )
     return Divergence(
         runs=repeats,
         wrong_runs=wrong_runs,
@@ -101,7 +112,9 @@ class _OneDirect(TorchDispatchMode):  # type: ignore[misc]  # torch is not follo
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed, so its classes are Any
-    """Every copy between accelerators is compared on the host with what was sent; the first wrong one is kept."""
+    """Every copy between accelerators is compared on the host with what was sent; the first wrong
+    one is kept.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +142,9 @@ class _Trace(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed,
 
 
 def _moves(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Moved]:
-    """Yield what an operation moves between accelerators: ``.to``, ``copy_`` and ``_foreach_copy_``."""
+    """Yield what an operation moves between accelerators: ``.to``, ``copy_`` and
+    ``_foreach_copy_``.
+    """
     name = func.overloadpacket if hasattr(func, "overloadpacket") else func
     if name is torch.ops.aten._to_copy:
         yield from _move(args[0], kwargs.get("device"), 0)
@@ -163,11 +178,14 @@ def _following_calls(
 ) -> Iterator[None]:
     """Call ``enter`` with the name of each module before its forward, and ``leave`` behind it.
 
-    accelerate moves a block's arguments inside of the block's forward, so a copy belongs to the module entered last.
+    accelerate moves a block's arguments inside of the block's forward, so a copy belongs to the
+    module entered last.
     """
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda module, args, name=name: enter(name)))
+        handles.append(
+            module.register_forward_pre_hook(lambda module, args, name=name: enter(name))
+        )
         if leave is not None:
             handles.append(module.register_forward_hook(partial(_after_call, leave)))
     try:
@@ -182,10 +200,11 @@ def _after_call(leave: Callable[[], object], module: Any, args: Any, output: Any
 
 
 def unreached_parts(model: Any, inputs: Inputs, where: torch.device) -> tuple[str, ...] | None:
-    """Return the outermost modules, or the parameters, that a forward pass does not use; None when that is not known.
+    """Return the outermost modules, or the parameters, that a forward pass does not use; None when
+    that is not known.
 
-    A text model's vision tower gets no input, and proves nothing. Runs the model once more: what watches it must not
-    take part in a run that is compared.
+    A text model's vision tower gets no input, and proves nothing. Runs the model once more: what
+    watches it must not take part in a run that is compared.
     """
     watch = _Watch()
     try:
@@ -211,8 +230,8 @@ def unreached_parts(model: Any, inputs: Inputs, where: torch.device) -> tuple[st
 def first_nan(model: Any, run: Callable[[], Outputs]) -> str:
     """Return in words the first module whose output holds NaN in one more run, "" where none does.
 
-    A module ends before the one around it, so the first is the innermost. What computes between two modules shows in
-    the input of the second.
+    A module ends before the one around it, so the first is the innermost. What computes between two
+    modules shows in the input of the second.
     """
     named: list[str] = []
     inputs: dict[str, bool] = {}
@@ -222,13 +241,17 @@ def first_nan(model: Any, run: Callable[[], Outputs]) -> str:
 
     def after(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if not named and holds_nan(output):
-            shown = f"{name!r} ({type(module).__name__})" if name else f"{type(module).__name__} itself"
+            shown = (
+                f"{name!r} ({type(module).__name__})" if name else f"{type(module).__name__} itself"
+            )
             named.append(f"{shown}, and its input holds NaN, too" if inputs.get(name) else shown)
 
     handles = []
     try:
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            handles.append(
+                module.register_forward_pre_hook(partial(before, name), with_kwargs=True)
+            )
             handles.append(module.register_forward_hook(partial(after, name), with_kwargs=True))
         run()
     except ANYTHING:  # a model that does not run while it is watched, as a compiled one may
@@ -248,9 +271,12 @@ class _Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed,
         self.called: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # a look at its dtype or device is no use of it
+        # A look at its dtype or device is no use of it.
+        if getattr(func, "__name__", "") != "__get__":
             self.used.update(
-                id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.nn.Parameter)
+                id(value)
+                for value in tree_leaves((args, kwargs))
+                if isinstance(value, torch.nn.Parameter)
             )
         return func(*args, **(kwargs or {}))
 
@@ -262,12 +288,16 @@ def _around(name: str) -> list[str]:
 
 
 _NOISE = 10.0
-"""A direct run that lies this many times farther away than staged runs from each other is not noise."""
+"""A direct run that lies this many times farther away than staged runs from each other is not
+noise.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Runs:
-    """Results of the runs of one split. ``moves``: copies of a forward pass by pair, of those over which any went."""
+    """Results of the runs of one split. ``moves``: copies of a forward pass by pair, of those over
+    which any went.
+    """
 
     proofs: Proofs = field(default_factory=Proofs)
     moves: Mapping[Pair, int] = field(default_factory=dict)
@@ -295,7 +325,9 @@ class Deviations:
             self.wrong += 1
             self.has_nan = self.has_nan or holds_nan(output)
             found = deviation(output, self.first)
-            self.worst = found if self.wrong == 1 or found.relative > self.worst.relative else self.worst
+            self.worst = (
+                found if self.wrong == 1 or found.relative > self.worst.relative else self.worst
+            )
 
     def is_beyond(self, noise: Deviation) -> bool:
         """Return whether they lie farther away than runs lie from each other anyway."""
@@ -306,8 +338,8 @@ class Deviations:
 class Baseline:
     """The model on one device. ``problem``: why it has no output, "" where it has one.
 
-    ``unreached``: the parts of the model that no input reached, None where that is not known. ``nan_at``: the first
-    module whose output holds NaN, in words.
+    ``unreached``: the parts of the model that no input reached, None where that is not known.
+    ``nan_at``: the first module whose output holds NaN, in words.
     """
 
     output: Outputs = field(default_factory=dict)
@@ -319,8 +351,8 @@ class Baseline:
 def baseline(built: Built, where: torch.device, *, seeks_nan: bool) -> Baseline:
     """Run the model on one device, without a copy between accelerators.
 
-    All of the model where it fits, else with its weights brought from host memory block by block. ``seeks_nan``: look
-    for NaN in the outputs of its modules although there may be none in its own.
+    All of the model where it fits, else with its weights brought from host memory block by block.
+    ``seeks_nan``: look for NaN in the outputs of its modules although there may be none in its own.
     """
     assert not isinstance(built.inputs, str)
     ways = (True, False) if where.type == CPU or has_room(where, size_of(built.model)) else (False,)
@@ -345,17 +377,27 @@ def _hint(built: Built, trial: Trial) -> str:
     """Return what is known of maps like this one on which a model fails, "" for nothing."""
     if DISK not in trial.device_map.values() or not find_tied_parameters(built.model):
         return ""
-    # accelerate keeps tied weights by the address of a tensor that may be freed, and the disk's next one can lie there.
-    return "; accelerate can give a weight from the disk the values of tied ones: use a map without disk"
+    # accelerate keeps tied weights by the address of a tensor that may be freed, and the disk's
+    # next one can lie there.
+    return (
+        "; accelerate can give a weight from the disk the values of tied ones: use a map without "
+        "disk"
+    )
 
 
 def compare_split(
-    built: Built, trial: Trial, single: Outputs, where: torch.device, repeats: int, hangs: frozenset[Pair]
+    built: Built,
+    trial: Trial,
+    single: Outputs,
+    where: torch.device,
+    repeats: int,
+    hangs: frozenset[Pair],
 ) -> Runs:
     """Run a dispatched model ``repeats`` times each way and say what the outputs prove.
 
-    ``single``: the output on one device. ``hangs``: pairs whose direct copies do not end. A map with one accelerator
-    has one way only, and one without any runs once. What the model raises is in the lines; only ``ModelLost`` is not.
+    ``single``: the output on one device. ``hangs``: pairs whose direct copies do not end. A map
+    with one accelerator has one way only, and one without any runs once. What the model raises is
+    in the lines; only ``ModelLost`` is not.
     """
     runs = Runs()
     inputs = built.inputs
@@ -374,7 +416,9 @@ def compare_split(
         staged = _staged(runs, once, repeats)
     except ANYTHING as error:  # the model's own forward
         text = f"split: the model does not run on this map: {in_words(error)}{_hint(built, trial)}"
-        runs.proofs.add(Subject.OUTPUTS, Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED, text)
+        runs.proofs.add(
+            Subject.OUTPUTS, Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED, text
+        )
         if len(accelerators) > 1:
             text = "direct copies against staged ones: the model does not run"
             runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
@@ -382,11 +426,17 @@ def compare_split(
     first, noise = staged
     blocked = sorted(hangs & runs.moves.keys())
     if not runs.moves:
-        text = "direct copies against staged ones: the forward pass copies nothing between accelerators"
+        text = (
+            "direct copies against staged ones: the forward pass copies nothing between "
+            "accelerators"
+        )
         runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     elif blocked:
         named = ", ".join(f"{source} -> {destination}" for source, destination in blocked)
-        text = f"direct runs of the split: copies {named} do not end in the probe, and the split needs them"
+        text = (
+            f"direct runs of the split: copies {named} do not end in the probe, and the split "
+            "needs them"
+        )
         runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     else:
         _compare_direct(runs, built, trial, once, first, noise, repeats)
@@ -403,8 +453,12 @@ def _nan_of_split(built: Built, once: Callable[[], Outputs], single: Outputs) ->
     return f"; NaN is first in the output of {where}" if where else ""
 
 
-def _staged(runs: Runs, once: Callable[[], Outputs], repeats: int) -> tuple[Outputs, Deviation | None]:
-    """Return the first staged output, and how far the others lie from it; None when all are equal in every bit."""
+def _staged(
+    runs: Runs, once: Callable[[], Outputs], repeats: int
+) -> tuple[Outputs, Deviation | None]:
+    """Return the first staged output, and how far the others lie from it; None when all are equal
+    in every bit.
+    """
     with safe_transfers("always") as transfers:
         found = Deviations(first=once())
         runs.moves = {
@@ -416,14 +470,17 @@ def _staged(runs: Runs, once: Callable[[], Outputs], repeats: int) -> tuple[Outp
             found.count(once())
         if not can_override():
             missed = "; ".join(transfers.not_covered)
-            text = f"this torch lets staging reach accelerate's own moves only; direct in both runs: {missed}"
+            text = (
+                "this torch lets staging reach accelerate's own moves only; direct in both runs: "
+                f"{missed}"
+            )
             runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     return found.first, found.worst if found.wrong else None
 
 
 def _compare_direct(
-    runs: Runs, built: Built, trial: Trial, once: Callable[[], Outputs], first: Outputs, noise: Deviation | None,
-    repeats: int,
+    runs: Runs, built: Built, trial: Trial, once: Callable[[], Outputs], first: Outputs,
+    noise: Deviation | None, repeats: int,
 ) -> None:  # fmt: skip
     direct = Deviations(first=first)
     for number in range(repeats):
@@ -436,7 +493,10 @@ def _compare_direct(
             direct.wrong += 1
             direct.raised = direct.raised or f"direct run {number + 1} raised {in_words(error)}"
             if not all(answers(device(index)) for index in trial.accelerators):
-                text = f"transfer fault: {direct.raised}; staged runs did not, and a device no longer answers"
+                text = (
+                    f"transfer fault: {direct.raised}; staged runs did not, and a device no longer "
+                    "answers"
+                )
                 runs.proofs.add(Subject.SPLIT, Outcome.FAILED, text)
                 return
             continue
@@ -452,14 +512,21 @@ def _compare_direct(
     runs.divergence = localise(built.model, once, direct.wrong, repeats, suspects)
     many = count_of(repeats, "run")
     if direct.raised:
-        text = f"transfer fault: {direct.raised}; staged runs did not; {direct.wrong} of {many} wrong"
+        text = (
+            f"transfer fault: {direct.raised}; staged runs did not; {direct.wrong} of {many} wrong"
+        )
     elif noise is not None:
         text = f"transfer fault beyond the noise: {_noisy(direct, noise)}"
     else:
-        text = f"transfer fault: {direct.wrong} of {many} with direct copies differ from the staged ones"
+        text = (
+            f"transfer fault: {direct.wrong} of {many} with direct copies differ from the staged "
+            "ones"
+        )
         text = f"{text} ({direct.worst})"
     runs.proofs.add(
-        Subject.SPLIT, Outcome.FAILED, f"{text}; {runs.divergence}; next: ckptfix doctor --peer-copies"
+        Subject.SPLIT,
+        Outcome.FAILED,
+        f"{text}; {runs.divergence}; next: ckptfix doctor --peer-copies",
     )
 
 
@@ -475,15 +542,15 @@ def _add_no_fault(runs: Runs, direct: Deviations, noise: Deviation | None, repea
     count = sum(runs.moves.values())
     copies = "1 copy" if count == 1 else f"{count} copies"
     text = (
-        f"direct split == staged split: {count_of(repeats, 'run')} each of {copies} between accelerators, "
-        "equal in every bit"
+        f"direct split == staged split: {count_of(repeats, 'run')} each of {copies} between "
+        "accelerators, equal in every bit"
     )
     runs.proofs.add(Subject.SPLIT, Outcome.PROVEN, text)
 
 
 def _compare_kernels(
-    runs: Runs, built: Built, once: Callable[[], Outputs], output: Outputs, single: Outputs, noise: Deviation | None,
-    one: str,
+    runs: Runs, built: Built, once: Callable[[], Outputs], output: Outputs, single: Outputs,
+    noise: Deviation | None, one: str,
 ) -> None:  # fmt: skip
     if equal_bits(output, single):
         runs.proofs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: equal in every bit")
@@ -499,12 +566,14 @@ def _compare_kernels(
 
 
 def _compare_repeated(
-    runs: Runs, built: Built, once: Callable[[], Outputs], single: Outputs, repeats: int, one: str, *, is_asked: bool
+    runs: Runs, built: Built, once: Callable[[], Outputs], single: Outputs, repeats: int, one: str,
+    *, is_asked: bool
 ) -> None:  # fmt: skip
-    """Compare a split between one device and the host, memory or disk, with the model on that device.
+    """Compare a split between one device and the host, memory or disk, with the model on that
+    device.
 
-    After an offload that nobody asked for, another output is not a fault of the checkpoint: accelerate's
-    offload to disk reads freed memory for some models (MobileBERT's head).
+    After an offload that nobody asked for, another output is not a fault of the checkpoint:
+    accelerate's offload to disk reads freed memory for some models (MobileBERT's head).
     """
     found = Deviations(first=single)
     for _ in range(repeats):
@@ -512,14 +581,24 @@ def _compare_repeated(
     wrong, worst = found.wrong, found.worst
     many = count_of(repeats, "run")
     if not wrong:
-        runs.proofs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: {many}, equal in every bit")
+        runs.proofs.add(
+            Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: {many}, equal in every bit"
+        )
     elif worst.is_within:
         text = f"split against {one}, {wrong} of {many} differ: {worst}"
         runs.proofs.add(Subject.OUTPUTS, Outcome.TOLERANCE, text)
     else:
         where = _nan_of_split(built, once, single) if found.has_nan else ""
         differ = "differs" if wrong == 1 else "differ"
-        text = f"{wrong} of {many} of the split {differ} from {one} by more than other kernels explain: {worst}{where}"
+        text = (
+            f"{wrong} of {many} of the split {differ} from {one} by more than other kernels "
+            f"explain: {worst}{where}"
+        )
         if not is_asked:
-            text += "; use no map with disk for this model, accelerate's offload computes something else"
-        runs.proofs.add(Subject.OUTPUTS, Outcome.FAILED if is_asked else Outcome.NOT_EXERCISED, text)
+            text += (
+                "; use no map with disk for this model, accelerate's offload computes something "
+                "else"
+            )
+        runs.proofs.add(
+            Subject.OUTPUTS, Outcome.FAILED if is_asked else Outcome.NOT_EXERCISED, text
+        )

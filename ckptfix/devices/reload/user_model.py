@@ -26,7 +26,9 @@ _LARGEST_SIDE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Arguments of a model's forward. ``is_given``: by the factory; otherwise made, and it may not suit the model."""
+    """Arguments of a model's forward. ``is_given``: by the factory; otherwise made, and it may not
+    suit the model.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -34,14 +36,17 @@ class Inputs:
 
 
 def given_inputs(given: Any) -> Inputs:
-    """Return the inputs that a factory returned: a mapping of keyword arguments, a tuple or list, or one value."""
+    """Return the inputs that a factory returned: a mapping of keyword arguments, a tuple or list,
+    or one value.
+    """
     if isinstance(given, Mapping):
         return Inputs(kwargs=dict(given), is_given=True)
     return Inputs(args=tuple(given) if isinstance(given, tuple | list) else (given,), is_given=True)
 
 
 def fresh(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments that a forward pass may change: on the device where they are already, none would be copied.
+    """Return arguments that a forward pass may change: on the device where they are already, none
+    would be copied.
 
     Raises whatever the user's own objects raise when they are copied.
     """
@@ -60,7 +65,9 @@ def fresh(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def transformers_inputs(model: Any) -> Inputs | str:
-    """Return inputs for a transformers model, or in words why none are made: only tokens and images are."""
+    """Return inputs for a transformers model, or in words why none are made: only tokens and images
+    are.
+    """
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
@@ -83,7 +90,10 @@ def transformers_inputs(model: Any) -> Inputs | str:
         if _is_size(side, _LARGEST_SIDE) and _is_size(channels, 64):
             pixels = torch.randn(1, channels, side, side, generator=generator)
             return Inputs(kwargs={"pixel_values": pixels.to(model.dtype)})
-    return f"it takes {name!r}, for which no inputs are made; give --model a factory that returns (model, inputs)"
+    return (
+        f"it takes {name!r}, for which no inputs are made; give --model a factory that returns "
+        "(model, inputs)"
+    )
 
 
 def _is_size(value: Any, most: int) -> bool:
@@ -98,7 +108,8 @@ def _positions(config: Any) -> int:
 
 def _tokens(config: Any, size: int, length: int, generator: torch.Generator) -> torch.Tensor:
     ids = torch.randint(size, (_BATCH, length), generator=generator)
-    # A token that stands for an image or a sound asks for one; padding would be masked out of the output.
+    # A token that stands for an image or a sound asks for one; padding would be masked out of the
+    # output.
     special = {
         value
         for part in (config, getattr(config, "text_config", None))
@@ -112,14 +123,17 @@ def _tokens(config: Any, size: int, length: int, generator: torch.Generator) -> 
 
 
 Factory = Callable[[], Any]
-"""Returns a model, or (model, inputs): keyword arguments, a tuple of arguments, or one argument of its forward."""
+"""Returns a model, or (model, inputs): keyword arguments, a tuple of arguments, or one argument of
+its forward.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     """A model with a checkpoint's weights, on the CPU. ``what``: its class, in words.
 
-    ``inputs``: or in words why there are none. ``beyond``: what this way of building does not exercise, in words.
+    ``inputs``: or in words why there are none. ``beyond``: what this way of building does not
+    exercise, in words.
     """
 
     model: Any
@@ -137,7 +151,9 @@ class Built:
 
     @property
     def no_split(self) -> tuple[str, ...]:
-        """The classes that a map must not split: those that the model names, else those of its lists of blocks."""
+        """The classes that a map must not split: those that the model names, else those of its
+        lists of blocks.
+        """
         named = getattr(self.model, "_no_split_modules", None) or {
             type(child).__name__
             for module in self.model.modules()
@@ -149,20 +165,29 @@ class Built:
 
 
 def build_from_factory(factory: str | Factory, found: Sequence[Weights]) -> Built:
-    """Call a factory ("module:name", or the function itself) and fill its model with the weights that fit.
+    """Call a factory ("module:name", or the function itself) and fill its model with the weights
+    that fit.
 
-    Raises UsageError when there is no such factory, it raises or returns no model, or several models of the folder
-    fit; OperationError when a file cannot be read.
+    Raises UsageError when there is no such factory, it raises or returns no model, or several
+    models of the folder fit; OperationError when a file cannot be read.
     """
     called = import_factory(factory) if isinstance(factory, str) else factory
-    shown = factory if isinstance(factory, str) else getattr(factory, "__name__", type(factory).__name__)
+    shown = (
+        factory
+        if isinstance(factory, str)
+        else getattr(factory, "__name__", type(factory).__name__)
+    )
     try:
         with current_folder_on_path():
             made = called()
         model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"the factory {shown} returned {type(model).__name__}, not a torch.nn.Module")
-        model = model.to("cpu") if not any(one.is_meta for one in tensors_of(model).values()) else model
+            raise UsageError(
+                f"the factory {shown} returned {type(model).__name__}, not a torch.nn.Module"
+            )
+        model = (
+            model.to("cpu") if not any(one.is_meta for one in tensors_of(model).values()) else model
+        )
         model.eval()
     except CkptfixError:
         raise
@@ -189,14 +214,18 @@ def made_inputs(model: Any) -> Inputs | str:
 
 
 def _fitting(model: Any, found: Sequence[Weights]) -> Weights:
-    """Return the weights whose names and shapes fit a model; the only ones there are in any case."""
+    """Return the weights whose names and shapes fit a model; the only ones there are in any
+    case.
+    """
     if len(found) == 1:
         return found[0]
     fits = [weights for weights in found if not name_problems(model, weights)]
     if len(fits) == 1:
         return fits[0]
     labels = ", ".join(str(weights.root / weights.label) for weights in fits or found)
-    word = f"{len(fits)} models of the checkpoint fit" if fits else "no model of the checkpoint fits"
+    word = (
+        f"{len(fits)} models of the checkpoint fit" if fits else "no model of the checkpoint fits"
+    )
     raise UsageError(f"{word} {type(model).__name__}; give the path of one file: {labels}")
 
 
@@ -220,7 +249,9 @@ def import_factory(spec: str) -> Factory:
 
 @contextmanager
 def current_folder_on_path() -> Iterator[None]:
-    """Find modules in the current folder, as ``python -m`` does and an installed command does not."""
+    """Find modules in the current folder, as ``python -m`` does and an installed command does
+    not.
+    """
     here = os.getcwd()
     added = here not in sys.path
     if added:

@@ -1,4 +1,6 @@
-"""``verify_reload``: the effects of loading a checkpoint onto a device map, proven as far as this machine can."""
+"""``verify_reload``: the effects of loading a checkpoint onto a device map, proven as far as this
+machine can.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +14,12 @@ from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe import probe_peer_copies
 from ckptfix.devices.probe.probe_report import ProbeReport, Verdict
 from ckptfix.devices.reload.arrivals import FileProofs, Hops, bytes_on, prove_files
-from ckptfix.devices.reload.device_maps import Spread, find_accelerators, read_device_map, read_max_memory
+from ckptfix.devices.reload.device_maps import (
+    Spread,
+    find_accelerators,
+    read_device_map,
+    read_max_memory,
+)
 from ckptfix.devices.reload.dispatched import MapPlan, MapRequest, plan_for_model, plan_for_weights
 from ckptfix.devices.reload.filling import tensors_of
 from ckptfix.devices.reload.modelling import ModelProof, verify_model
@@ -39,7 +46,9 @@ _NEXT = "next: ckptfix doctor --peer-copies"
 
 
 def untried(probe: ProbeReport | None) -> frozenset[Pair]:
-    """Return the pairs over which no tensor is sent: they would hang this process, or cannot be used at all."""
+    """Return the pairs over which no tensor is sent: they would hang this process, or cannot be
+    used at all.
+    """
     return frozenset() if probe is None else probe.with_verdict(Verdict.HANG, Verdict.UNUSABLE)
 
 
@@ -78,7 +87,9 @@ def judge_pairs(machine: Accelerators, probe: ProbeReport | None) -> Proofs:
         proofs.add(Subject.PEER_PROBE, Outcome.NOT_EXERCISED, text)
         return proofs
     broken = [report for report in probe.pairs.values() if report.verdict in _BROKEN]
-    unsure = [report.pair for report in probe.pairs.values() if report.verdict is Verdict.INCONCLUSIVE]
+    unsure = [
+        report.pair for report in probe.pairs.values() if report.verdict is Verdict.INCONCLUSIVE
+    ]
     unsure += [pair for pair in ordered_pairs(machine.count) if pair not in probe.pairs]
     if broken:
         named = "; ".join(str(report) for report in broken)
@@ -89,13 +100,17 @@ def judge_pairs(machine: Accelerators, probe: ProbeReport | None) -> Proofs:
         proofs.add(Subject.PEER_PROBE, Outcome.NOT_EXERCISED, text)
     if not broken and not unsure:
         many = count_of(len(probe.pairs), "ordered pair")
-        text = f"P2P copies: what the probe sent over {many} arrived bit for bit (seed {probe.seed})"
+        text = (
+            f"P2P copies: what the probe sent over {many} arrived bit for bit (seed {probe.seed})"
+        )
         proofs.add(Subject.PEER_PROBE, Outcome.PROVEN, text)
     return proofs
 
 
 def beyond(runs: int, probe: ProbeReport | None) -> list[Proof]:
-    """Return the sentence about checks that no machine makes. ``runs``: of the model, each way; 0 for none."""
+    """Return the sentence about checks that no machine makes. ``runs``: of the model, each way; 0
+    for none.
+    """
     if runs:
         text = f"backward passes, other inputs, and time beyond {count_of(runs, 'run')}"
     elif probe is not None:
@@ -108,7 +123,9 @@ def beyond(runs: int, probe: ProbeReport | None) -> list[Proof]:
 Progress = Callable[[int], None]
 
 _LEAST_PROBE, _MOST_PROBE, _PROBE_A_PAIR = 30.0, 120.0, 5.0
-"""Seconds; 30 complete the probe of three devices. What is not completed is printed as not exercised."""
+"""Seconds; 30 complete the probe of three devices. What is not completed is printed as not
+exercised.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,10 +138,14 @@ class _Collected:
     source: str = ""
 
     def take(self, plan: MapPlan, weights: Weights, sizes: Mapping[str, int]) -> None:
-        """Add a plan. ``sizes``: name of a tensor that it places -> bytes; one with several names counts at one."""
+        """Add a plan. ``sizes``: name of a tensor that it places -> bytes; one with several names
+        counts at one.
+        """
         self.source = plan.source
         self.proofs += [replace(proof, text=weights.prefix + proof.text) for proof in plan.proofs]
-        self.device_map.update({weights.prefix + name: str(place) for name, place in plan.device_map.items()})
+        self.device_map.update(
+            {weights.prefix + name: str(place) for name, place in plan.device_map.items()}
+        )
         placed = {name: plan.devices[name] for name in sizes if name in plan.devices}
         for place, size in bytes_on(placed, sizes).items():
             self.device_bytes[place] = self.device_bytes.get(place, 0) + size
@@ -140,17 +161,18 @@ def verify_reload(
     require_transfer_proof: bool = False,
     progress: Progress | None = None,
 ) -> ReloadReport:
-    """Load a checkpoint onto a device map, and prove what arrives: bytes, names, ties, transfers, outputs.
+    """Load a checkpoint onto a device map, and prove what arrives: bytes, names, ties, transfers,
+    outputs.
 
-    ``device_map``: "auto", "balanced", "sequential", "balanced_low_0", a map, or the path of a JSON file with
-    one. ``max_memory``: as accelerate takes it, or its JSON text. ``model``: a factory or "module:factory",
-    which returns a model or (model, inputs); without one, the class that a transformers ``config.json`` next
-    to the weights names; its code never comes from the folder. ``repeats``: runs of the split model each way.
-    ``require_transfer_proof``: count transfers that were not exercised as failed. ``progress`` is called with
-    numbers of bytes read.
+    ``device_map``: "auto", "balanced", "sequential", "balanced_low_0", a map, or the path of a JSON
+    file with one. ``max_memory``: as accelerate takes it, or its JSON text. ``model``: a factory or
+    "module:factory", which returns a model or (model, inputs); without one, the class that a
+    transformers ``config.json`` next to the weights names; its code never comes from the folder.
+    ``repeats``: runs of the split model each way. ``require_transfer_proof``: count transfers that
+    were not exercised as failed. ``progress`` is called with numbers of bytes read.
 
-    Damage is not looked for (``check`` does); files that cannot be read are failures in the report. Raises
-    UsageError for wrong arguments, OperationError and OSError when it cannot finish.
+    Damage is not looked for (``check`` does); files that cannot be read are failures in the report.
+    Raises UsageError for wrong arguments, OperationError and OSError when it cannot finish.
     """
     if repeats < 1:
         raise UsageError(f"repeats={repeats}: at least 1 run is needed")
@@ -181,11 +203,16 @@ def verify_reload(
                 text = "direct copies against staged ones: no model is run"
                 found.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
         else:
-            proof, what = _with_model(built, request, machine, hops, probe, found, repeats, read), built.what
+            proof, what = (
+                _with_model(built, request, machine, hops, probe, found, repeats, read),
+                built.what,
+            )
         facts = pair_facts(machine, probe, hops, proof.runs)
         found.proofs += [*hops.proofs(), *judge_pairs(machine, probe), *beyond(proof.ran, probe)]
         if changed := changed_files(folder.root, [one.entry for one in readable]):
-            raise ChangedError(f"{folder.root / changed[0]} changed while it was verified; verify it again")
+            raise ChangedError(
+                f"{folder.root / changed[0]} changed while it was verified; verify it again"
+            )
     used = readable if not what or built is None else [built.weights]
     return ReloadReport(
         path=Path(path),
@@ -226,28 +253,40 @@ def _readable(
     for other in all_state_dicts(folder) if path.is_dir() else ():
         if other.label not in taken and not other.problem:
             found.proofs.add(
-                Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{other.label}: give its path to verify it, too"
+                Subject.FILE_BYTES,
+                Outcome.NOT_EXERCISED,
+                f"{other.label}: give its path to verify it, too",
             )
     for name, kind in folder.subfolders.items():
         if kind != PLAIN_FOLDER and folder.only is None:
-            found.proofs.add(Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{name}: {kind} is not looked into")
+            found.proofs.add(
+                Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{name}: {kind} is not looked into"
+            )
     return whole
 
 
 def _built(
-    model: str | Factory | None, root: Path, path: Path, weights: Sequence[Weights], found: _Collected
+    model: str | Factory | None,
+    root: Path,
+    path: Path,
+    weights: Sequence[Weights],
+    found: _Collected,
 ) -> Built | None:
     try:
         if model is not None:
             return build_from_factory(model, weights)
         built = build_from_config(root, weights)
         if path.is_dir() and (why := unfound(root, built.weights.label)):
-            found.proofs.add(Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {why}")
+            found.proofs.add(
+                Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {why}"
+            )
         return built
     except (NoModel, LoaderRefuses) as reason:
         why = str(reason)
         if isinstance(reason, LoaderRefuses):
-            found.proofs.add(Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {reason}")
+            found.proofs.add(
+                Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {reason}"
+            )
             why = "from_pretrained builds no model"
         next_step = f"; next: {command('verify', path)} --model module:factory"
         found.proofs.add(Subject.NAMES, Outcome.NOT_EXERCISED, f"names: {why}")
@@ -268,7 +307,9 @@ def _without_model(
         plan = plan_for_weights(one, request, machine)
         found.take(plan, one, {name: stored.nbytes for name, stored in one.tensors.items()})
         with one:
-            prove_files(one, plan.devices.__getitem__ if plan.is_sound else None, files, hops, progress)
+            prove_files(
+                one, plan.devices.__getitem__ if plan.is_sound else None, files, hops, progress
+            )
         if not plan.is_sound and machine.count:
             text = "file -> device -> host: the map is refused"
             found.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
@@ -276,8 +317,8 @@ def _without_model(
 
 
 def _with_model(
-    built: Built, request: MapRequest, machine: Accelerators, hops: Hops, probe: ProbeReport | None, found: _Collected,
-    repeats: int, progress: Progress,
+    built: Built, request: MapRequest, machine: Accelerators, hops: Hops, probe: ProbeReport | None,
+    found: _Collected, repeats: int, progress: Progress,
 ) -> ModelProof:  # fmt: skip
     files = FileProofs()
     with built.weights as weights:

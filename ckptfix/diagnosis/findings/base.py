@@ -20,7 +20,9 @@ _PLACE = re.compile(r"\bDIR((?:/[^ ]+)?)")
 
 
 class Severity(Enum):
-    """Severity of a finding. ERROR: proven damage. WARNING: likely, or the user decides. NOTE: changes no status."""
+    """Severity of a finding. ERROR: proven damage. WARNING: likely, or the user decides. NOTE:
+    changes no status.
+    """
 
     ERROR = "error"
     WARNING = "warning"
@@ -28,7 +30,9 @@ class Severity(Enum):
 
 
 class Action(Enum):
-    """Action of a repair. FIX: by default. ASK: with a named option. TELL: never repaired, only reported."""
+    """Action of a repair. FIX: by default. ASK: with a named option. TELL: never repaired, only
+    reported.
+    """
 
     FIX = "fix"
     ASK = "ask"
@@ -36,10 +40,11 @@ class Action(Enum):
 
 
 class Resume(Enum):
-    """Outcome of a resume: the load and the next step. ``latest_checkpoint`` passes over the checkpoint where it fails.
+    """Outcome of a resume: the load and the next step. ``latest_checkpoint`` passes over the
+    checkpoint where it fails.
 
-    FAILS_IF_NEW: unless the script saves so each time, so that the checkpoint before has the finding, too.
-    FAILS_IF_NEEDED: unless the script no longer prepares the missing object.
+    FAILS_IF_NEW: unless the script saves so each time, so that the checkpoint before has the
+    finding, too. FAILS_IF_NEEDED: unless the script no longer prepares the missing object.
     """
 
     SUCCEEDS = "succeeds"
@@ -74,13 +79,19 @@ class Finding(Serialized):
 
     @property
     def resume(self) -> Resume:
-        """The outcome of a resume: an error makes it fail, but for one that the script of the run loads."""
+        """The outcome of a resume: an error makes it fail, but for one that the script of the run
+        loads.
+        """
         return Resume.FAILS if self.severity is Severity.ERROR else Resume.SUCCEEDS
 
     @property
     def advice(self) -> str:
-        """The next step, a sentence a line, "" where a plain repair does it; with ``DIR`` for the checkpoint."""
-        return f"to repair it: ckptfix repair DIR {self.option}" if self.action is Action.ASK else ""
+        """The next step, a sentence a line, "" where a plain repair does it; with ``DIR`` for the
+        checkpoint.
+        """
+        return (
+            f"to repair it: ckptfix repair DIR {self.option}" if self.action is Action.ASK else ""
+        )
 
     def advice_at(self, path: str) -> str:
         """Return the advice with the checkpoint's path in its commands, as a shell takes it."""
@@ -104,7 +115,9 @@ _Kind = TypeVar("_Kind", bound=Finding)
 
 
 def as_kind(kind: type[_Kind], finding: Finding, **facts: Any) -> _Kind:
-    """Return a finding as one of a subclass of its own class. ``facts``: what only the subclass has."""
+    """Return a finding as one of a subclass of its own class. ``facts``: what only the subclass
+    has.
+    """
     return kind(**{field.name: getattr(finding, field.name) for field in fields(finding)}, **facts)
 
 
@@ -115,19 +128,24 @@ def labelled(severity: Severity, code: str, message: str) -> Line:
 
 
 def finding_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
-    """Yield findings about the checkpoint ``at``; only the first few of one code in many files, such as shards."""
+    """Yield findings about the checkpoint ``at``; only the first few of one code in many files,
+    such as shards.
+    """
     for advice, same in _alike(findings, at):
         shown = same if len(same) <= _SHOWN + 1 else same[:_SHOWN]
         yield from (labelled(finding.severity, finding.code, str(finding)) for finding in shown)
         yield from (line(f"        {sentence}") for sentence in advice.splitlines())
         if len(shown) < len(same):
             yield line(
-                f"        and {len(same) - len(shown)} more files with {same[0].code}; --json lists all"
+                f"        and {len(same) - len(shown)} more files with {same[0].code}; --json "
+                "lists all"
             )
 
 
 def _alike(findings: Sequence[Finding], at: str) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield each advice with the findings of one code that have it, also where two kinds of advice alternate."""
+    """Yield each advice with the findings of one code that have it, also where two kinds of advice
+    alternate.
+    """
     for _, group in groupby(findings, key=lambda finding: finding.code):
         by_advice: dict[str, list[Finding]] = {}
         for finding in group:
@@ -136,6 +154,8 @@ def _alike(findings: Sequence[Finding], at: str) -> Iterator[tuple[str, list[Fin
 
 
 def salvage_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
-    """Yield the command that recovers the intact tensors of ``at``, when no repair helps and there are any."""
+    """Yield the command that recovers the intact tensors of ``at``, when no repair helps and there
+    are any.
+    """
     if any(finding.is_salvageable for finding in findings):
         yield line(f"next, to recover what is intact: {command('salvage', Path(at))} NEW_FOLDER")

@@ -1,12 +1,17 @@
 """The catalogue of damage: every kind with its code, in the order of the manual.
 
-It imports all kinds. A check of a folder without damage needs few of them, and must not import it: that takes 10 ms.
+It imports all kinds. A check of a folder without damage needs few of them, and must not import it:
+that takes 10 ms.
 """
 
 from collections.abc import Mapping
 
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.config_faults import MissingHead, QuantizationMismatch, UntiedWeights
+from ckptfix.diagnosis.findings.config_faults import (
+    MissingHead,
+    QuantizationMismatch,
+    UntiedWeights,
+)
 from ckptfix.diagnosis.findings.damaged import (
     CompressedRecord,
     CrcMismatch,
@@ -130,7 +135,9 @@ CATALOGUE: tuple[type[Finding], ...] = (
     InterruptedRepair,
     StagingFolder,
 )
-"""Every kind of damage, in the order of the manual's table. A test compares the two and the golden folders."""
+"""Every kind of damage, in the order of the manual's table. A test compares the two and the golden
+folders.
+"""
 
 INCOMPLETE = (
     IncompleteTensor,

@@ -1,4 +1,6 @@
-"""Findings about a ``config.json`` that contradicts the weights: ties, heads and methods of quantization."""
+"""Findings about a ``config.json`` that contradicts the weights: ties, heads and methods of
+quantization.
+"""
 
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
@@ -9,16 +11,16 @@ from ckptfix.wording import count_of
 class UntiedWeights(Finding):
     """Two tensors with other values that the config ties.
 
-    ``key``: the one that a tie leaves out, ``source``: the one that has its values. ``flag``: the setting of the
-    config. ``model``, ``version``: the class of transformers that has the tie.
+    ``key``: the one that a tie leaves out, ``source``: the one that has its values. ``flag``: the
+    setting of the config. ``model``, ``version``: the class of transformers that has the tie.
     """
 
     code = "untied-weights"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "`config.json` ties two weights, such as the head and the embedding, and the file has both with other values: "
-        "versions of transformers differ in what they make of them"
+        "`config.json` ties two weights, such as the head and the embedding, and the file has both "
+        "with other values: versions of transformers differ in what they make of them"
     )
 
     key: str
@@ -29,32 +31,36 @@ class UntiedWeights(Finding):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.key!r} and {self.source!r} differ, and {self.flag} ties them; {self.model} of "
-            f"transformers {self.version} loads both, transformers 4.57 overwrites {self.key!r}"
+            f"{self.path}: {self.key!r} and {self.source!r} differ, and {self.flag} ties them; "
+            f"{self.model} of transformers {self.version} loads both, transformers 4.57 "
+            f"overwrites {self.key!r}"
         )
 
     @property
     def advice(self) -> str:
         """Advice for each of the two that may be right."""
         return (
-            f"if {self.key!r} was trained on its own: set {self.flag} to false in config.json\n"
-            f"if it is left over: load the model, assign {self.source!r} to {self.key!r}, and call save_pretrained"
+            f"if {self.key!r} was trained on its own: set {self.flag} to false in config.json\nif "
+            f"it is left over: load the model, assign {self.source!r} to {self.key!r}, and call "
+            "save_pretrained"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingHead(Finding):
-    """A head that nothing ties, and that the files lack. ``model``, ``version``: as in ``UntiedWeights``.
+    """A head that nothing ties, and that the files lack. ``model``, ``version``: as in
+    ``UntiedWeights``.
 
-    ``key``: of its weight. ``flag``: the setting of the config that does not tie it, "" where no setting does.
+    ``key``: of its weight. ``flag``: the setting of the config that does not tie it, "" where no
+    setting does.
     """
 
     code = "missing-head"
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a language model has no weights of its head, and its config does not tie the head to the embedding: "
-        "`from_pretrained` of transformers leaves the head random"
+        "a language model has no weights of its head, and its config does not tie the head to the "
+        "embedding: `from_pretrained` of transformers leaves the head random"
     )
 
     key: str
@@ -65,13 +71,15 @@ class MissingHead(Finding):
     def __str__(self) -> str:
         why = f"{self.flag} is false" if self.flag else "nothing ties it"
         return (
-            f"{self.path}: {self.key!r} is missing, and {why}; {self.model} of transformers {self.version} leaves the "
-            "head random"
+            f"{self.path}: {self.key!r} is missing, and {why}; {self.model} of transformers "
+            f"{self.version} leaves the head random"
         )
 
     @property
     def resume(self) -> Resume:
-        """The outcome of a resume: it loads into the model of the script, which may tie the head."""
+        """The outcome of a resume: it loads into the model of the script, which may tie the
+        head.
+        """
         return Resume.FAILS_IF_NEW
 
     @property
@@ -80,13 +88,15 @@ class MissingHead(Finding):
         if not self.flag:
             return "copy the weights again from where they came"
         return (
-            f"if the head was tied in the training: set {self.flag} to true in config.json; else copy the weights "
-            "again from where they came"
+            f"if the head was tied in the training: set {self.flag} to true in config.json; else "
+            "copy the weights again from where they came"
         )
 
 
 class UnneededHead(MissingHead):
-    """The same where a ``save_state`` wrote the folder: the script's model may tie its head, whatever a config says."""
+    """The same where a ``save_state`` wrote the folder: the script's model may tie its head,
+    whatever a config says.
+    """
 
     __slots__ = ()
 
@@ -95,19 +105,21 @@ class UnneededHead(MissingHead):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationMismatch(Finding):
-    """Weights in the format of a method of quantization that the config does not name, or the other way round.
+    """Weights in the format of a method of quantization that the config does not name, or the other
+    way round.
 
-    ``method``: that method, "" where the config names none. ``tensors``: how many are in its format, ``key``: the
-    first of them, or a key as the method has it. ``problem``: of the config, in words. ``effect``: of a load.
+    ``method``: that method, "" where the config names none. ``tensors``: how many are in its
+    format, ``key``: the first of them, or a key as the method has it. ``problem``: of the config,
+    in words. ``effect``: of a load.
     """
 
     code = "quantization-mismatch"
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "`config.json` names a method of quantization, and no tensor is in its format, or a weight lacks a part of it, "
-        "or tensors are, and the config names none: `from_pretrained` of transformers fails, or takes numbers for "
-        "weights that are none"
+        "`config.json` names a method of quantization, and no tensor is in its format, or a weight "
+        "lacks a part of it, or tensors are, and the config names none: `from_pretrained` of "
+        "transformers fails, or takes numbers for weights that are none"
     )
 
     method: str
@@ -119,29 +131,39 @@ class QuantizationMismatch(Finding):
         if self.tensors:
             tensors = count_of(self.tensors, "tensor")
             return (
-                f"{self.path}: {tensors} in the format of {self.method} (such as {self.key!r}), and config.json has no "
-                f"quantization_config; {self.effect}"
+                f"{self.path}: {tensors} in the format of {self.method} (such as {self.key!r}), "
+                f"and config.json has no quantization_config; {self.effect}"
             )
         return (
-            f"{self.path}: config.json says {self.method}, and no tensor is in this format (expected keys like "
-            f"{self.key!r}); {self.effect}"
+            f"{self.path}: config.json says {self.method}, and no tensor is in this format "
+            f"(expected keys like {self.key!r}); {self.effect}"
         )
 
     @property
     def resume(self) -> Resume:
-        """The outcome of a resume: it loads into the model of the script, which quantizes as the script says."""
+        """The outcome of a resume: it loads into the model of the script, which quantizes as the
+        script says.
+        """
         return Resume.FAILS_IF_NEW if self.severity is Severity.ERROR else Resume.SUCCEEDS
 
     @property
     def advice(self) -> str:
         """Advice to bring config and weights of one save together."""
         if self.tensors:
-            return "copy config.json from the save that quantized the weights, with its quantization_config"
-        return "if the weights are not quantized: delete quantization_config from config.json; else copy them again"
+            return (
+                "copy config.json from the save that quantized the weights, with its "
+                "quantization_config"
+            )
+        return (
+            "if the weights are not quantized: delete quantization_config from config.json; else "
+            "copy them again"
+        )
 
 
 class DoubtfulQuantization(QuantizationMismatch):
-    """The same where it depends on the version of transformers, or on the device, what a load makes of it."""
+    """The same where it depends on the version of transformers, or on the device, what a load makes
+    of it.
+    """
 
     __slots__ = ()
 
@@ -157,21 +179,24 @@ class ForeignQuantization(QuantizationMismatch):
 
 
 class IncompleteQuantization(QuantizationMismatch):
-    """Weights in the format that the config names, without one of its parts. ``key``: the first that is missing."""
+    """Weights in the format that the config names, without one of its parts. ``key``: the first
+    that is missing.
+    """
 
     __slots__ = ()
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {count_of(self.tensors, 'weight')} without a part of the format of {self.method} (expected "
-            f"keys like {self.key!r}); {self.effect}"
+            f"{self.path}: {count_of(self.tensors, 'weight')} without a part of the format of "
+            f"{self.method} (expected keys like {self.key!r}); {self.effect}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to get the lost tensors again."""
         return (
-            "copy the weights again from where they came, or quantize the model again and save it as a whole"
+            "copy the weights again from where they came, or quantize the model again and save it "
+            "as a whole"
         )
 
 
@@ -186,7 +211,10 @@ class UnnamedMethod(Finding):
     meaning = QuantizationMismatch.meaning
 
     def __str__(self) -> str:
-        return f"{self.path}: quantization_config has no quant_method, and from_pretrained of transformers fails on it"
+        return (
+            f"{self.path}: quantization_config has no quant_method, and from_pretrained of "
+            "transformers fails on it"
+        )
 
     @property
     def resume(self) -> Resume:
@@ -196,4 +224,7 @@ class UnnamedMethod(Finding):
     @property
     def advice(self) -> str:
         """Advice to complete or to delete it."""
-        return "copy config.json again from where it came; if the weights are not quantized: delete quantization_config"
+        return (
+            "copy config.json again from where it came; if the weights are not quantized: delete "
+            "quantization_config"
+        )

@@ -1,4 +1,6 @@
-"""Findings about damaged files and indexes, and about pickles that can run code or that ``torch.load`` refuses."""
+"""Findings about damaged files and indexes, and about pickles that can run code or that
+``torch.load`` refuses.
+"""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -12,7 +14,10 @@ FOLDER = "a folder"
 """Content of what has the name of a file and is a folder."""
 
 _READERS = {
-    "a GGUF model": (".gguf", "llama.cpp or transformers (from_pretrained(FOLDER, gguf_file=NAME))"),
+    "a GGUF model": (
+        ".gguf",
+        "llama.cpp or transformers (from_pretrained(FOLDER, gguf_file=NAME))",
+    ),
     "an ONNX model": (".onnx", "onnxruntime"),
     "an HDF5 file": (".h5", "h5py or Keras"),
     "a numpy array": (".npy", "numpy.load"),
@@ -49,7 +54,9 @@ class TruncatedFile(Finding):
 
 
 _FOUND_BY_TORCH = 69_562
-"""Most bytes after a zip archive with which torch 2.13 finds its end. In small files it can miss it after 4,075."""
+"""Most bytes after a zip archive with which torch 2.13 finds its end. In small files it can miss it
+after 4,075.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +67,18 @@ class TrailingBytes(Finding):
     severity = Severity.WARNING
     action = Action.ASK
     option = "--allow trailing-bytes"
-    meaning = "the file goes on after the end of its own content; safetensors refuses such a file, torch beyond 64 KiB"
+    meaning = (
+        "the file goes on after the end of its own content; safetensors refuses such a file, torch "
+        "beyond 64 KiB"
+    )
 
     end: int
     extra: int
 
     @property
     def resume(self) -> Resume:
-        """It fails where safetensors refuses the file, and where torch surely does not find its end.
+        """It fails where safetensors refuses the file, and where torch surely does not find its
+        end.
 
         accelerate leaves random states out that it cannot load.
         """
@@ -88,8 +99,8 @@ class NotATensorFile(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the file is not a tensor file: a git-LFS pointer, an HTML page, zeros, empty, a folder, or another "
-        "format"
+        "the file is not a tensor file: a git-LFS pointer, an HTML page, zeros, empty, a folder, "
+        "or another format"
     )
 
     content: str
@@ -126,8 +137,8 @@ class MalformedFile(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the file contradicts itself: overlapping ranges, duplicate keys, a broken header, index or archive; or torch "
-        "lacks a dtype in it"
+        "the file contradicts itself: overlapping ranges, duplicate keys, a broken header, index "
+        "or archive; or torch lacks a dtype in it"
     )
 
     detail: str
@@ -154,7 +165,8 @@ class UncheckedFile(Finding):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "no library writes a file so large, so deeply nested, encrypted or packed: nothing in it was checked"
+        "no library writes a file so large, so deeply nested, encrypted or packed: nothing in it "
+        "was checked"
     )
 
     detail: str
@@ -166,27 +178,33 @@ class UncheckedFile(Finding):
     def advice(self) -> str:
         """Advice to distrust the file: such files are made to stall or deceive readers."""
         return (
-            "load it only if you trust where it came from; torch.save writes what torch.load reads of it anew"
+            "load it only if you trust where it came from; torch.save writes what torch.load reads "
+            "of it anew"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedRecord(Finding):
-    """A torch zip file of which records are compressed. ``storages``: how many of them hold numbers of tensors."""
+    """A torch zip file of which records are compressed. ``storages``: how many of them hold numbers
+    of tensors.
+    """
 
     code = "compressed-record"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a record of a torch zip file is compressed, which torch.save never does; `torch.load(mmap=True)` takes its "
-        "packed bytes for numbers"
+        "a record of a torch zip file is compressed, which torch.save never does; "
+        "`torch.load(mmap=True)` takes its packed bytes for numbers"
     )
 
     records: tuple[str, ...]
     storages: int
 
     def __str__(self) -> str:
-        what = f"{self.path}: {count_of(len(self.records), 'record')} compressed: {list_names(self.records)}"
+        what = (
+            f"{self.path}: {count_of(len(self.records), 'record')} compressed: "
+            f"{list_names(self.records)}"
+        )
         if self.storages:
             return f"{what}; torch.load(mmap=True) reads packed bytes as numbers, without an error"
         return f"{what}; torch.load unpacks it, and nothing can be renamed in it"
@@ -194,7 +212,10 @@ class CompressedRecord(Finding):
     @property
     def advice(self) -> str:
         """Advice to load the file without mmap, which gives the right values."""
-        return "load it without mmap and write it anew: torch.save(torch.load(FILE, weights_only=True), NEW_FILE)"
+        return (
+            "load it without mmap and write it anew: torch.save(torch.load(FILE, "
+            "weights_only=True), NEW_FILE)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +225,10 @@ class CrcMismatch(Finding):
     code = "crc-mismatch"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "the CRC of a record in a torch zip file does not match its bytes; torch.load never compares it"
+    meaning = (
+        "the CRC of a record in a torch zip file does not match its bytes; torch.load never "
+        "compares it"
+    )
 
     record: str
     tensors: tuple[str, ...]
@@ -216,7 +240,9 @@ class CrcMismatch(Finding):
 
     def __str__(self) -> str:
         used = f" (holds {list_names(self.tensors)})" if self.tensors else ""
-        return f"{self.path}: record {self.record!r}{used} does not have the CRC it was written with"
+        return (
+            f"{self.path}: record {self.record!r}{used} does not have the CRC it was written with"
+        )
 
     @property
     def advice(self) -> str:
@@ -232,7 +258,9 @@ class NoFormatMetadata(Finding):
     severity = Severity.NOTE
     action = Action.ASK
     option = "--allow no-format-metadata"
-    meaning = "the safetensors header lacks `format`; transformers refuses to load it (safetensors#549)"
+    meaning = (
+        "the safetensors header lacks `format`; transformers refuses to load it (safetensors#549)"
+    )
 
     def __str__(self) -> str:
         return f'{self.path}: the header has no "format", which transformers asks for'
@@ -251,16 +279,19 @@ class OtherFormat(NoFormatMetadata):
 
     def __str__(self) -> str:
         return (
-            f'{self.path}: the header has the "format" {self.format!r:.40} (expected "pt"): load_checkpoint_in_model '
-            "refuses the file, and so may transformers before 5"
+            f'{self.path}: the header has the "format" {self.format!r:.40} (expected "pt"): '
+            "load_checkpoint_in_model refuses the file, and so may transformers before 5"
         )
 
     @property
     def advice(self) -> str:
-        """Advice to write the file again only with tensors of torch: other frameworks have other keys and layouts."""
+        """Advice to write the file again only with tensors of torch: other frameworks have other
+        keys and layouts.
+        """
         return (
-            "weights of another framework have other keys and layouts: convert them; if they are torch's, write the "
-            "file again with safetensors.torch.save_file(tensors, FILE, metadata={'format': 'pt'})"
+            "weights of another framework have other keys and layouts: convert them; if they are "
+            "torch's, write the file again with safetensors.torch.save_file(tensors, FILE, "
+            "metadata={'format': 'pt'})"
         )
 
 
@@ -277,16 +308,26 @@ class InterruptedRepair(Finding):
     in_store: bool = False
 
     def __str__(self) -> str:
-        what = "some objects may be old and some new" if self.in_store else "files may be half changed"
+        what = (
+            "some objects may be old and some new" if self.in_store else "files may be half changed"
+        )
         return f"{self.path} holds transaction {self.transaction}, which was interrupted; {what}"
 
     @property
     def advice(self) -> str:
-        """Advice to roll back: both commands do that first. In a store both finish first what was begun."""
+        """Advice to roll back: both commands do that first. In a store both finish first what was
+        begun.
+        """
         if self.in_store:
-            return "to finish it: ckptfix repair DIR (or ckptfix undo DIR, which then restores every byte)"
+            return (
+                "to finish it: ckptfix repair DIR (or ckptfix undo DIR, which then restores every "
+                "byte)"
+            )
         if len(self.path.parts) > 1:
-            return f"to take {self.path.parent} back to what it was: ckptfix undo DIR/{self.path.parent}"
+            return (
+                f"to take {self.path.parent} back to what it was: ckptfix undo "
+                f"DIR/{self.path.parent}"
+            )
         return "to take the folder back to what it was: ckptfix repair DIR (or ckptfix undo DIR)"
 
 
@@ -297,7 +338,10 @@ class UnsafePickle(Finding):
     code = "unsafe-pickle"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "the pickle calls something that can run code (os.system, eval, ...); ckptfix never executes or edits it"
+    meaning = (
+        "the pickle calls something that can run code (os.system, eval, ...); ckptfix never "
+        "executes or edits it"
+    )
 
     globals: tuple[str, ...]
 
@@ -317,7 +361,10 @@ class UnloadablePickle(Finding):
     code = "unloadable-pickle"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "the pickle needs a class or an opcode outside torch's weights_only list; torch.load refuses it since 2.6"
+    meaning = (
+        "the pickle needs a class or an opcode outside torch's weights_only list; torch.load "
+        "refuses it since 2.6"
+    )
 
     globals: tuple[str, ...]
     remedy: str
@@ -350,21 +397,33 @@ class UnloadablePickle(Finding):
             trust = f"if you trust the file: {self.remedy}"
             if not self.arrays:
                 return trust
-            return f"{trust}\nin the script, save the array as a tensor (torch.from_numpy) or as a list"
-        how = "pickle.load" if self.plain else "torch.load(weights_only=False)"  # no list of classes helps
-        return f"if you trust the file: read it with {how} and save it again with torch.save, without what it needs"
+            return (
+                f"{trust}\nin the script, save the array as a tensor (torch.from_numpy) or as a "
+                "list"
+            )
+        # No list of classes helps.
+        how = "pickle.load" if self.plain else "torch.load(weights_only=False)"
+        return (
+            f"if you trust the file: read it with {how} and save it again with torch.save, without "
+            "what it needs"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptPickle(UnloadablePickle):
-    """A plain pickle under a name that no library looks for: the script that wrote it reads it with ``pickle.load``."""
+    """A plain pickle under a name that no library looks for: the script that wrote it reads it with
+    ``pickle.load``.
+    """
 
     severity = Severity.NOTE
 
     @property
     def advice(self) -> str:
         """Advice to read it as it was written."""
-        return "nothing to do if the script reads it with pickle.load, as files of pickle.dump are read"
+        return (
+            "nothing to do if the script reads it with pickle.load, as files of pickle.dump are "
+            "read"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,12 +433,18 @@ class TrainerPickle(Finding):
     code = "trainer-pickle"
     severity = Severity.NOTE
     action = Action.TELL
-    meaning = "a pickle with classes of transformers' Trainer, which the Trainer loads; plain `torch.load` refuses it"
+    meaning = (
+        "a pickle with classes of transformers' Trainer, which the Trainer loads; plain "
+        "`torch.load` refuses it"
+    )
 
     globals: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.path} needs {', '.join(self.globals[:3])}: plain torch.load refuses it, the Trainer does not"
+        return (
+            f"{self.path} needs {', '.join(self.globals[:3])}: plain torch.load refuses it, the "
+            "Trainer does not"
+        )
 
     @property
     def advice(self) -> str:

@@ -17,7 +17,10 @@ class DoubledModel(Finding):
     code = "doubled-model"
     severity = Severity.ERROR
     action = Action.FIX
-    meaning = "a model was prepared twice and saved twice; the second entry has wrapped keys and equal bytes"
+    meaning = (
+        "a model was prepared twice and saved twice; the second entry has wrapped keys and equal "
+        "bytes"
+    )
 
     original: PurePosixPath
     chain: tuple[str, ...]
@@ -36,43 +39,49 @@ class DoubledModel(Finding):
         how = "sampled bytes equal" if self.sampled else "all bytes equal"
         return (
             f"{self.path}: duplicate of {self.original} ({count_of(self.tensors, 'tensor')}, "
-            f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}), as after a "
-            "second prepare() of this model"
+            f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}), as "
+            "after a second prepare() of this model"
         )
 
     @property
     def advice(self) -> str:
-        """Who needs the repair, what the unchanged script then lacks, and when the repair would be wrong."""
+        """Who needs the repair, what the unchanged script then lacks, and when the repair would be
+        wrong.
+        """
         need = (
             "needed by a script that prepares the model once: later models have wrong numbers"
             if self.shifts
             else "not needed to load: a script that prepares the model once loads this folder, too"
         )
         return (
-            f"{need}\n"
-            "after a repair, load_state fails in the unchanged script: prepare the model once, or start the script "
-            "with: ckptfix run SCRIPT\n"
-            f"{WRONG_IF}: then load_state fails until you undo the repair: ckptfix undo DIR"
+            f"{need}\nafter a repair, load_state fails in the unchanged script: prepare the model "
+            f"once, or start the script with: ckptfix run SCRIPT\n{WRONG_IF}: then load_state "
+            "fails until you undo the repair: ckptfix undo DIR"
         )
 
 
 WRONG_IF = (
-    "wrong if the script prepares an equal model on purpose (a loss wrapper around the model, an EMA that has only "
-    "copied it so far)"
+    "wrong if the script prepares an equal model on purpose (a loss wrapper around the model, an "
+    "EMA that has only copied it so far)"
 )
-"""The case in which the default repair deletes what the script needs: it leaves the bytes of a second ``prepare``."""
+"""The case in which the default repair deletes what the script needs: it leaves the bytes of a
+second ``prepare``.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdenticalModels(Finding):
-    """Two entries with equal keys and equal bytes: one model prepared twice, or an intentional copy."""
+    """Two entries with equal keys and equal bytes: one model prepared twice, or an intentional
+    copy.
+    """
 
     code = "identical-models"
     severity = Severity.WARNING
     action = Action.ASK
     option = "--models N"
     meaning = (
-        "two models with the same keys and bytes: one model prepared twice, or an intentional copy (EMA)"
+        "two models with the same keys and bytes: one model prepared twice, or an intentional copy "
+        "(EMA)"
     )
 
     original: PurePosixPath
@@ -87,7 +96,9 @@ class IdenticalModels(Finding):
         how = "every sampled byte" if self.sampled else "every byte"
         size = f"{count_of(self.tensors, 'tensor')}, {human_size(self.bytes)}"
         own, other = self.chains
-        but = "" if own == other else f" but for the wrapper ('{dotted(own)}' and '{dotted(other)}')"
+        but = (
+            "" if own == other else f" but for the wrapper ('{dotted(own)}' and '{dotted(other)}')"
+        )
         return f"{self.path} equals {self.original} in keys{but} and in {how} ({size})"
 
     @property
@@ -107,13 +118,19 @@ class ShiftedEntries(Finding):
     code = "shifted-entries"
     severity = Severity.NOTE
     action = Action.FIX
-    meaning = "a duplicate shifted the numbers of later entries: the correct script loads the wrong models"
+    meaning = (
+        "a duplicate shifted the numbers of later entries: the correct script loads the wrong "
+        "models"
+    )
 
     belongs: PurePosixPath
     positions: int
 
     def __str__(self) -> str:
-        return f"{self.path} belongs at {self.belongs}: duplicates before it raised its number by {self.positions}"
+        return (
+            f"{self.path} belongs at {self.belongs}: duplicates before it raised its number by "
+            f"{self.positions}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +141,9 @@ class NestedPrefix(Finding):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "every key begins with a wrapper more than once (`module.module.`), and nothing shows that a single process "
-        "saved it: the model was wrapped twice. In a `save_state` folder of one process it is `wrapper-prefix`, a note"
+        "every key begins with a wrapper more than once (`module.module.`), and nothing shows that "
+        "a single process saved it: the model was wrapped twice. In a `save_state` folder of one "
+        "process it is `wrapper-prefix`, a note"
     )
 
     scope: str
@@ -135,7 +153,8 @@ class NestedPrefix(Finding):
     evidence: str = ""
     """The evidence besides the keys."""
     assumed: bool = False
-    """No other file has these names in fewer wrappers: a model with a module called ``module`` looks the same.
+    """No other file has these names in fewer wrappers: a model with a module called ``module``
+    looks the same.
 
     With ``action`` ASK, the number of processes is the only evidence.
     """
@@ -150,8 +169,8 @@ class NestedPrefix(Finding):
         correct = f"'{dotted(self.target)}'" if self.target else "none"
         because = f" ({self.evidence})" if self.evidence else ""
         return (
-            f"{self.path}: every key{where} begins with '{dotted(self.chain)}', a correct run writes {correct}"
-            f"{because}"
+            f"{self.path}: every key{where} begins with '{dotted(self.chain)}', a correct run "
+            f"writes {correct}{because}"
         )
 
     @property
@@ -159,17 +178,23 @@ class NestedPrefix(Finding):
         """Advice to fix the script first: unchanged, it looks for the nested keys."""
         once = "wrap the model once, or start the script with: ckptfix run SCRIPT"
         if not self.assumed:
-            return f"the model was wrapped twice; after a repair the unchanged script misses these keys; first {once}"
+            return (
+                "the model was wrapped twice; after a repair the unchanged script misses these "
+                f"keys; first {once}"
+            )
         return (
-            "assumed: the script wrapped the model in DistributedDataParallel twice. If a module of the model is "
-            "itself called 'module', these keys are right: do not repair them. A repaired checkpoint fits "
-            f"{fitting(self.target)}; first {once}; for a bare model: ckptfix repair DIR --keys bare"
+            "assumed: the script wrapped the model in DistributedDataParallel twice. If a module "
+            "of the model is itself called 'module', these keys are right: do not repair them. A "
+            f"repaired checkpoint fits {fitting(self.target)}; first {once}; for a bare model: "
+            "ckptfix repair DIR --keys bare"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UndecidedPrefix(NestedPrefix):
-    """Nested keys where the number of processes is the only evidence: the script may look for exactly these."""
+    """Nested keys where the number of processes is the only evidence: the script may look for
+    exactly these.
+    """
 
     code = "nested-prefix"
     severity = Severity.WARNING
@@ -179,30 +204,36 @@ class UndecidedPrefix(NestedPrefix):
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
         return (
-            f"{self.path}: every key{where} begins with '{dotted(self.chain)}' ({self.evidence}): the script wrapped "
-            "the model twice, or a module of the model is itself called 'module'"
+            f"{self.path}: every key{where} begins with '{dotted(self.chain)}' ({self.evidence}): "
+            "the script wrapped the model twice, or a module of the model is itself called "
+            "'module'"
         )
 
     @property
     def advice(self) -> str:
-        """Advice to keep the keys for the script that wrote them, with the options for other models."""
+        """Advice to keep the keys for the script that wrote them, with the options for other
+        models.
+        """
         return (
-            "right for the script that wrote it, which would not find its keys after a rename; for a bare model: "
-            f"ckptfix repair DIR --keys bare; for {fitting(self.target)}: ckptfix repair DIR --allow nested-prefix"
+            "right for the script that wrote it, which would not find its keys after a rename; "
+            f"for a bare model: ckptfix repair DIR --keys bare; for {fitting(self.target)}: "
+            "ckptfix repair DIR --allow nested-prefix"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnModules(UndecidedPrefix):
-    """Nested keys that FSDP saved: no second ``prepare()`` writes them, so that modules of the script are so called."""
+    """Nested keys that FSDP saved: no second ``prepare()`` writes them, so that modules of the
+    script are so called.
+    """
 
     severity = Severity.NOTE
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
         return (
-            f"{self.path}: every key{where} begins with '{dotted(self.chain)}': FSDP adds none of them, so "
-            "that modules of the script are called 'module'"
+            f"{self.path}: every key{where} begins with '{dotted(self.chain)}': FSDP adds none of "
+            "them, so that modules of the script are called 'module'"
         )
 
 
@@ -215,38 +246,51 @@ class WrapperPrefix(Finding):
     action = Action.ASK
     option = "--keys bare"
     meaning = (
-        "every key begins with a wrapper (`module.`, `_orig_mod.`); only a model wrapped the same way loads it. A "
-        "warning for a model of diffusers, whose `from_pretrained` finds no such key"
+        "every key begins with a wrapper (`module.`, `_orig_mod.`); only a model wrapped the same "
+        "way loads it. A warning for a model of diffusers, whose `from_pretrained` finds no "
+        "such key"
     )
 
     scope: str
     chain: tuple[str, ...]
     names: int
     is_pretrained: bool = False
-    """The folder has the config of transformers, diffusers or PEFT, whose ``from_pretrained`` looks for bare keys."""
+    """The folder has the config of transformers, diffusers or PEFT, whose ``from_pretrained`` looks
+    for bare keys.
+    """
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
         if not self.chain:
-            return f"{self.path}: keys{where} contain wrapper segments such as _orig_mod in the middle"
+            return (
+                f"{self.path}: keys{where} contain wrapper segments such as _orig_mod in the middle"
+            )
         return (
             f"{self.path}: every key{where} begins with '{dotted(self.chain)}'; "
-            f"this loads only into a model wrapped the same way"
+            "this loads only into a model wrapped the same way"
         )
 
     @property
     def advice(self) -> str:
-        """Advice to keep the keys for the script that wrote them, and to strip them only for a bare model."""
+        """Advice to keep the keys for the script that wrote them, and to strip them only for a bare
+        model.
+        """
         if self.is_pretrained:
             return (
-                "from_pretrained does not find these keys, and leaves their weights random or fails: "
-                "ckptfix repair DIR --keys bare. If the model has modules of these names itself, ignore this"
+                "from_pretrained does not find these keys, and leaves their weights random or "
+                "fails: ckptfix repair DIR --keys bare. If the model has modules of these names "
+                "itself, ignore this"
             )
-        return "right for a script that wraps its model the same way; for a bare model: ckptfix repair DIR --keys bare"
+        return (
+            "right for a script that wraps its model the same way; for a bare model: ckptfix "
+            "repair DIR --keys bare"
+        )
 
 
 class LostPrefix(WrapperPrefix):
-    """The same before every key of a model of diffusers: none of its classes has a module of these names."""
+    """The same before every key of a model of diffusers: none of its classes has a module of these
+    names.
+    """
 
     __slots__ = ()
 
@@ -261,8 +305,8 @@ class RelatedModels(Finding):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "an entry has the keys of another behind a wrapper, and other values: an EMA or another model in a wrapper, or "
-        "files of two saves"
+        "an entry has the keys of another behind a wrapper, and other values: an EMA or another "
+        "model in a wrapper, or files of two saves"
     )
 
     original: PurePosixPath
@@ -281,7 +325,9 @@ class RelatedModels(Finding):
 
     @property
     def advice(self) -> str:
-        """Advice to compare: an average of the weights is fine, files of two saves in one folder are not."""
+        """Advice to compare: an average of the weights is fine, files of two saves in one folder
+        are not.
+        """
         if len(self.damaged) == 1:
             damaged = self.damaged[0]
             intact = self.original if damaged == self.path else self.path
@@ -289,12 +335,16 @@ class RelatedModels(Finding):
             is_numbered = name is not None and name.role is Role.MODEL and name.is_numbered
             recovered = f"/{model_file('.safetensors', name.index)}" if name and is_numbered else ""
             return (
-                f"{intact} is complete: if both are one model that was prepared twice, nothing is lost; to compare "
-                f"them, salvage first, then: ckptfix diff DIR/{intact} NEW_FOLDER{recovered}"
+                f"{intact} is complete: if both are one model that was prepared twice, nothing is "
+                f"lost; to compare them, salvage first, then: ckptfix diff DIR/{intact} "
+                f"NEW_FOLDER{recovered}"
             )
         if self.damaged:
             return "whether they are the same model shows in what salvage recovers of both"
-        return f"right for an EMA or another model in a wrapper; if the script has neither, compare: {self._diff}"
+        return (
+            "right for an EMA or another model in a wrapper; if the script has neither, compare: "
+            f"{self._diff}"
+        )
 
     @property
     def _diff(self) -> str:
@@ -303,7 +353,9 @@ class RelatedModels(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearlyEqualModels(RelatedModels):
-    """An entry with the keys of another inside a wrapper, of which a few tensors have other values."""
+    """An entry with the keys of another inside a wrapper, of which a few tensors have other
+    values.
+    """
 
     code = "related-models"
     severity = Severity.WARNING
@@ -317,29 +369,35 @@ class NearlyEqualModels(RelatedModels):
         return (
             f"{self.path} has the keys of {self.original} behind '{dotted(self.chain)}': "
             f"{count_of(self.tensors - self.differing, 'tensor')} of {self.tensors} "
-            f"{'equals' if self.tensors - self.differing == 1 else 'equal'} {how}, {self.differing} "
-            f"{'differs' if self.differing == 1 else 'differ'}, first {self.tensor!r}"
+            f"{'equals' if self.tensors - self.differing == 1 else 'equal'} {how}, "
+            f"{self.differing} {'differs' if self.differing == 1 else 'differ'}, first "
+            f"{self.tensor!r}"
         )
 
     @property
     def advice(self) -> str:
-        """Advice to compare: a duplicate in which bytes changed, or a copy of a model of which little was trained."""
+        """Advice to compare: a duplicate in which bytes changed, or a copy of a model of which
+        little was trained.
+        """
         return (
-            "right for a copy of a model that is mostly frozen; after a second prepare() of one model, bytes of one "
-            f"file have changed: load another checkpoint, or compare: {self._diff}"
+            "right for a copy of a model that is mostly frozen; after a second prepare() of one "
+            "model, bytes of one file have changed: load another checkpoint, or compare: "
+            f"{self._diff}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConflictingModels(Finding):
-    """An entry with the keys of another inside a wrapper, other values, and proof that one is of another save."""
+    """An entry with the keys of another inside a wrapper, other values, and proof that one is of
+    another save.
+    """
 
     code = "conflicting-models"
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "an entry has the keys of another behind a wrapper, and other values; the manifest proves that they "
-        "belong to two saves"
+        "an entry has the keys of another behind a wrapper, and other values; the manifest proves "
+        "that they belong to two saves"
     )
 
     original: PurePosixPath
@@ -362,8 +420,8 @@ class ConflictingModels(Finding):
     def advice(self) -> str:
         """Advice to compare: dropping either model would lose data."""
         return (
-            f"nothing is merged; compare the two, and keep what is right: ckptfix diff DIR/{self.original} "
-            f"DIR/{self.path}"
+            "nothing is merged; compare the two, and keep what is right: ckptfix diff "
+            f"DIR/{self.original} DIR/{self.path}"
         )
 
 
@@ -375,7 +433,9 @@ def _few(parts: Iterable[str], most: int = 8) -> str:
 
 def _differing(tensor: str | None) -> str:
     return (
-        f"other values, first in {tensor!r}" if tensor is not None else "another structure around its tensors"
+        f"other values, first in {tensor!r}"
+        if tensor is not None
+        else "another structure around its tensors"
     )
 
 
@@ -383,14 +443,18 @@ def _differing(tensor: str | None) -> str:
 class IdenticalStates(Finding):
     """Two optimizer, scheduler or custom entries in equal state.
 
-    ``is_of_own_optimizer``: a scheduler, of which there are no more than optimizers, and no optimizer is a duplicate.
+    ``is_of_own_optimizer``: a scheduler, of which there are no more than optimizers, and no
+    optimizer is a duplicate.
     """
 
     code = "identical-states"
     severity = Severity.NOTE
     action = Action.ASK
     option = "--keep ROLE=N"
-    meaning = "two optimizers, schedulers or custom objects in equal state: registered twice, or intentionally equal"
+    meaning = (
+        "two optimizers, schedulers or custom objects in equal state: registered twice, or "
+        "intentionally equal"
+    )
 
     original: PurePosixPath
     role: Role
@@ -403,10 +467,12 @@ class IdenticalStates(Finding):
 
     @property
     def advice(self) -> str:
-        """Advice to give the number of entries: two intentional optimizers are often in equal state."""
+        """Advice to give the number of entries: two intentional optimizers are often in equal
+        state.
+        """
         if self.is_of_own_optimizer:
-            # Equal schedules of two optimizers have equal states in every healthy run: they show no second prepare(),
-            # and a repair would delete a file that load_state looks for.
+            # Equal schedules of two optimizers have equal states in every healthy run: they show no
+            # second prepare(), and a repair would delete a file that load_state looks for.
             return "nothing to do if the script has both, as two optimizers with the same schedule"
         return f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
 
@@ -420,8 +486,8 @@ class DoubledStates(IdenticalStates):
     action = Action.FIX
     option = ""
     meaning = (
-        "an optimizer or scheduler was saved twice, next to a duplicate model: the correct script loads it into the "
-        "optimizer of another model"
+        "an optimizer or scheduler was saved twice, next to a duplicate model: the correct script "
+        "loads it into the optimizer of another model"
     )
 
     @property
@@ -431,7 +497,10 @@ class DoubledStates(IdenticalStates):
 
     def __str__(self) -> str:
         how = "sampled bytes equal" if self.sampled else "all bytes equal"
-        return f"{self.path}: duplicate of {self.original} ({how}); the script passed it to prepare() twice"
+        return (
+            f"{self.path}: duplicate of {self.original} ({how}); the script passed it to prepare() "
+            "twice"
+        )
 
     @property
     def advice(self) -> str:
@@ -441,19 +510,23 @@ class DoubledStates(IdenticalStates):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurplusStates(IdenticalStates):
-    """An optimizer or scheduler that was certainly saved twice, where the script's own one is unknown."""
+    """An optimizer or scheduler that was certainly saved twice, where the script's own one is
+    unknown.
+    """
 
     code = "surplus-states"
     severity = Severity.WARNING
     action = Action.ASK
     option = "--keep ROLE=N"
     meaning = (
-        "a trained optimizer is saved twice, or more states than the models that remain; `load_state` goes by position "
-        "and can give a model the state of another"
+        "a trained optimizer is saved twice, or more states than the models that remain; "
+        "`load_state` goes by position and can give a model the state of another"
     )
 
     loads: tuple[PurePosixPath, ...]
-    """Every entry of the role: ``load_state`` gives the first to the script's first object, and so on."""
+    """Every entry of the role: ``load_state`` gives the first to the script's first object, and so
+    on.
+    """
 
     @property
     def order(self) -> str:
@@ -464,13 +537,17 @@ class SurplusStates(IdenticalStates):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} holds the same state as {self.original}, as after a second prepare(); {self.order}"
+            f"{self.path} holds the same state as {self.original}, as after a second prepare(); "
+            f"{self.order}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to give the number of entries, which only the user knows."""
-        return f"say how many {self.role.value} the script has: ckptfix repair DIR --keep {self.role.value}=N"
+        return (
+            f"say how many {self.role.value} the script has: ckptfix repair DIR --keep "
+            f"{self.role.value}=N"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,20 +559,26 @@ class EntryGap(Finding):
     action = Action.ASK
     option = "--allow entry-gap"
     meaning = (
-        "a number is missing in a list of entries; Accelerate finds entries by number and fails, or shifts"
+        "a number is missing in a list of entries; Accelerate finds entries by number and fails, "
+        "or shifts"
     )
 
     missing: PurePosixPath
 
     def __str__(self) -> str:
-        return f"{self.path} is there, {self.missing} is not; Accelerate looks for every number in turn"
+        return (
+            f"{self.path} is there, {self.missing} is not; Accelerate looks for every number in "
+            "turn"
+        )
 
     @property
     def advice(self) -> str:
-        """Advice to bring the file back: after the repair the script loads a later object in its place."""
+        """Advice to bring the file back: after the repair the script loads a later object in its
+        place.
+        """
         return (
-            f"copy {self.missing} again, or use an older checkpoint\n"
-            f"only if the script no longer has that object: ckptfix repair DIR {self.option}\n"
-            "  this moves the later files down a number; a script that still has the object fails, or loads the state "
-            "of another one into it"
+            f"copy {self.missing} again, or use an older checkpoint\nonly if the script no longer "
+            f"has that object: ckptfix repair DIR {self.option}\n  this moves the later files "
+            "down a number; a script that still has the object fails, or loads the state of "
+            "another one into it"
         )

@@ -22,13 +22,16 @@ from ckptfix.wording import count_of, human_size, list_names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingFile(Finding):
-    """A file that its manifest lists, and that is missing or has another size. ``have``: its bytes, None if missing."""
+    """A file that its manifest lists, and that is missing or has another size. ``have``: its bytes,
+    None if missing.
+    """
 
     code = "missing-file"
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a file listed in the manifest is missing, or has another size; or one that was uploaded is missing"
+        "a file listed in the manifest is missing, or has another size; or one that was uploaded "
+        "is missing"
     )
 
     saved: int
@@ -45,7 +48,9 @@ class MissingFile(Finding):
 
 
 _OF_A_RUN = {"optimizer", "scheduler", "rng"}
-"""Beginnings of the Trainer's files that a checkpoint lacks whose states were deleted, or not saved."""
+"""Beginnings of the Trainer's files that a checkpoint lacks whose states were deleted, or not
+saved.
+"""
 
 
 def _is_weights(file_name: str) -> bool:
@@ -62,19 +67,20 @@ def _is_required(name: str) -> bool:
 class IncompleteCheckpoint(Finding):
     """Missing states of a save, by its other files or by the checkpoints of the same run.
 
-    ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of another node.
-    ``of_trainer``: transformers' Trainer wrote the others. ``problem``: why a file that exists cannot be read.
-    ``is_wrong``: the problem is what the file holds, and says what a load does. ``misnamed``: a file under
-    another name that may be the missing one. ``may_be_dropped``: the script may no longer prepare these objects, as
-    only earlier or only later checkpoints have them, and no other file here shows that it does.
+    ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of
+    another node. ``of_trainer``: transformers' Trainer wrote the others. ``problem``: why a file
+    that exists cannot be read. ``is_wrong``: the problem is what the file holds, and says what a
+    load does. ``misnamed``: a file under another name that may be the missing one.
+    ``may_be_dropped``: the script may no longer prepare these objects, as only earlier or only
+    later checkpoints have them, and no other file here shows that it does.
     """
 
     code = "incomplete-checkpoint"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a file of a rank, optimizer, scheduler or model is missing, as the other files of the run show, or has nearly "
-        "the right name; or `trainer_state.json` or a config cannot be read"
+        "a file of a rank, optimizer, scheduler or model is missing, as the other files of the run "
+        "show, or has nearly the right name; or `trainer_state.json` or a config cannot be read"
     )
 
     missing: tuple[str, ...]
@@ -88,7 +94,9 @@ class IncompleteCheckpoint(Finding):
 
     @property
     def resume(self) -> Resume:
-        """It fails where ``load_state`` needs the files. It takes new random states, and the Trainer new states."""
+        """It fails where ``load_state`` needs the files. It takes new random states, and the
+        Trainer new states.
+        """
         if self.may_be_dropped:
             return Resume.FAILS_IF_NEEDED
         if self.of_trainer or self.problem or self.severity is Severity.NOTE:
@@ -117,19 +125,28 @@ class IncompleteCheckpoint(Finding):
                 if is_of_script
                 else f"move {self.misnamed!r} out of the folder if nothing loads {wanted}"
             )
-            return f"if {self.misnamed!r} is that file, rename it to {wanted}; else copy {wanted} again, or {unless}"
+            return (
+                f"if {self.misnamed!r} is that file, rename it to {wanted}; else copy {wanted} "
+                f"again, or {unless}"
+            )
         if self.is_wrong:
             # The problem says what a load does with the value: it need not fail.
             return "copy it again, or resume from a complete checkpoint"
         if self.missing == (ADAPTER,) and not self.of_trainer:
-            return "PeftModel.from_pretrained fails without it; copy it again from where the adapter came"
+            return (
+                "PeftModel.from_pretrained fails without it; copy it again from where the adapter "
+                "came"
+            )
         if self.missing == (ADAPTER,):
             return (
-                "the Trainer resumes without it, and PeftModel.from_pretrained fails; copy it again, or from another "
-                "checkpoint of the run"
+                "the Trainer resumes without it, and PeftModel.from_pretrained fails; copy it "
+                "again, or from another checkpoint of the run"
             )
         if self.missing == (CONFIG,):
-            return "from_pretrained fails without it; copy it again, or from another checkpoint of the run"
+            return (
+                "from_pretrained fails without it; copy it again, or from another checkpoint of "
+                "the run"
+            )
         if self.by_rank:
             cost = (
                 "go on with new random states"
@@ -137,26 +154,30 @@ class IncompleteCheckpoint(Finding):
                 else "cannot restore their random states and their step"
             )
             return (
-                f"those processes {cost}; copy the files again, or resume from a complete checkpoint; where each node "
-                "saves to a disk of its own, ignore this"
+                f"those processes {cost}; copy the files again, or resume from a complete "
+                "checkpoint; where each node saves to a disk of its own, ignore this"
             )
         if self.of_trainer:
             copied = "it" if len(self.missing) == 1 else "them"
             kinds = {name.partition(".")[0].partition("_")[0] for name in self.missing}
-            ignore = "; ignore this if you keep it for its weights alone" if kinds == _OF_A_RUN else ""
+            ignore = (
+                "; ignore this if you keep it for its weights alone" if kinds == _OF_A_RUN else ""
+            )
             return (
-                f"{self._cost_for_trainer}; copy {copied} again, or resume from a complete checkpoint{ignore}"
+                f"{self._cost_for_trainer}; copy {copied} again, or resume from a complete "
+                f"checkpoint{ignore}"
             )
         if all(name.startswith("random_states_") for name in self.missing):
             # accelerate catches the error and logs it (checkpointing.py:load_accelerator_state).
             return (
-                "those processes resume with new random states; copy the files again, or ignore this if the run now "
-                "has fewer processes"
+                "those processes resume with new random states; copy the files again, or ignore "
+                "this if the run now has fewer processes"
             )
         what = self._what
         return (
-            f"load_state fails without {what}; copy {what} again, or resume from a complete checkpoint; ignore this if "
-            "the script has no such object, as load_state then succeeds"
+            f"load_state fails without {what}; copy {what} again, or resume from a complete "
+            "checkpoint; ignore this if the script has no such object, as load_state then "
+            "succeeds"
         )
 
     @property
@@ -165,7 +186,9 @@ class IncompleteCheckpoint(Finding):
 
     @property
     def _cost_for_trainer(self) -> str:
-        """The cost of the missing files. The Trainer loads optimizer and scheduler together, or neither."""
+        """The cost of the missing files. The Trainer loads optimizer and scheduler together, or
+        neither.
+        """
         copied = "it" if len(self.missing) == 1 else "them"
         if any(map(_is_weights, self.missing)):
             return f"the Trainer cannot resume without {copied}, and no library can load the model"
@@ -177,37 +200,47 @@ class IncompleteCheckpoint(Finding):
             return "the Trainer cannot resume without it"
         if len(others) == len(self.missing):
             return f"the Trainer {goes_on}, and says nothing"
-        return f"the Trainer cannot resume without {TRAINER_STATE}, and without the others {goes_on}"
+        return (
+            f"the Trainer cannot resume without {TRAINER_STATE}, and without the others {goes_on}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NestedCheckpoint(IncompleteCheckpoint):
-    """A checkpoint that is one level too deep: in a folder of its own name, ``outer``, which holds nothing else."""
+    """A checkpoint that is one level too deep: in a folder of its own name, ``outer``, which holds
+    nothing else.
+    """
 
     outer: str
 
     def __str__(self) -> str:
-        return f"{self.outer} holds this folder of the same name, and no file of a checkpoint itself"
+        return (
+            f"{self.outer} holds this folder of the same name, and no file of a checkpoint itself"
+        )
 
     @property
     def advice(self) -> str:
         """Advice to move the files, or to name the inner folder."""
         return (
-            "load_state, the Trainer and from_pretrained find nothing in the outer folder; load this one, or move its "
-            "files up a level"
+            "load_state, the Trainer and from_pretrained find nothing in the outer folder; load "
+            "this one, or move its files up a level"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewerRanks(IncompleteCheckpoint):
-    """Random states that one neighbour has: a run that resumed with fewer processes has none, so no status changes."""
+    """Random states that one neighbour has: a run that resumed with fewer processes has none, so no
+    status changes.
+    """
 
     severity = Severity.NOTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostPosition(IncompleteCheckpoint):
-    """States of dataloaders that the checkpoints next to it have. A run that no longer saves them is healthy."""
+    """States of dataloaders that the checkpoints next to it have. A run that no longer saves them
+    is healthy.
+    """
 
     severity = Severity.NOTE
 
@@ -216,62 +249,77 @@ class LostPosition(IncompleteCheckpoint):
         """Advice on the epoch: accelerate loads a state of a dataloader only if its file exists."""
         what = self._what
         return (
-            f"load_state succeeds without {what}, and the epoch begins again: samples of it are used twice; copy "
-            f"{what} again, or ignore this if the script no longer uses use_stateful_dataloader"
+            f"load_state succeeds without {what}, and the epoch begins again: samples of it are "
+            f"used twice; copy {what} again, or ignore this if the script no longer uses "
+            "use_stateful_dataloader"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadShards(IncompleteCheckpoint):
-    """The one file of a model that is there in shards alone. A save hook of the script may have written them."""
+    """The one file of a model that is there in shards alone. A save hook of the script may have
+    written them.
+    """
 
     @property
     def advice(self) -> str:
         """Advice to copy the file, unless a hook reads the shards."""
         (wanted,) = self.missing
         return (
-            f"load_state fails, unless a load hook of the script reads the shards: then ignore this; else copy "
-            f"{wanted} again, or resume from a complete checkpoint"
+            "load_state fails, unless a load hook of the script reads the shards: then ignore "
+            f"this; else copy {wanted} again, or resume from a complete checkpoint"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostModelFiles(IncompleteCheckpoint):
-    """Weights or configs of a model in a sub-folder, which the checkpoints next to it have: a hook saves them."""
+    """Weights or configs of a model in a sub-folder, which the checkpoints next to it have: a hook
+    saves them.
+    """
 
     @property
     def resume(self) -> Resume:
-        """It fails where the script surely saved them. ``from_pretrained`` in its load hook needs a config, too."""
+        """It fails where the script surely saved them. ``from_pretrained`` in its load hook needs a
+        config, too.
+        """
         if self.may_be_dropped:
             return Resume.FAILS_IF_NEEDED
-        return Resume.SUCCEEDS if self.of_trainer or self.severity is Severity.NOTE else Resume.FAILS
+        return (
+            Resume.SUCCEEDS if self.of_trainer or self.severity is Severity.NOTE else Resume.FAILS
+        )
 
     @property
     def advice(self) -> str:
         """Advice to copy the files again."""
         what = self._what
-        ignore = "; ignore this if the script no longer saves this model" if self.may_be_dropped else ""
+        ignore = (
+            "; ignore this if the script no longer saves this model" if self.may_be_dropped else ""
+        )
         return (
-            f"a load hook that calls from_pretrained fails without {what}; copy {what} again, or resume from a "
-            f"complete checkpoint{ignore}"
+            f"a load hook that calls from_pretrained fails without {what}; copy {what} again, or "
+            f"resume from a complete checkpoint{ignore}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostConfig(LostModelFiles):
-    """A config next to weights under the name of diffusers, where no checkpoint shows whether the script writes it."""
+    """A config next to weights under the name of diffusers, where no checkpoint shows whether the
+    script writes it.
+    """
 
     @property
     def resume(self) -> Resume:
-        """It succeeds for a hook that writes the weights itself, and reads them without a config."""
+        """It succeeds for a hook that writes the weights itself, and reads them without a
+        config.
+        """
         return Resume.FAILS_IF_NEW
 
     @property
     def advice(self) -> str:
         """Advice to copy the config again, unless the hook reads none."""
         return (
-            f"from_pretrained in a load hook fails without {self._what}; copy {self._what} again, or ignore this if "
-            "the hooks of the script write and read the weights themselves"
+            f"from_pretrained in a load hook fails without {self._what}; copy {self._what} again, "
+            "or ignore this if the hooks of the script write and read the weights themselves"
         )
 
 
@@ -289,7 +337,9 @@ class ConfiglessModel(LostConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterModel(LostModelFiles):
-    """A model that all later checkpoints have, and the oldest one lacks: an average may begin later in a run."""
+    """A model that all later checkpoints have, and the oldest one lacks: an average may begin later
+    in a run.
+    """
 
     severity = Severity.NOTE
 
@@ -302,22 +352,30 @@ class LaterModel(LostModelFiles):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostLora(LostModelFiles):
-    """LoRA weights of diffusers, which the checkpoints next to it have, in a folder without other weights."""
+    """LoRA weights of diffusers, which the checkpoints next to it have, in a folder without other
+    weights.
+    """
 
     @property
     def advice(self) -> str:
         """Advice to give the file its name back, or to copy it again."""
         (wanted,) = self.missing
-        rename = f"if {self.misnamed!r} is that file, rename it to {wanted}; else " if self.misnamed else ""
+        rename = (
+            f"if {self.misnamed!r} is that file, rename it to {wanted}; else "
+            if self.misnamed
+            else ""
+        )
         return (
-            f"a load hook that looks for {wanted} fails: {rename}copy {wanted} again, or resume from a complete "
-            "checkpoint"
+            f"a load hook that looks for {wanted} fails: {rename}copy {wanted} again, or resume "
+            "from a complete checkpoint"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostTag(IncompleteCheckpoint):
-    """DeepSpeed's file ``latest`` without the name of a checkpoint. ``tag``: the newest checkpoint in the folder."""
+    """DeepSpeed's file ``latest`` without the name of a checkpoint. ``tag``: the newest checkpoint
+    in the folder.
+    """
 
     tag: str
 
@@ -325,14 +383,16 @@ class LostTag(IncompleteCheckpoint):
     def advice(self) -> str:
         """Advice to write the tag, as the states themselves are intact."""
         return (
-            "DeepSpeed, the Trainer and zero_to_fp32 find no checkpoint without it; write the name of the folder "
-            f"to load into the file, such as {self.tag}"
+            "DeepSpeed, the Trainer and zero_to_fp32 find no checkpoint without it; write the "
+            f"name of the folder to load into the file, such as {self.tag}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadTag(LostTag):
-    """The same in a folder of ``save_state``: ``load_state`` gives DeepSpeed the tag, and never reads the file."""
+    """The same in a folder of ``save_state``: ``load_state`` gives DeepSpeed the tag, and never
+    reads the file.
+    """
 
     severity = Severity.NOTE
 
@@ -340,25 +400,27 @@ class UnreadTag(LostTag):
     def advice(self) -> str:
         """Advice to write the tag for exports, as a resume does without."""
         return (
-            "load_state does not read it; zero_to_fp32 without a tag fails: write the name of the folder to load into "
-            f"the file, such as {self.tag}"
+            "load_state does not read it; zero_to_fp32 without a tag fails: write the name of the "
+            f"folder to load into the file, such as {self.tag}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingModel(Finding):
-    """States of an optimizer without weights of any model; or the config of a ``model`` without its weights.
+    """States of an optimizer without weights of any model; or the config of a ``model`` without its
+    weights.
 
-    ``wanted``: the names that a loader looks for. ``component``: a sub-folder that a pipeline or a list of modules has,
-    and that is missing, or ``is_empty``, or ``lacks`` its config or weights.
+    ``wanted``: the names that a loader looks for. ``component``: a sub-folder that a pipeline or a
+    list of modules has, and that is missing, or ``is_empty``, or ``lacks`` its config or weights.
     """
 
     code = "missing-model"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "an optimizer without weights of any model, in the folder or below it, or a model's config or a component of a "
-        "diffusers pipeline or of sentence-transformers without its weights: the copy or save was cut"
+        "an optimizer without weights of any model, in the folder or below it, or a model's config "
+        "or a component of a diffusers pipeline or of sentence-transformers without its weights: "
+        "the copy or save was cut"
     )
 
     model: str = ""
@@ -378,22 +440,32 @@ class MissingModel(Finding):
             where = f"{self.path.parent}/" if self.path.parent.parts else "this folder"
             is_of = "lists a" if self.path.name == MODULES else "is of"
             return (
-                f"{where} has no weights: {self.path.name} {is_of} {self.model}, which cannot be loaded (expected "
-                f"{self.wanted})"
+                f"{where} has no weights: {self.path.name} {is_of} {self.model}, which cannot be "
+                f"loaded (expected {self.wanted})"
             )
         return f"{self.path} is there, and no weights of a model, in this folder or below it"
 
     @property
     def advice(self) -> str:
-        """Advice to copy again: ``save_state`` writes the model first, but a copy may reach it last."""
+        """Advice to copy again: ``save_state`` writes the model first, but a copy may reach it
+        last.
+        """
         if self.component and self.path.name == PIPELINE:
-            return f"copy the folder again; if the script passes {self.component}= to from_pretrained, ignore this"
-        return "copy the complete checkpoint again; if the model is kept elsewhere on purpose, ignore this"
+            return (
+                f"copy the folder again; if the script passes {self.component}= to "
+                "from_pretrained, ignore this"
+            )
+        return (
+            "copy the complete checkpoint again; if the model is kept elsewhere on purpose, ignore "
+            "this"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Salvaged(Finding):
-    """A folder that ``ckptfix salvage`` wrote, with losses. ``damaged``: data that was kept although it is damaged."""
+    """A folder that ``ckptfix salvage`` wrote, with losses. ``damaged``: data that was kept
+    although it is damaged.
+    """
 
     code = "salvaged"
     severity = Severity.WARNING
@@ -415,8 +487,8 @@ class Salvaged(Finding):
     def advice(self) -> str:
         """Advice not to resume as from a complete checkpoint."""
         return (
-            "do not resume from it as if it were complete: load its weights by themselves, or put back what is lost "
-            "and delete salvage.json"
+            "do not resume from it as if it were complete: load its weights by themselves, or put "
+            "back what is lost and delete salvage.json"
         )
 
 
@@ -424,17 +496,17 @@ class Salvaged(Finding):
 class StagingFolder(Finding):
     """The staging folder of a guarded save, or ``of`` another writer.
 
-    ``is_rest``: files of it are already in place in a mixed checkpoint. ``holds_previous``: the checkpoint that it was
-    to replace is in it. ``same_machine``: the process was asked for; of another machine only the age of the last
-    change is known.
+    ``is_rest``: files of it are already in place in a mixed checkpoint. ``holds_previous``: the
+    checkpoint that it was to replace is in it. ``same_machine``: the process was asked for; of
+    another machine only the age of the last change is known.
     """
 
     code = "staging-folder"
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "the staging folder of a guarded save, migrate, salvage or repair that is running, or was killed and left it: "
-        "not a checkpoint"
+        "the staging folder of a guarded save, migrate, salvage or repair that is running, or was "
+        "killed and left it: not a checkpoint"
     )
 
     is_running: bool
@@ -449,27 +521,39 @@ class StagingFolder(Finding):
         where = f"{self.path}: " if self.path.parts else ""
         if self.is_running and not self.same_machine:
             return (
-                f"{where}staging folder of a {self.of} on another machine (pid {self.pid} on {self.host}) that changed "
-                "less than a day ago, so it may be running"
+                f"{where}staging folder of a {self.of} on another machine (pid {self.pid} on "
+                f"{self.host}) that changed less than a day ago, so it may be running"
             )
         if self.is_running:
             return (
-                f"{where}a {self.of} is running (pid {self.pid} on {self.host}); this is its staging folder"
+                f"{where}a {self.of} is running (pid {self.pid} on {self.host}); this is its "
+                "staging folder"
             )
         end = "; safe to delete"
         if self.is_rest:
-            end = "; files of that save are already in place, so the checkpoint holds files of two saves"
+            end = (
+                "; files of that save are already in place, so the checkpoint holds files of two "
+                "saves"
+            )
         elif self.holds_previous:
             end = "; the checkpoint that it was to replace is in it"
-        return f"{where}abandoned staging folder of a {self.of} that was killed (pid {self.pid} on {self.host}){end}"
+        return (
+            f"{where}abandoned staging folder of a {self.of} that was killed (pid {self.pid} on "
+            f"{self.host}){end}"
+        )
 
     @property
     def advice(self) -> str:
-        """Advice for a running, an unfinished or an abandoned save, of which the next one deletes the rest."""
+        """Advice for a running, an unfinished or an abandoned save, of which the next one deletes
+        the rest.
+        """
         if self.is_running:
             return "check the checkpoint when the save has ended"
         if self.is_rest:
-            return "save again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
+            return (
+                "save again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) "
+                "finds the newest"
+            )
         if self.holds_previous:
             return "the next ckptfix migrate next to it puts that checkpoint back"
         return f"the next {self.of} deletes it, or you do"
@@ -480,18 +564,24 @@ class StagingFolder(Finding):
             return self.advice
         folder = Path(path) / self.path
         # rm refuses to delete "."
-        return f"{self.advice}: rm -r {shell_path(folder if folder.parts else Path(os.path.abspath(folder)))}"
+        return (
+            f"{self.advice}: rm -r "
+            f"{shell_path(folder if folder.parts else Path(os.path.abspath(folder)))}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchedNames(Finding):
-    """An optimizer whose keys do not match its model's or one another: repaired by hand, or in part."""
+    """An optimizer whose keys do not match its model's or one another: repaired by hand, or in
+    part.
+    """
 
     code = "mismatched-names"
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the keys of an optimizer have other wrappers than its model, or in one place only: renamed in part"
+        "the keys of an optimizer have other wrappers than its model, or in one place only: "
+        "renamed in part"
     )
 
     scope: str
@@ -514,7 +604,9 @@ class MismatchedNames(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UndecidedNames(MismatchedNames):
-    """An optimizer whose keys agree with one another and not with its model's: the script may save and read both so."""
+    """An optimizer whose keys agree with one another and not with its model's: the script may save
+    and read both so.
+    """
 
     code = "mismatched-names"
     severity = Severity.WARNING
@@ -523,18 +615,25 @@ class UndecidedNames(MismatchedNames):
 
     @property
     def advice(self) -> str:
-        """Advice to keep the keys for the script that wrote them, and to rename after a rename by hand."""
+        """Advice to keep the keys for the script that wrote them, and to rename after a rename by
+        hand.
+        """
         return (
-            "right for a script that saves both so, such as ddp.state_dict() next to get_optimizer_state_dict(), which "
-            "would not find its keys after a rename; if the model or the optimizer was renamed by hand: "
-            f"ckptfix repair DIR {self.option}"
+            "right for a script that saves both so, such as ddp.state_dict() next to "
+            "get_optimizer_state_dict(), which would not find its keys after a rename; if the "
+            f"model or the optimizer was renamed by hand: ckptfix repair DIR {self.option}"
         )
 
 
 def _is_needed(name: str) -> bool:
     """Return whether ``load_state`` fails without a file of this name."""
     parsed = parse_file_name(name)
-    return parsed is not None and parsed.is_state_file and not parsed.is_of_trainer and _is_required(name)
+    return (
+        parsed is not None
+        and parsed.is_state_file
+        and not parsed.is_of_trainer
+        and _is_required(name)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -545,8 +644,8 @@ class InterruptedSave(Finding):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a save, a download or a copy was cut short: a file still has its temporary name, DCP's `.metadata`, written "
-        "last, is missing, or a numbered checkpoint has no weights"
+        "a save, a download or a copy was cut short: a file still has its temporary name, DCP's "
+        "`.metadata`, written last, is missing, or a numbered checkpoint has no weights"
     )
 
     files: int = 0
@@ -554,7 +653,8 @@ class InterruptedSave(Finding):
     over_another: bool = False
     ranks: tuple[int, ...] = ()
     leftover: bool = False
-    """A file with a temporary name, in a folder of any kind. The other fields are of DCP folders."""
+    """A file with a temporary name, in a folder of any kind. The other fields are of DCP folders.
+    """
     wanted: str = ""
     """The name that such a file was to get, where no file has it."""
     mixed: bool = False
@@ -562,11 +662,17 @@ class InterruptedSave(Finding):
     upload: str = ""
     """Why an upload to a store, or to a mount of one, is not complete: it has no commit marker."""
     bare: bool = False
-    """A numbered folder of a run without files of a checkpoint: the save was killed before it wrote them."""
+    """A numbered folder of a run without files of a checkpoint: the save was killed before it wrote
+    them.
+    """
     below: tuple[str, ...] = ()
-    """Sub-folders of a bare one that hold weights, as hooks of diffusers write them before anything else."""
+    """Sub-folders of a bare one that hold weights, as hooks of diffusers write them before anything
+    else.
+    """
     newest: str = ""
-    """Name of the newest complete checkpoint next to a bare one, "" where there is none or nobody looked."""
+    """Name of the newest complete checkpoint next to a bare one, "" where there is none or nobody
+    looked.
+    """
 
     @property
     def resume(self) -> Resume:
@@ -576,18 +682,27 @@ class InterruptedSave(Finding):
     def __str__(self) -> str:
         if self.bare:
             if self.below:
-                return f"this checkpoint has only {list_names(self.below)}: its save was interrupted before the rest"
+                return (
+                    f"this checkpoint has only {list_names(self.below)}: its save was interrupted "
+                    "before the rest"
+                )
             return "this checkpoint has no weights: its save was interrupted before it wrote them"
         if self.upload:
             return f"{self.path}: this is not a complete checkpoint: {self.upload}"
         if self.mixed:
-            return f"{self.path}: the last save was interrupted while its files were put in place; others are older"
+            return (
+                f"{self.path}: the last save was interrupted while its files were put in place; "
+                "others are older"
+            )
         if self.leftover:
             missing = f", and {self.wanted} is missing" if self.wanted else ""
             return f"{self.path} was left by a save or a copy that was cut short{missing}"
         data = count_of(self.files, ".distcp file")
         if self.over_another:
-            return f"{self.path} is left over next to .metadata and {data}: a save over an older one was cut short"
+            return (
+                f"{self.path} is left over next to .metadata and {data}: a save over an older one "
+                "was cut short"
+            )
         state = "was not put in its place (.metadata.tmp)" if self.unfinished else "is missing"
         ranks = f" of {count_of(len(self.ranks), 'rank')}" if self.ranks else ""
         gap = max(self.ranks, default=-1) + 1 - len(self.ranks)
@@ -596,33 +711,44 @@ class InterruptedSave(Finding):
 
     @property
     def advice(self) -> str:
-        """Advice to save again or use another checkpoint: only the metadata has the places of the chunks."""
+        """Advice to save again or use another checkpoint: only the metadata has the places of the
+        chunks.
+        """
         if self.bare:
             known = f"{self.newest}, the newest complete one"
-            newest = known if self.newest else "a complete checkpoint, which ckptfix check -r RUN names"
+            newest = (
+                known if self.newest else "a complete checkpoint, which ckptfix check -r RUN names"
+            )
             return f"scripts that take the newest folder fail here; resume from {newest}"
         if self.upload:
             return (
-                "if the machine that uploaded it still has the save: ckptfix upload FOLDER here; else load a complete "
-                "checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
+                "if the machine that uploaded it still has the save: ckptfix upload FOLDER here; "
+                "else load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the "
+                "newest"
             )
         if self.mixed:
-            return "save here again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
+            return (
+                "save here again, or load a complete checkpoint: "
+                "ckptfix.latest_checkpoint(PROJECT) finds the newest"
+            )
         if self.leftover:
             return (
-                "copy the complete checkpoint again, or use an older one; delete the file when all is there"
+                "copy the complete checkpoint again, or use an older one; delete the file when all "
+                "is there"
             )
         if self.over_another:
             return (
-                "the files may be of two saves: use another checkpoint, or delete the .metadata.tmp when you know that "
-                "this one is complete"
+                "the files may be of two saves: use another checkpoint, or delete the "
+                ".metadata.tmp when you know that this one is complete"
             )
         return "use an older checkpoint: without .metadata nothing says which chunk is where"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftoverSave(InterruptedSave):
-    """A bare checkpoint that is older than a complete one: nothing resumes from it, so it changes no status."""
+    """A bare checkpoint that is older than a complete one: nothing resumes from it, so it changes
+    no status.
+    """
 
     severity = Severity.NOTE
 
@@ -634,10 +760,12 @@ class LeftoverSave(InterruptedSave):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfDownloaded(InterruptedSave):
-    """A file whose download from the Hugging Face hub did not end, or files of a snapshot whose blobs are missing.
+    """A file whose download from the Hugging Face hub did not end, or files of a snapshot whose
+    blobs are missing.
 
-    ``names``: the files, () where it is not recorded which one it is. ``have``: the bytes that came, None for links.
-    ``again``: the command that downloads the rest, "" where the repository is not known.
+    ``names``: the files, () where it is not recorded which one it is. ``have``: the bytes that
+    came, None for links. ``again``: the command that downloads the rest, "" where the repository is
+    not known.
     """
 
     names: tuple[str, ...]
@@ -658,21 +786,27 @@ class HalfDownloaded(InterruptedSave):
                 links = f"and {more} are links to blobs that do not exist: the blobs were deleted"
             return f"{self.path} {links}, or the snapshot was copied without its blobs/"
         what = self.names[0] if self.names else "a file"
-        return f"{what} was not downloaded completely: {self.path} has {human_size(self.have)} of it"
+        return (
+            f"{what} was not downloaded completely: {self.path} has {human_size(self.have)} of it"
+        )
 
     @property
     def advice(self) -> str:
         """Advice to download the file, or to copy the files behind the links."""
         if not self.again:
             return "copy the snapshot again with the files behind its links: cp -rL, or rsync -aL"
-        repository = "; REPO is the repository, whose name is not recorded" if " REPO " in self.again else ""
+        repository = (
+            "; REPO is the repository, whose name is not recorded" if " REPO " in self.again else ""
+        )
         when = "to download it again" if self.have is None else "unless a download is running"
         return f"{when}: {self.again}{repository}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareDownload(HalfDownloaded):
-    """A half download next to complete weights, as where the second format of a model was stopped: nothing needs it."""
+    """A half download next to complete weights, as where the second format of a model was stopped:
+    nothing needs it.
+    """
 
     severity = Severity.NOTE
 
@@ -685,8 +819,8 @@ class MissingRank(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "files of a rank are missing, by `.metadata` or by the parts that the other ranks saved: they are on another "
-        "node, or were not copied"
+        "files of a rank are missing, by `.metadata` or by the parts that the other ranks saved: "
+        "they are on another node, or were not copied"
     )
 
     rank: int
@@ -694,11 +828,15 @@ class MissingRank(Finding):
     items: int
     holds: tuple[str, ...]
     detail: str = ""
-    """The evidence where it is not ``.metadata``: the files of other ranks, as with DeepSpeed or FSDP without DCP."""
+    """The evidence where it is not ``.metadata``: the files of other ranks, as with DeepSpeed or
+    FSDP without DCP.
+    """
     elsewhere: int = 0
     """The number of tensors without a part in this rank."""
     ranks: int = 1
-    """The number of ranks without a file, where one reason shows all of them; ``rank`` is the first."""
+    """The number of ranks without a file, where one reason shows all of them; ``rank`` is the
+    first.
+    """
 
     @property
     def is_salvageable(self) -> bool:
@@ -708,16 +846,24 @@ class MissingRank(Finding):
     def __str__(self) -> str:
         if self.ranks > 1:
             more = count_of(self.files - 1, "more file")
-            return f"{self.path} and {more} of {count_of(self.ranks, 'rank')} are missing: {self.detail}"
+            return (
+                f"{self.path} and {more} of {count_of(self.ranks, 'rank')} are missing: "
+                f"{self.detail}"
+            )
         if self.detail:
             return f"{self.path} is missing: {self.detail}"
         what = f"{count_of(self.files, 'file')} of rank {self.rank}"
         lost = f"{count_of(self.items, 'item')}: {list_names(self.holds)}"
-        return f"{self.path}: nothing of rank {self.rank} is there; .metadata names {what}, with {lost}"
+        return (
+            f"{self.path}: nothing of rank {self.rank} is there; .metadata names {what}, with "
+            f"{lost}"
+        )
 
     @property
     def advice(self) -> str:
-        """Advice to copy the files from the rank's node: each rank writes to its own where the folder is not shared."""
+        """Advice to copy the files from the rank's node: each rank writes to its own where the
+        folder is not shared.
+        """
         return "copy the files of that rank from the node that it ran on into this folder"
 
 
@@ -729,8 +875,8 @@ class IncompleteTensor(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the chunks in `.metadata`, or the parts that ranks saved, do not add up to a tensor: a gap, an overlap, or a "
-        "chunk that no file stores"
+        "the chunks in `.metadata`, or the parts that ranks saved, do not add up to a tensor: a "
+        "gap, an overlap, or a chunk that no file stores"
     )
 
     tensor: str
@@ -748,7 +894,10 @@ class IncompleteTensor(Finding):
     def advice(self) -> str:
         """Advice to use an older checkpoint: the missing part is in no chunk."""
         if "overlap" in self.detail:
-            return "which of the overlapping values a load takes is not certain; use an older checkpoint"
+            return (
+                "which of the overlapping values a load takes is not certain; use an older "
+                "checkpoint"
+            )
         return "loading leaves what was in memory there; use an older checkpoint"
 
 
@@ -760,18 +909,25 @@ class FlatParameters(Finding):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "keys contain `_flat_param`: FSDP's flattened parameters, which load only with the same wrapping"
+        "keys contain `_flat_param`: FSDP's flattened parameters, which load only with the same "
+        "wrapping"
     )
 
     tensors: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.path}: {count_of(len(self.tensors), 'key')} of FSDP's own: {list_names(self.tensors)}"
+        return (
+            f"{self.path}: {count_of(len(self.tensors), 'key')} of FSDP's own: "
+            f"{list_names(self.tensors)}"
+        )
 
     @property
     def advice(self) -> str:
-        """Advice to load the keys with the same wrapping: no file lists the parameters in a flat one."""
+        """Advice to load the keys with the same wrapping: no file lists the parameters in a flat
+        one.
+        """
         return (
-            "no key is changed: what a flat parameter holds is known to the run alone; load it with the same wrapping "
-            "and number of processes, and save again with SHARDED_STATE_DICT"
+            "no key is changed: what a flat parameter holds is known to the run alone; load it "
+            "with the same wrapping and number of processes, and save again with "
+            "SHARDED_STATE_DICT"
         )

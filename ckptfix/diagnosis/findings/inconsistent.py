@@ -11,7 +11,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFinding(Finding):
-    """Base of findings about an optimizer. ``key``: the keys that lead to it in a file that holds more, else ""."""
+    """Base of findings about an optimizer. ``key``: the keys that lead to it in a file that holds
+    more, else "".
+    """
 
     key: str = ""
 
@@ -23,19 +25,21 @@ class OptimizerFinding(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InconsistentGroups(OptimizerFinding):
-    """Param groups that no optimizer of torch can have. ``shared``: parameters that two of them have.
+    """Param groups that no optimizer of torch can have. ``shared``: parameters that two of them
+    have.
 
-    ``unlisted``: parameters with moments that none of them has. ``repeated``: parameters that one of them lists
-    twice. ``unordered``: groups whose numbers do not ascend. ``strangers``: strings that moments are stored under,
-    where groups have numbers, or numbers where groups have strings: ``is_named``.
+    ``unlisted``: parameters with moments that none of them has. ``repeated``: parameters that one
+    of them lists twice. ``unordered``: groups whose numbers do not ascend. ``strangers``: strings
+    that moments are stored under, where groups have numbers, or numbers where groups have strings:
+    ``is_named``.
     """
 
     code = "inconsistent-groups"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "two param groups of an optimizer have the same parameter, or moments belong to a parameter that no param "
-        "group has, or the numbers of a group are out of order"
+        "two param groups of an optimizer have the same parameter, or moments belong to a "
+        "parameter that no param group has, or the numbers of a group are out of order"
     )
 
     shared: tuple[str, ...] = ()
@@ -52,9 +56,12 @@ class InconsistentGroups(OptimizerFinding):
         if self.repeated:
             said.append(f"a param group lists {_parameters(self.repeated)} twice")
         if self.unordered:
-            groups, lists = ("param group", "lists") if len(self.unordered) == 1 else ("param groups", "list")
+            groups, lists = (
+                ("param group", "lists") if len(self.unordered) == 1 else ("param groups", "list")
+            )
             said.append(
-                f"{groups} {_listed(self.unordered)} {lists} parameters out of order (expected ascending numbers)"
+                f"{groups} {_listed(self.unordered)} {lists} parameters out of order (expected "
+                "ascending numbers)"
             )
         if self.unlisted:
             said.append(f"it has moments of {_parameters(self.unlisted)}, which no param group has")
@@ -62,7 +69,9 @@ class InconsistentGroups(OptimizerFinding):
             noun, expected = ("number", "strings") if self.is_named else ("string", "numbers")
             plural = "" if len(self.strangers) == 1 else "s"
             keys = _listed(self.strangers) if self.is_named else list_names(self.strangers)
-            said.append(f"it has moments under the {noun}{plural} {keys}, and param groups have {expected}")
+            said.append(
+                f"it has moments under the {noun}{plural} {keys}, and param groups have {expected}"
+            )
         return f"{self.place}: {'; '.join(said)}"
 
     @property
@@ -70,21 +79,24 @@ class InconsistentGroups(OptimizerFinding):
         """Advice to use another file: a load gives moments to other parameters, or drops them."""
         if self.unordered and not (self.repeated or self.strangers):
             return (
-                "torch saves no such optimizer. A load gives the moments of the first number to the first parameter of "
-                "the group, and so on: copy the file again from where it came, or resume from an older checkpoint. If "
-                "a script put the numbers into this order for another model, ignore this"
+                "torch saves no such optimizer. A load gives the moments of the first number to "
+                "the first parameter of the group, and so on: copy the file again from where it "
+                "came, or resume from an older checkpoint. If a script put the numbers into this "
+                "order for another model, ignore this"
             )
         is_shifted = self.shared or self.repeated
         effect = "gives moments to the wrong parameters" if is_shifted else "drops these moments"
         return (
-            f"torch saves no such optimizer, and a load {effect}: copy the file again from where it came, or resume "
-            "from an older checkpoint"
+            f"torch saves no such optimizer, and a load {effect}: copy the file again from where "
+            "it came, or resume from an older checkpoint"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LackingGroups(InconsistentGroups):
-    """Param groups without usable ``options`` that torch's optimizer reads: an error. ``groups``: their positions."""
+    """Param groups without usable ``options`` that torch's optimizer reads: an error. ``groups``:
+    their positions.
+    """
 
     severity = Severity.ERROR
 
@@ -101,14 +113,16 @@ class LackingGroups(InconsistentGroups):
     def advice(self) -> str:
         """Advice to use another file: only the options of the run would do."""
         return (
-            "the load succeeds, and the first optimizer step fails: copy the file again from where it came, or resume "
-            "from an older checkpoint"
+            "the load succeeds, and the first optimizer step fails: copy the file again from where "
+            "it came, or resume from an older checkpoint"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchedRates(InconsistentGroups):
-    """A scheduler with another number of base learning rates than the ``optimizer`` has param groups."""
+    """A scheduler with another number of base learning rates than the ``optimizer`` has param
+    groups.
+    """
 
     rates: int
     optimizer: str
@@ -122,28 +136,33 @@ class MismatchedRates(InconsistentGroups):
     def __str__(self) -> str:
         have = "has" if self.param_groups == 1 else "have"
         return (
-            f"{self.path}: {count_of(self.rates, 'base learning rate')} (expected {self.param_groups}, as the param "
-            f"groups of {self.optimizer} {have})"
+            f"{self.path}: {count_of(self.rates, 'base learning rate')} (expected "
+            f"{self.param_groups}, as the param groups of {self.optimizer} {have})"
         )
 
     @property
     def advice(self) -> str:
         """Advice to bring both files of one save together."""
         return (
-            "the load or the next scheduler.step() fails, unless this is a MultiplicativeLR: copy optimizer and "
-            "scheduler of one save again. If the script adds a param group after it creates the scheduler, exchange "
-            "the two lines"
+            "the load or the next scheduler.step() fails, unless this is a MultiplicativeLR: copy "
+            "optimizer and scheduler of one save again. If the script adds a param group after it "
+            "creates the scheduler, exchange the two lines"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchedMoments(OptimizerFinding):
-    """Moments of another shape than their parameter. ``shape``, ``expected``: those of the first parameter."""
+    """Moments of another shape than their parameter. ``shape``, ``expected``: those of the first
+    parameter.
+    """
 
     code = "mismatched-moments"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "moments of an optimizer have another shape than the weights of their parameter: they are of another run"
+    meaning = (
+        "moments of an optimizer have another shape than the weights of their parameter: they are "
+        "of another run"
+    )
 
     parameters: tuple[str, ...]
     shape: Shape
@@ -151,13 +170,15 @@ class MismatchedMoments(OptimizerFinding):
 
     @property
     def resume(self) -> Resume:
-        """It fails, but for a class of the script: torch takes moments of one shape with their parameter."""
+        """It fails, but for a class of the script: torch takes moments of one shape with their
+        parameter.
+        """
         return Resume.FAILS if self.severity is Severity.ERROR else Resume.FAILS_IF_NEW
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: the moments of {self.parameters[0]!r} have shape {list(self.shape)} (expected "
-            f"{list(self.expected)}, as its weights have{self._others})"
+            f"{self.place}: the moments of {self.parameters[0]!r} have shape {list(self.shape)} "
+            f"(expected {list(self.expected)}, as its weights have{self._others})"
         )
 
     @property
@@ -171,17 +192,20 @@ class MismatchedMoments(OptimizerFinding):
         """Advice to bring model and optimizer of one save together."""
         if self.key:
             return (
-                "the load or the next step fails: resume from an older checkpoint, or without this optimizer"
+                "the load or the next step fails: resume from an older checkpoint, or without this "
+                "optimizer"
             )
         return (
-            "the load or the next optimizer step fails: copy model and optimizer of one save again, or resume without "
-            "this optimizer"
+            "the load or the next optimizer step fails: copy model and optimizer of one save "
+            "again, or resume without this optimizer"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContradictoryMoments(MismatchedMoments):
-    """A ``state`` of another shape than the state ``like`` of its parameter, or than a number: an error."""
+    """A ``state`` of another shape than the state ``like`` of its parameter, or than a number: an
+    error.
+    """
 
     severity = Severity.ERROR
 
@@ -189,24 +213,30 @@ class ContradictoryMoments(MismatchedMoments):
     like: str = ""
 
     def __str__(self) -> str:
-        expected = f"{list(self.expected)}, as its {self.like!r} has" if self.like else "a single number"
+        expected = (
+            f"{list(self.expected)}, as its {self.like!r} has" if self.like else "a single number"
+        )
         return (
-            f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has shape {list(self.shape)} "
-            f"(expected {expected}{self._others})"
+            f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has shape "
+            f"{list(self.shape)} (expected {expected}{self._others})"
         )
 
     @property
     def advice(self) -> str:
-        """Advice to use another file: the states of a parameter are of two parameters or of two runs."""
+        """Advice to use another file: the states of a parameter are of two parameters or of two
+        runs.
+        """
         return (
-            "the first optimizer step fails, or writes beyond its memory if it is fused: copy the file again from "
-            "where it came, or resume from an older checkpoint"
+            "the first optimizer step fails, or writes beyond its memory if it is fused: copy the "
+            "file again from where it came, or resume from an older checkpoint"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedMoments(MismatchedMoments):
-    """Moments of whole numbers. ``state``, ``dtype``: those of the first parameter. There is no ``shape`` to expect."""
+    """Moments of whole numbers. ``state``, ``dtype``: those of the first parameter. There is no
+    ``shape`` to expect.
+    """
 
     shape: Shape = ()
     expected: Shape = ()
@@ -220,22 +250,24 @@ class RoundedMoments(MismatchedMoments):
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has dtype {self.dtype} (expected "
-            f"floating point numbers{self._others})"
+            f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has dtype "
+            f"{self.dtype} (expected floating point numbers{self._others})"
         )
 
     @property
     def advice(self) -> str:
         """Advice to use another file: the fractions are lost."""
         return (
-            "the load turns these moments into floating point numbers, whose fractions are lost: copy the file again "
-            "from where it came, or resume from an older checkpoint"
+            "the load turns these moments into floating point numbers, whose fractions are lost: "
+            "copy the file again from where it came, or resume from an older checkpoint"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedWeights(MismatchedMoments):
-    """Weights of whole numbers, of which the ``optimizer`` has moments. ``parameters``: their keys."""
+    """Weights of whole numbers, of which the ``optimizer`` has moments. ``parameters``: their
+    keys.
+    """
 
     shape: Shape = ()
     expected: Shape = ()
@@ -249,17 +281,18 @@ class RoundedWeights(MismatchedMoments):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.parameters[0]!r} has dtype {self.dtype}, and {self.optimizer} has moments of it "
-            f"(expected floating point numbers{self._others})"
+            f"{self.path}: {self.parameters[0]!r} has dtype {self.dtype}, and {self.optimizer} has "
+            f"moments of it (expected floating point numbers{self._others})"
         )
 
     @property
     def advice(self) -> str:
         """Advice to use another file: the fractions are lost."""
         return (
-            "no optimizer trains whole numbers: the weights were converted after the save. The load copies them into "
-            "floating point numbers without an error: copy the file again from where it came, or resume from an older "
-            f"checkpoint. If {self.optimizer} trains a module whose weights are kept elsewhere, ignore this"
+            "no optimizer trains whole numbers: the weights were converted after the save. The "
+            "load copies them into floating point numbers without an error: copy the file again "
+            f"from where it came, or resume from an older checkpoint. If {self.optimizer} trains "
+            "a module whose weights are kept elsewhere, ignore this"
         )
 
 
@@ -267,20 +300,21 @@ class RoundedWeights(MismatchedMoments):
 class UnsavedParameters(OptimizerFinding):
     """Parameters of an optimizer without weights in the checkpoint.
 
-    ``names``: of them. ``shapes``: those of moments that no weights have, where names decide nothing.
-    ``parameters`` and ``tensors``: the numbers of parameters in the optimizer, and of tensors in the checkpoint.
-    ``moments`` and ``weights``: all shapes of either. ``is_foreign``: some of the weights have no moments of their
-    shape, so that the optimizer is likelier to belong to another model than to one module more. ``surplus``: shapes
-    of which more parameters have moments than there are weights, with both numbers. ``is_of_trainer``: the Trainer
-    loads it, and not ``load_state``. ``empty``: the file of the only model, if it has no tensor.
+    ``names``: of them. ``shapes``: those of moments that no weights have, where names decide
+    nothing. ``parameters`` and ``tensors``: the numbers of parameters in the optimizer, and of
+    tensors in the checkpoint. ``moments`` and ``weights``: all shapes of either. ``is_foreign``:
+    some of the weights have no moments of their shape, so that the optimizer is likelier to belong
+    to another model than to one module more. ``surplus``: shapes of which more parameters have
+    moments than there are weights, with both numbers. ``is_of_trainer``: the Trainer loads it, and
+    not ``load_state``. ``empty``: the file of the only model, if it has no tensor.
     """
 
     code = "unsaved-parameters"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "an optimizer has parameters for which the checkpoint has no weights: it belongs to another run, or a module "
-        "was not saved"
+        "an optimizer has parameters for which the checkpoint has no weights: it belongs to "
+        "another run, or a module was not saved"
     )
 
     parameters: int
@@ -298,41 +332,54 @@ class UnsavedParameters(OptimizerFinding):
     def resume(self) -> Resume:
         """It fails, but a script may train a module that it saves elsewhere.
 
-        Where all weights are empty, and the optimizer has moments, the model of the script has parameters.
+        Where all weights are empty, and the optimizer has moments, the model of the script has
+        parameters.
         """
         return Resume.FAILS if self.tensors == 0 and not self.is_bare else Resume.FAILS_IF_NEW
 
     def __str__(self) -> str:
-        parameters, tensors = count_of(self.parameters, "parameter"), count_of(self.tensors, "tensor")
+        parameters, tensors = (
+            count_of(self.parameters, "parameter"),
+            count_of(self.tensors, "tensor"),
+        )
         if self.empty:
             return f"{self.place}: it has {parameters}, and {self.empty} holds no tensors"
         if self.surplus:
             shape, moments, weights = self.surplus[0]
-            more = f"; {count_of(len(self.surplus) - 1, 'shape')} more" if len(self.surplus) > 1 else ""
+            more = (
+                f"; {count_of(len(self.surplus) - 1, 'shape')} more"
+                if len(self.surplus) > 1
+                else ""
+            )
             return (
-                f"{self.place}: {count_of(moments, 'parameter')} of it have moments of shape {list(shape)} (expected "
-                f"{weights} at most, as weights have that shape{more})"
+                f"{self.place}: {count_of(moments, 'parameter')} of it have moments of shape "
+                f"{list(shape)} (expected {weights} at most, as weights have that shape{more})"
             )
         if self.is_foreign:
             expected, present = (
                 f"{tensors}{_of_shapes(self.weights)}",
                 f"{parameters}{_of_shapes(self.moments)}",
             )
-            return f"{self.place}: does not fit the weights (expected the parameters of {expected}; found {present})"
+            return (
+                f"{self.place}: does not fit the weights (expected the parameters of {expected}; "
+                f"found {present})"
+            )
         if self.names:
             have = "has" if len(self.names) == 1 else "have"
             lost = f"{len(self.names)} of {parameters} {have} no weights in the checkpoint"
             return f"{self.place}: {lost}: {list_names(self.names)}"
         if self.shapes:
             return (
-                f"{self.place}: it has moments{_of_shapes(self.shapes)}, and no weights have such a shape "
-                f"({parameters} in the optimizer, {tensors} of weights)"
+                f"{self.place}: it has moments{_of_shapes(self.shapes)}, and no weights have such "
+                f"a shape ({parameters} in the optimizer, {tensors} of weights)"
             )
         return f"{self.place}: it has {parameters}, and the checkpoint has {tensors} of weights"
 
     @property
     def is_bare(self) -> bool:
-        """Return whether the parameters without weights are single numbers, as a bare ``nn.Parameter`` often is."""
+        """Return whether the parameters without weights are single numbers, as a bare
+        ``nn.Parameter`` often is.
+        """
         shapes = self.shapes or self.moments
         return bool(shapes) and not self.names and all(prod(shape) == 1 for shape in shapes)
 
@@ -344,34 +391,39 @@ class UnsavedParameters(OptimizerFinding):
         other_run = "copy all files of one save again"
         if self.is_of_trainer:
             return (
-                f"the resume or the next optimizer step fails, or weights start anew without an error: {other_run}, or "
-                "resume from another checkpoint. If the script gives the optimizer parameters that the model does not "
-                "have, and saves them itself, ignore this"
+                "the resume or the next optimizer step fails, or weights start anew without an "
+                f"error: {other_run}, or resume from another checkpoint. If the script gives the "
+                "optimizer parameters that the model does not have, and saves them itself, "
+                "ignore this"
             )
         if self.is_bare:
             return (
-                "it may be a bare nn.Parameter, such as SAC's log_alpha: no model has it, save_state leaves its value "
-                "out, and a load restores its moments alone. Put it into a module, and pass that to prepare() or to "
-                f"accelerator.register_for_checkpointing(). If the file belongs to another run instead, {other_run}"
+                "it may be a bare nn.Parameter, such as SAC's log_alpha: no model has it, "
+                "save_state leaves its value out, and a load restores its moments alone. Put it "
+                "into a module, and pass that to prepare() or to "
+                "accelerator.register_for_checkpointing(). If the file belongs to another run "
+                f"instead, {other_run}"
             )
         module = "pass that module to prepare(). Where its weights are kept elsewhere, ignore this"
         if self.empty:
             return (
-                f"the weights are lost, and load_state fails: copy {self.empty} again, or resume from another "
-                "checkpoint. If that model has no parameters, as a loss, the optimizer has a module that was not "
-                f"prepared: {module}"
+                f"the weights are lost, and load_state fails: copy {self.empty} again, or resume "
+                "from another checkpoint. If that model has no parameters, as a loss, the "
+                f"optimizer has a module that was not prepared: {module}"
             )
         if self.may_be_tied:
             return (
-                "nothing is lost where parameters share their memory, as after head.weight.data = emb.weight.data: "
-                "safetensors keeps one tensor of them. Then write head.weight = emb.weight, or ignore this. Otherwise "
-                f"the optimizer has a module that was not prepared, whose weights a load leaves random: {module}. If "
-                f"the file belongs to another run instead, {other_run}"
+                "nothing is lost where parameters share their memory, as after head.weight.data = "
+                "emb.weight.data: safetensors keeps one tensor of them. Then write head.weight = "
+                "emb.weight, or ignore this. Otherwise the optimizer has a module that was not "
+                f"prepared, whose weights a load leaves random: {module}. If the file belongs to "
+                f"another run instead, {other_run}"
             )
         if not self.is_foreign and not self.surplus:
             return (
-                "the optimizer may have a module that was not prepared; a load leaves its weights random and its "
-                f"moments old: {module}. If the file belongs to another run instead, {other_run}"
+                "the optimizer may have a module that was not prepared; a load leaves its weights "
+                f"random and its moments old: {module}. If the file belongs to another run "
+                f"instead, {other_run}"
             )
         if self.surplus or self.parameters == self.tensors:
             fails = "the first optimizer step after the load then fails"
@@ -381,31 +433,34 @@ class UnsavedParameters(OptimizerFinding):
             # Buffers and frozen weights are tensors, too: the numbers of parameters may agree.
             fails = "load_state or the next optimizer step then fails"
         return (
-            f"it may belong to another run, and {fails}: {other_run}. If the optimizer has a module that was not "
-            f"prepared instead, {module}"
+            f"it may belong to another run, and {fails}: {other_run}. If the optimizer has a "
+            f"module that was not prepared instead, {module}"
         )
 
     @property
     def _in_one_file(self) -> str:
         """The advice for an optimizer and weights in one file."""
         module = (
-            "save the state_dict() of that module, too. Where its weights are kept elsewhere, ignore this"
+            "save the state_dict() of that module, too. Where its weights are kept elsewhere, "
+            "ignore this"
         )
         if not self.is_foreign and not self.surplus:
             return (
-                "the optimizer may train a module whose weights the file lacks; a load leaves them random and their "
-                f"moments old: {module}. If the optimizer belongs to another run instead, resume from an older "
-                "checkpoint"
+                "the optimizer may train a module whose weights the file lacks; a load leaves "
+                f"them random and their moments old: {module}. If the optimizer belongs to "
+                "another run instead, resume from an older checkpoint"
             )
         return (
-            "it may belong to another model or run, and the load or the first optimizer step then fails: save the "
-            "optimizer of this model, and resume from an older checkpoint. If the optimizer trains a module whose "
-            f"weights the file lacks instead, {module}"
+            "it may belong to another model or run, and the load or the first optimizer step then "
+            "fails: save the optimizer of this model, and resume from an older checkpoint. If "
+            f"the optimizer trains a module whose weights the file lacks instead, {module}"
         )
 
     @property
     def may_be_tied(self) -> bool:
-        """Return whether the parameters without weights may share their memory with others, which have weights."""
+        """Return whether the parameters without weights may share their memory with others, which
+        have weights.
+        """
         return self.parameters > self.tensors and not (
             self.names or self.shapes or self.is_foreign or self.is_of_trainer
         )
@@ -413,7 +468,9 @@ class UnsavedParameters(OptimizerFinding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsavedFrozen(UnsavedParameters):
-    """More parameters than weights, of which so many have no moments that each of the others has weights: a note."""
+    """More parameters than weights, of which so many have no moments that each of the others has
+    weights: a note.
+    """
 
     severity = Severity.NOTE
 
@@ -421,16 +478,17 @@ class UnsavedFrozen(UnsavedParameters):
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: it has {count_of(self.parameters, 'parameter')}, {self.without_moments} of them without "
-            f"moments, and the checkpoint has {count_of(self.tensors, 'tensor')} of weights"
+            f"{self.place}: it has {count_of(self.parameters, 'parameter')}, "
+            f"{self.without_moments} of them without moments, and the checkpoint has "
+            f"{count_of(self.tensors, 'tensor')} of weights"
         )
 
     @property
     def advice(self) -> str:
         """Advice about both explanations: the files do not tell them apart."""
         return (
-            "the state_dict() of a model may leave out a frozen part, such as the network of a loss: ignore this then. "
-            "Otherwise copy all files of one save again"
+            "the state_dict() of a model may leave out a frozen part, such as the network of a "
+            "loss: ignore this then. Otherwise copy all files of one save again"
         )
 
 
@@ -445,12 +503,17 @@ def _of_shapes(shapes: tuple[Shape, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingMoments(OptimizerFinding):
-    """Parameters without moments, of an optimizer that has moments of others. ``parameters``: the number of all."""
+    """Parameters without moments, of an optimizer that has moments of others. ``parameters``: the
+    number of all.
+    """
 
     code = "missing-moments"
     severity = Severity.NOTE
     action = Action.TELL
-    meaning = "some parameters of an optimizer have no moments: they never got a gradient, or their moments are lost"
+    meaning = (
+        "some parameters of an optimizer have no moments: they never got a gradient, or their "
+        "moments are lost"
+    )
 
     names: tuple[str, ...]
     parameters: int
@@ -466,12 +529,17 @@ class MissingMoments(OptimizerFinding):
     @property
     def advice(self) -> str:
         """Advice about both reasons: the file does not tell them apart."""
-        return "frozen and unused parameters have none; where these were trained, resume from an older checkpoint"
+        return (
+            "frozen and unused parameters have none; where these were trained, resume from an "
+            "older checkpoint"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LackingMoments(MissingMoments):
-    """Parameters with some of the ``states`` that torch's optimizer needs, which others of it have: an error."""
+    """Parameters with some of the ``states`` that torch's optimizer needs, which others of it have:
+    an error.
+    """
 
     severity = Severity.ERROR
 
@@ -484,14 +552,16 @@ class LackingMoments(MissingMoments):
     def advice(self) -> str:
         """Advice to use another file: a step cannot begin one of several states anew."""
         return (
-            "the load or the first optimizer step fails: copy the file again from where it came, or resume from an "
-            "older checkpoint"
+            "the load or the first optimizer step fails: copy the file again from where it came, "
+            "or resume from an older checkpoint"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbsentMoments(LackingMoments):
-    """Parameters without ``states`` that torch's optimizer needs and no parameter has: a subclass may need none."""
+    """Parameters without ``states`` that torch's optimizer needs and no parameter has: a subclass
+    may need none.
+    """
 
     severity = Severity.WARNING
 
@@ -504,29 +574,34 @@ class AbsentMoments(LackingMoments):
     def advice(self) -> str:
         """Advice to use another file, and what a subclass makes of it."""
         return (
-            "the load or the first step of torch's optimizer fails: copy the file again from where it came, or resume "
-            "from an older checkpoint. Where a class of your own keeps other states, ignore this"
+            "the load or the first step of torch's optimizer fails: copy the file again from where "
+            "it came, or resume from an older checkpoint. Where a class of your own keeps other "
+            "states, ignore this"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmptyOptimizer(MissingMoments):
-    """An optimizer without moments in a run that seems to have made steps. ``evidence``: of them, in words."""
+    """An optimizer without moments in a run that seems to have made steps. ``evidence``: of them,
+    in words.
+    """
 
     evidence: str
     is_in_dcp: bool = False
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: none of {count_of(self.parameters, 'parameter')} has moments, and {self.evidence}"
+            f"{self.place}: none of {count_of(self.parameters, 'parameter')} has moments, and "
+            f"{self.evidence}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to use another file, and the explanations of a script."""
         return (
-            "the load takes it without an error, and the moments start at zero: resume from another checkpoint. If "
-            "the optimizer made no step yet, as where fp16 skipped all of them, ignore this"
+            "the load takes it without an error, and the moments start at zero: resume from "
+            "another checkpoint. If the optimizer made no step yet, as where fp16 skipped all of "
+            "them, ignore this"
         )
 
 
@@ -546,17 +621,20 @@ class LostMoments(EmptyOptimizer):
         """Advice to use another file, and the explanation of a script."""
         effect = "the load takes it without an error, and the moments start at zero"
         if self.is_in_dcp:
-            # dcp.load into the state of get_state_dict() asks for every moment, and into an empty one for none.
+            # dcp.load into the state of get_state_dict() asks for every moment, and into an empty
+            # one for none.
             effect = "dcp.load fails, or the moments start at zero"
         return (
-            f"{effect}: copy the file again from where it came, or resume from another checkpoint. If the script began "
-            "a new optimizer just before this save, ignore this"
+            f"{effect}: copy the file again from where it came, or resume from another checkpoint. "
+            "If the script began a new optimizer just before this save, ignore this"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroMoments(MissingMoments):
-    """An optimizer that made ``steps``, and has moments of zeros alone. ``sampled``: samples of them were read."""
+    """An optimizer that made ``steps``, and has moments of zeros alone. ``sampled``: samples of
+    them were read.
+    """
 
     severity = Severity.WARNING
 
@@ -565,23 +643,25 @@ class ZeroMoments(MissingMoments):
 
     @property
     def resume(self) -> Resume:
-        """It fails: a run would continue with moments of zero. But a script may train something else meanwhile."""
+        """It fails: a run would continue with moments of zero. But a script may train something
+        else meanwhile.
+        """
         return Resume.FAILS_IF_NEW
 
     def __str__(self) -> str:
         read = " in all samples" if self.sampled else ""
         return (
-            f"{self.place}: every moment of {count_of(self.parameters, 'parameter')} is zero{read}, after "
-            f"{count_of(self.steps, 'step')}"
+            f"{self.place}: every moment of {count_of(self.parameters, 'parameter')} is "
+            f"zero{read}, after {count_of(self.steps, 'step')}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to use another file, and the explanation of a script."""
         return (
-            "the load takes it without an error, and the moments start at zero: copy the file again from where it "
-            "came, or resume from another checkpoint. If all its gradients were zero, the model is not trained: print "
-            "the gradient of a parameter after a step"
+            "the load takes it without an error, and the moments start at zero: copy the file "
+            "again from where it came, or resume from another checkpoint. If all its gradients "
+            "were zero, the model is not trained: print the gradient of a parameter after a step"
         )
 
 
@@ -589,15 +669,16 @@ class ZeroMoments(MissingMoments):
 class RoundedSteps(OptimizerFinding):
     """Steps in a ``dtype`` that counts to ``last`` alone, and that got there.
 
-    ``parameters``: the number of those with such a step. ``steps``: the largest. ``effect``: of a load.
+    ``parameters``: the number of those with such a step. ``steps``: the largest. ``effect``: of a
+    load.
     """
 
     code = "rounded-steps"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "an optimizer has its `step` in bf16 or fp16, which stop counting at 256 and 2,048: after a load its updates "
-        "have the wrong size. A note where the count goes on"
+        "an optimizer has its `step` in bf16 or fp16, which stop counting at 256 and 2,048: after "
+        "a load its updates have the wrong size. A note where the count goes on"
     )
 
     parameters: int
@@ -608,21 +689,24 @@ class RoundedSteps(OptimizerFinding):
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: 'step' of {count_of(self.parameters, 'parameter')} is {self.steps} in {self.dtype}, which "
-            f"counts to {self.last} (expected F32); {self.effect}"
+            f"{self.place}: 'step' of {count_of(self.parameters, 'parameter')} is {self.steps} in "
+            f"{self.dtype}, which counts to {self.last} (expected F32); {self.effect}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to write the step that the run made."""
         return (
-            "a save converted the steps together with the moments: save the optimizer without a conversion. For this "
-            'checkpoint, load the file with torch, set each state["step"] = torch.tensor(float(STEP)), and save it'
+            "a save converted the steps together with the moments: save the optimizer without a "
+            'conversion. For this checkpoint, load the file with torch, set each state["step"] = '
+            "torch.tensor(float(STEP)), and save it"
         )
 
 
 class RoundedStepsSoFar(RoundedSteps):
-    """The same below the last number, or where a load or the optimizer itself leaves no effect of it."""
+    """The same below the last number, or where a load or the optimizer itself leaves no effect of
+    it.
+    """
 
     __slots__ = ()
 

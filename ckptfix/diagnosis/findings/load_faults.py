@@ -1,6 +1,8 @@
-"""Findings about what a loader makes of a folder: tensors that it leaves out, configs that contradict the tensors.
+"""Findings about what a loader makes of a folder: tensors that it leaves out, configs that
+contradict the tensors.
 
-A kind without fields of its own is a plain class, because making a dataclass takes 0.3 ms of the start of ``check``.
+A kind without fields of its own is a plain class, because making a dataclass takes 0.3 ms of the
+start of ``check``.
 """
 
 from typing import ClassVar
@@ -15,9 +17,10 @@ from ckptfix.wording import count_of, list_names
 class UnusedKeys(Finding):
     """Keys that a loader does not look for.
 
-    ``tensors``: those that stay unused, ``total``: all of the file. ``key``: one that the file has, ``expected``: the
-    same as the loader looks for it. ``remove``, ``insert``: the segments before the keys, as they are and as they
-    should be. ``inner``: private wrappers are inside of the keys, too. ``names``: the names of adapters in the keys.
+    ``tensors``: those that stay unused, ``total``: all of the file. ``key``: one that the file has,
+    ``expected``: the same as the loader looks for it. ``remove``, ``insert``: the segments before
+    the keys, as they are and as they should be. ``inner``: private wrappers are inside of the keys,
+    too. ``names``: the names of adapters in the keys.
     """
 
     tensors: int
@@ -34,8 +37,8 @@ class UnusedKeys(Finding):
     def __str__(self) -> str:
         tensors = f"{self.tensors} of {count_of(self.total, 'tensor')}"
         return (
-            f"{self.path}: {self.effect.format(tensors=tensors)} (expected keys like {self.expected!r}, found "
-            f"{self.key!r})"
+            f"{self.path}: {self.effect.format(tensors=tensors)} (expected keys like "
+            f"{self.expected!r}, found {self.key!r})"
         )
 
     def key_map(self, adapter: str) -> KeyMap:
@@ -48,21 +51,25 @@ class UnusedKeys(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadAdapter(UnusedKeys):
-    """An adapter with keys that PEFT does not look for: it loads without them, and warns at most."""
+    """An adapter with keys that PEFT does not look for: it loads without them, and warns at
+    most.
+    """
 
     code = "dead-adapter"
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the keys of a PEFT adapter have a wrapper (`_orig_mod.`, `module.`) or the adapter's name in them: "
-        "PEFT loads none of these tensors, and the model answers as its base does"
+        "the keys of a PEFT adapter have a wrapper (`_orig_mod.`, `module.`) or the adapter's name "
+        "in them: PEFT loads none of these tensors, and the model answers as its base does"
     )
 
     effect: ClassVar[str] = "PEFT leaves {tensors} unused"
 
 
 class NamedAdapter(DeadAdapter):
-    """An adapter with the name ``default`` in its keys, which PEFT 0.21 loads by luck: it looks for that name."""
+    """An adapter with the name ``default`` in its keys, which PEFT 0.21 loads by luck: it looks for
+    that name.
+    """
 
     __slots__ = ()
 
@@ -89,7 +96,9 @@ class SeveralAdapters(DeadAdapter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoubtfulAdapter(DeadAdapter):
-    """Keys that PEFT does not look for, where something else than PEFT may load them. ``reason``: what that is."""
+    """Keys that PEFT does not look for, where something else than PEFT may load them. ``reason``:
+    what that is.
+    """
 
     severity = Severity.WARNING
     action = Action.ASK
@@ -99,7 +108,10 @@ class DoubtfulAdapter(DeadAdapter):
     @property
     def advice(self) -> str:
         """Advice to rename the keys if PEFT is to load them."""
-        return f"{self.reason}; if PEFT is to load the adapter: ckptfix repair DIR --allow dead-adapter"
+        return (
+            f"{self.reason}; if PEFT is to load the adapter: ckptfix repair DIR --allow "
+            "dead-adapter"
+        )
 
 
 class ForeignAdapter(DoubtfulAdapter):
@@ -108,7 +120,9 @@ class ForeignAdapter(DoubtfulAdapter):
     __slots__ = ()
 
     severity = Severity.NOTE
-    effect = "PeftModel.from_pretrained leaves {tensors} unused, load_adapter of transformers loads them"
+    effect = (
+        "PeftModel.from_pretrained leaves {tensors} unused, load_adapter of transformers loads them"
+    )
 
 
 class AdapterOfWrapped(DoubtfulAdapter):
@@ -132,23 +146,24 @@ class UnusedAdapter(DeadAdapter):
     def advice(self) -> str:
         """Advice about the adapter that stays unused."""
         return (
-            f"PEFT loads the tensors without a name in their keys; if {list_names(self.names)} is the right adapter, "
-            "take a file that holds it alone"
+            f"PEFT loads the tensors without a name in their keys; if {list_names(self.names)} is "
+            "the right adapter, take a file that holds it alone"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncompleteAdapter(Finding):
-    """An adapter that lacks tensors. ``lacks``: what is missing, in words. ``effect``: of a load, ``remedy``: the next
-    step.
+    """An adapter that lacks tensors. ``lacks``: what is missing, in words. ``effect``: of a load,
+    ``remedy``: the next step.
     """
 
     code = "incomplete-adapter"
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a PEFT adapter has no tensors, tensors of no elements (ZeRO-3), one of two LoRA matrices, or nothing for a "
-        "module that its config lists: PEFT fails, or trains and answers without what is missing"
+        "a PEFT adapter has no tensors, tensors of no elements (ZeRO-3), one of two LoRA matrices, "
+        "or nothing for a module that its config lists: PEFT fails, or trains and answers without "
+        "what is missing"
     )
 
     lacks: str
@@ -173,7 +188,9 @@ class DoubtfulParts(IncompleteAdapter):
 
 
 class UnneededParts(IncompleteAdapter):
-    """Missing tensors that a healthy run leaves out: the base has no such module, or DeepSpeed has the weights."""
+    """Missing tensors that a healthy run leaves out: the base has no such module, or DeepSpeed has
+    the weights.
+    """
 
     __slots__ = ()
 
@@ -181,19 +198,26 @@ class UnneededParts(IncompleteAdapter):
 
 
 class UngatheredParts(UnneededParts):
-    """Tensors that ZeRO-3 left in its ranks: a resume reads them from DeepSpeed's folder, PEFT finds none."""
+    """Tensors that ZeRO-3 left in its ranks: a resume reads them from DeepSpeed's folder, PEFT
+    finds none.
+    """
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchedAdapter(Finding):
-    """An adapter whose tensors have another rank than its config says. ``module``: the first of ``modules``."""
+    """An adapter whose tensors have another rank than its config says. ``module``: the first of
+    ``modules``.
+    """
 
     code = "mismatched-adapter"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "the rank in `adapter_config.json` is not that of the tensors: PEFT fails with `size mismatch`"
+    meaning = (
+        "the rank in `adapter_config.json` is not that of the tensors: PEFT fails with `size "
+        "mismatch`"
+    )
 
     modules: int
     module: str
@@ -203,22 +227,24 @@ class MismatchedAdapter(Finding):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: rank {self.rank} in {count_of(self.modules, 'module')}, such as {self.module} (expected "
-            f"{self.expected}, as {self.setting} of adapter_config.json says); PEFT fails with 'size mismatch'"
+            f"{self.path}: rank {self.rank} in {count_of(self.modules, 'module')}, such as "
+            f"{self.module} (expected {self.expected}, as {self.setting} of adapter_config.json "
+            "says); PEFT fails with 'size mismatch'"
         )
 
     @property
     def advice(self) -> str:
         """Advice to bring config and weights of one save together."""
         return (
-            "config and weights are of two runs: copy both again from one save, or write the rank of the tensors into "
-            "adapter_config.json (r, or rank_pattern for single modules)"
+            "config and weights are of two runs: copy both again from one save, or write the rank "
+            "of the tensors into adapter_config.json (r, or rank_pattern for single modules)"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntrainedAdapter(Finding):
-    """An adapter whose matrices are as PEFT made them: it changes nothing. ``steps``: of the optimizer.
+    """An adapter whose matrices are as PEFT made them: it changes nothing. ``steps``: of the
+    optimizer.
 
     ``sampled``: the first bytes of each tensor were read.
     """
@@ -227,8 +253,8 @@ class UntrainedAdapter(Finding):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "every `lora_B` of an adapter is zero, as before the first step: the adapter changes nothing. A note where no "
-        "counter next to it shows that it was trained"
+        "every `lora_B` of an adapter is zero, as before the first step: the adapter changes "
+        "nothing. A note where no counter next to it shows that it was trained"
     )
 
     parameter: str
@@ -240,16 +266,17 @@ class UntrainedAdapter(Finding):
         read = " in its first bytes" if self.sampled else ""
         after = f" after {count_of(self.steps, 'step')}" if self.steps else ""
         return (
-            f"{self.path}: every {self.parameter} is zero{read}{after} ({count_of(self.modules, 'module')}); the model "
-            "answers as its base does"
+            f"{self.path}: every {self.parameter} is zero{read}{after} "
+            f"({count_of(self.modules, 'module')}); the model answers as its base does"
         )
 
     @property
     def advice(self) -> str:
         """Advice to find out why the adapter was not trained."""
         return (
-            "the optimizer trains other parameters, or the adapter was saved from another model object: print "
-            "model.print_trainable_parameters() and the gradient of one lora_B after a step, then train again"
+            "the optimizer trains other parameters, or the adapter was saved from another model "
+            "object: print model.print_trainable_parameters() and the gradient of one lora_B "
+            "after a step, then train again"
         )
 
 
@@ -263,4 +290,7 @@ class NewAdapter(UntrainedAdapter):
     @property
     def advice(self) -> str:
         """Advice for an adapter that should be trained."""
-        return "right for an adapter before its first steps; if it was trained, it was saved from another model object"
+        return (
+            "right for an adapter before its first steps; if it was trained, it was saved from "
+            "another model object"
+        )

@@ -1,4 +1,6 @@
-"""Findings about files that hold another state than their names promise, or that are of another save than the rest."""
+"""Findings about files that hold another state than their names promise, or that are of another
+save than the rest.
+"""
 
 from pathlib import PurePosixPath
 
@@ -12,17 +14,17 @@ from ckptfix.wording import count_of
 class WrongState(Finding):
     """A state file with another kind of state than its name promises.
 
-    ``holds``, ``expected``: both kinds, in words. ``effect``: what a load does with it. ``exchanged_with``: the file
-    that holds what belongs here, "" where none does. ``remedy``: how to save the right content, "" where only another
-    file helps.
+    ``holds``, ``expected``: both kinds, in words. ``effect``: what a load does with it.
+    ``exchanged_with``: the file that holds what belongs here, "" where none does. ``remedy``: how
+    to save the right content, "" where only another file helps.
     """
 
     code = "wrong-state"
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a file holds another state than its name says, such as `optimizer.bin` with the state of a scheduler, two "
-        "exchanged models, or weights without numbers"
+        "a file holds another state than its name says, such as `optimizer.bin` with the state of "
+        "a scheduler, two exchanged models, or weights without numbers"
     )
 
     holds: str
@@ -42,7 +44,9 @@ class WrongState(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MisplacedEntry(WrongState):
-    """A model or another object that checkpoints next to this one have under another number, or not at all."""
+    """A model or another object that checkpoints next to this one have under another number, or not
+    at all.
+    """
 
     severity = Severity.WARNING
 
@@ -54,14 +58,18 @@ class MisplacedEntry(WrongState):
     @property
     def advice(self) -> str:
         """Advice as for ``WrongState``, and what a change of the script makes of it."""
-        change = "prepares its objects in another order" if self.exchanged_with else "has other objects"
+        change = (
+            "prepares its objects in another order" if self.exchanged_with else "has other objects"
+        )
         remedy = self.remedy or _right_file(self.path, self.exchanged_with)
         return f"{self.effect}: {remedy}. If the script {change} since this save, ignore this"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedEntry(MisplacedEntry):
-    """An entry that differs from those in checkpoints next to this one: the script may have changed it."""
+    """An entry that differs from those in checkpoints next to this one: the script may have changed
+    it.
+    """
 
     severity = Severity.NOTE
 
@@ -74,12 +82,17 @@ class RenamedState(MisplacedEntry):
     def advice(self) -> str:
         """Advice as for ``WrongState``, unless somebody renamed the file on purpose."""
         remedy = _right_file(self.path, self.exchanged_with)
-        return f"{self.effect}: {remedy}. If the file was renamed on purpose, to suit a changed script, ignore this"
+        return (
+            f"{self.effect}: {remedy}. If the file was renamed on purpose, to suit a changed "
+            "script, ignore this"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedEntry(MisplacedEntry):
-    """A model in a lower precision than in the checkpoints before and after: somebody converted the file."""
+    """A model in a lower precision than in the checkpoints before and after: somebody converted the
+    file.
+    """
 
     @property
     def resume(self) -> Resume:
@@ -90,8 +103,9 @@ class RoundedEntry(MisplacedEntry):
     def advice(self) -> str:
         """Advice to bring the file back: the digits are lost."""
         return (
-            f"{self.effect}: somebody seems to have converted the file. Copy it again from where it came, or resume "
-            "from another checkpoint. If the run had this precision for one save, ignore this"
+            f"{self.effect}: somebody seems to have converted the file. Copy it again from where "
+            "it came, or resume from another checkpoint. If the run had this precision for one "
+            "save, ignore this"
         )
 
 
@@ -104,22 +118,26 @@ class LowerPrecision(RoundedEntry):
     @property
     def advice(self) -> str:
         """Advice to compare with the script."""
-        return f"{self.effect}: copy the file again from where it came. If the run has this precision now, ignore this"
+        return (
+            f"{self.effect}: copy the file again from where it came. If the run has this precision "
+            "now, ignore this"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownState(Finding):
     """A state file that no class of torch or accelerate loads, and a class of a script's own might.
 
-    ``key``: the keys that lead to the state in a file that holds more. The other fields are those of ``WrongState``.
+    ``key``: the keys that lead to the state in a file that holds more. The other fields are those
+    of ``WrongState``.
     """
 
     code = "unknown-state"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a file holds nothing that the classes of torch, accelerate or the Trainer load, such as `optimizer.bin` "
-        "without `param_groups`, or a state dict inside another dict"
+        "a file holds nothing that the classes of torch, accelerate or the Trainer load, such as "
+        "`optimizer.bin` without `param_groups`, or a state dict inside another dict"
     )
 
     holds: str
@@ -137,12 +155,16 @@ class UnknownState(Finding):
     def advice(self) -> str:
         """Advice as for ``WrongState``, and what a custom class makes of it."""
         ignore = "" if self.exchanged_with else ". Where a class of your own reads it, ignore this"
-        return f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}{ignore}"
+        return (
+            f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}{ignore}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmptyState(UnknownState):
-    """An empty dict as a scheduler's state, where no checkpoint next to this one shows whether it has one."""
+    """An empty dict as a scheduler's state, where no checkpoint next to this one shows whether it
+    has one.
+    """
 
     severity = Severity.NOTE
 
@@ -187,16 +209,16 @@ def _right_file(path: PurePosixPath, exchanged_with: str) -> str:
 class MixedSaves(Finding):
     """Two files with different progress: they may be of two saves.
 
-    ``partner``: the other file. ``save``: the checkpoint next to this one from which the file comes, "" where none
-    shows it.
+    ``partner``: the other file. ``save``: the checkpoint next to this one from which the file
+    comes, "" where none shows it.
     """
 
     code = "mixed-saves"
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "an optimizer and its scheduler have different learning rates, or the Trainer's scheduler has the steps of "
-        "another checkpoint: the folder may have files of two saves"
+        "an optimizer and its scheduler have different learning rates, or the Trainer's scheduler "
+        "has the steps of another checkpoint: the folder may have files of two saves"
     )
 
     save: str = ""
@@ -205,7 +227,9 @@ class MixedSaves(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedRates(MixedSaves):
-    """An optimizer and its scheduler with different learning rates. ``group``: None where there is one param group."""
+    """An optimizer and its scheduler with different learning rates. ``group``: None where there is
+    one param group.
+    """
 
     group: int | None = None
     rate: float
@@ -214,32 +238,36 @@ class MixedRates(MixedSaves):
     def __str__(self) -> str:
         group = f" in param group {self.group}" if self.group is not None else ""
         return (
-            f"{self.path}: learning rate {self.rate!r}{group} (expected {self.expected!r}, as in {self.partner})"
-            f"{_as_in(self.save)}"
+            f"{self.path}: learning rate {self.rate!r}{group} (expected {self.expected!r}, as in "
+            f"{self.partner}){_as_in(self.save)}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to bring files of one save together, unless the script explains the rates."""
         return (
-            "no load fails, and training would continue from the files of two saves: copy all files of one save again, "
-            "or resume from another checkpoint; ignore this if the script sets the learning rate itself"
+            "no load fails, and training would continue from the files of two saves: copy all "
+            "files of one save again, or resume from another checkpoint; ignore this if the "
+            "script sets the learning rate itself"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnexplainedRates(MixedRates):
-    """The same, where the checkpoints next to this one show that the script does not set the rates itself."""
+    """The same, where the checkpoints next to this one show that the script does not set the rates
+    itself.
+    """
 
     severity = Severity.WARNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangedRates(MixedSaves):
-    """A scheduler with the learning rates of another optimizer than in a checkpoint next to this one.
+    """A scheduler with the learning rates of another optimizer than in a checkpoint next to this
+    one.
 
-    ``like``: the file of that optimizer. ``reverse``: the scheduler with the rates of ``partner``, "" where none has
-    them. ``known_by``: the checkpoint.
+    ``like``: the file of that optimizer. ``reverse``: the scheduler with the rates of ``partner``,
+    "" where none has them. ``known_by``: the checkpoint.
     """
 
     severity = Severity.WARNING
@@ -251,23 +279,28 @@ class ExchangedRates(MixedSaves):
     def __str__(self) -> str:
         reverse = f"; {self.reverse} has those" if self.reverse else ""
         return (
-            f"{self.path}: its learning rates are those of {self.like} (expected those of {self.partner}, as in "
-            f"{self.known_by}{reverse})"
+            f"{self.path}: its learning rates are those of {self.like} (expected those of "
+            f"{self.partner}, as in {self.known_by}{reverse})"
         )
 
     @property
     def advice(self) -> str:
-        """Advice to give the files their own names back: the rates alone do not show which two were exchanged."""
+        """Advice to give the files their own names back: the rates alone do not show which two were
+        exchanged.
+        """
         return (
-            "no load fails, and training would continue with the learning rates of another optimizer. Two schedulers "
-            "or two optimizers were exchanged, or one was copied over the other: copy all files of one save again, or "
-            "resume from another checkpoint; ignore this if the script sets the learning rate itself"
+            "no load fails, and training would continue with the learning rates of another "
+            "optimizer. Two schedulers or two optimizers were exchanged, or one was copied over "
+            "the other: copy all files of one save again, or resume from another checkpoint; "
+            "ignore this if the script sets the learning rate itself"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSteps(MixedSaves):
-    """A scheduler of the Trainer with as many ``moves`` as in a checkpoint next to it, of another ``step``."""
+    """A scheduler of the Trainer with as many ``moves`` as in a checkpoint next to it, of another
+    ``step``.
+    """
 
     severity = Severity.WARNING
     partner: str = TRAINER_STATE
@@ -277,8 +310,8 @@ class MixedSteps(MixedSaves):
     def __str__(self) -> str:
         at_most = " at most" if self.moves > self.step else ""
         return (
-            f"{self.path}: {count_of(self.moves, 'step')} (expected {self.step}{at_most}, as in {self.partner})"
-            f"{_as_in(self.save)}"
+            f"{self.path}: {count_of(self.moves, 'step')} (expected {self.step}{at_most}, as in "
+            f"{self.partner}){_as_in(self.save)}"
         )
 
     @property
@@ -290,8 +323,9 @@ class MixedSteps(MixedSaves):
             else "fp16 skipped every step since then"
         )
         return (
-            "the Trainer resumes without an error, with the learning rates of another step: copy all files of one save "
-            f"again, or resume from another checkpoint. If {explained}, ignore this"
+            "the Trainer resumes without an error, with the learning rates of another step: copy "
+            f"all files of one save again, or resume from another checkpoint. If {explained}, "
+            "ignore this"
         )
 
 
@@ -304,8 +338,8 @@ class UncountedSteps(MixedSteps):
     def advice(self) -> str:
         """Advice to bring files of one save together."""
         return (
-            "the Trainer resumes without an error, and the optimizer corrects its moments as in the first step: copy "
-            "all files of one save again, or resume from another checkpoint"
+            "the Trainer resumes without an error, and the optimizer corrects its moments as in "
+            "the first step: copy all files of one save again, or resume from another checkpoint"
         )
 
 

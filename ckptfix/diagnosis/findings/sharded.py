@@ -12,7 +12,9 @@ from ckptfix.wording import count_of, list_names, series
 
 
 class RenamedShard(NamedTuple):
-    """A file that holds exactly the tensors that an index places in a missing shard, and the name of that shard."""
+    """A file that holds exactly the tensors that an index places in a missing shard, and the name
+    of that shard.
+    """
 
     path: PurePosixPath
     name: str
@@ -28,15 +30,18 @@ class RenamedShard(NamedTuple):
 class MissingShard(Finding):
     """A missing file that the index lists, or that the numbering of the shards implies.
 
-    ``is_other_file``: the index lists a file that exists and is none of weights, such as ``config.json``.
-    ``renamed``: the missing shards whose tensors a file of another name, or in a sub-folder, holds. ``packed``: one
-    compressed file of each of the others that have one, with the program that unpacks it.
+    ``is_other_file``: the index lists a file that exists and is none of weights, such as
+    ``config.json``. ``renamed``: the missing shards whose tensors a file of another name, or in a
+    sub-folder, holds. ``packed``: one compressed file of each of the others that have one, with the
+    program that unpacks it.
     """
 
     code = "missing-shard"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "a shard that the index lists, or that the numbering of the shards implies, is missing"
+    meaning = (
+        "a shard that the index lists, or that the numbering of the shards implies, is missing"
+    )
 
     named_by: str
     tensors: int
@@ -58,7 +63,8 @@ class MissingShard(Finding):
     def __str__(self) -> str:
         if self.is_other_file:
             return (
-                f"{self.path} is not a file of weights; {self.named_by} lists it as a shard, so loaders fail"
+                f"{self.path} is not a file of weights; {self.named_by} lists it as a shard, so "
+                "loaders fail"
             )
         more = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
         lost = f", with {count_of(self.tensors, 'tensor')}" if self.tensors else ""
@@ -69,12 +75,17 @@ class MissingShard(Finding):
             whose = whose if self.others else f"its {count_of(shard.tensors, 'tensor')}"
             lost += f"; {str(shard.path)!r} holds {whose}"
         elif self.renamed:
-            whose = "them" if self._is_renamed_alone else f"those of {len(self.renamed)} of the shards"
+            whose = (
+                "them" if self._is_renamed_alone else f"those of {len(self.renamed)} of the shards"
+            )
             lost += f"; {list_names(str(shard.path) for shard in self.renamed)} hold {whose}"
         if self.packed:
             are = "are" if len(self.packed) > 1 else "is"
             lost += f"; {list_names(str(path) for path, _ in self.packed)} {are} there, compressed"
-        return f"{self.path}{more} missing; {self.named_by} promises {'them' if self.others else 'it'}{lost}"
+        return (
+            f"{self.path}{more} missing; {self.named_by} promises "
+            f"{'them' if self.others else 'it'}{lost}"
+        )
 
     @property
     def advice(self) -> str:
@@ -86,7 +97,8 @@ class MissingShard(Finding):
             steps += [f"unpack {str(path)!r}" for path, _ in self.packed]
             return "; ".join([*steps, *self._rest])
         return (
-            "copy the shard again from where it came; loading without it leaves random weights in the model"
+            "copy the shard again from where it came; loading without it leaves random weights in "
+            "the model"
         )
 
     @property
@@ -95,7 +107,9 @@ class MissingShard(Finding):
         return () if is_all else ("copy the other shards again from where they came",)
 
     def advice_at(self, path: str) -> str:
-        """Return the advice with the commands that rename or unpack shards; a store has no such commands."""
+        """Return the advice with the commands that rename or unpack shards; a store has no such
+        commands.
+        """
         if not (self.renamed or self.packed) or looks_like_url(path):
             return self.advice
         folder = Path(path)
@@ -104,7 +118,9 @@ class MissingShard(Finding):
             for shard in self.renamed
         ]
         unpacks = [f"{program} {shell_path(folder / file)}" for file, program in self.packed]
-        files = "the files" if len(renames) > 1 else repr(str(self.renamed[0].path)) if renames else ""
+        files = (
+            "the files" if len(renames) > 1 else repr(str(self.renamed[0].path)) if renames else ""
+        )
         step = "move" if any(shard.step == "move" for shard in self.renamed) else "rename"
         steps = [f"{step} {files}: {' && '.join(renames)}"] if renames else []
         steps += [f"unpack what is compressed: {' && '.join(unpacks)}"] if unpacks else []
@@ -115,20 +131,22 @@ class MissingShard(Finding):
 class IndexMismatch(Finding):
     """An index that disagrees with the headers about the files of tensors, or that loaders refuse.
 
-    ``unlisted``: the number of tensors in shards that the index does not list. ``without_metadata``: it has no object
-    ``metadata``, into which transformers and diffusers write. ``unread``: a ``.bin`` file among safetensors files,
-    which transformers reads as safetensors. ``copies``: the shards that hold the first of the ``doubled`` tensors.
-    ``is_read_in_part``: the tensors that it does not list are in listed shards, and old versions pass over them.
-    ``refused``: its paths to files in the folder, such as ``./x``, if diffusers refuses them. ``twin``: an index of the
-    same keys whose shards are missing; loaders look for that one, and for a missing one of this name none does.
+    ``unlisted``: the number of tensors in shards that the index does not list.
+    ``without_metadata``: it has no object ``metadata``, into which transformers and diffusers
+    write. ``unread``: a ``.bin`` file among safetensors files, which transformers reads as
+    safetensors. ``copies``: the shards that hold the first of the ``doubled`` tensors.
+    ``is_read_in_part``: the tensors that it does not list are in listed shards, and old versions
+    pass over them. ``refused``: its paths to files in the folder, such as ``./x``, if diffusers
+    refuses them. ``twin``: an index of the same keys whose shards are missing; loaders look for
+    that one, and for a missing one of this name none does.
     """
 
     code = "index-mismatch"
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the index is missing, unreadable, without `metadata`, or disagrees with the shards; rebuilt "
-        "when they are intact and disjoint"
+        "the index is missing, unreadable, without `metadata`, or disagrees with the shards; "
+        "rebuilt when they are intact and disjoint"
     )
 
     misplaced: int
@@ -147,7 +165,9 @@ class IndexMismatch(Finding):
 
     @property
     def is_fixable(self) -> bool:
-        """True when the headers alone say what the index should be, so that a plain repair writes it."""
+        """True when the headers alone say what the index should be, so that a plain repair writes
+        it.
+        """
         return not (self.lost or self.doubled or self.unread or self.twin) and self.rivals == 1
 
     @property
@@ -157,7 +177,10 @@ class IndexMismatch(Finding):
 
     def __str__(self) -> str:
         if self.rivals > 1:
-            return f"{self.path} names none of {self.rivals} sets of shards that are there: which is right is not clear"
+            return (
+                f"{self.path} names none of {self.rivals} sets of shards that are there: which is "
+                "right is not clear"
+            )
         if self.absent:
             return f"{self.path} is missing, its shards are there"
         if self.problem is not None and self.is_fixable:
@@ -169,27 +192,45 @@ class IndexMismatch(Finding):
             doubled = count_of(len(self.doubled), "tensor")
             are = "is" if len(self.doubled) == 1 else "are"
             which = (
-                f"{self.doubled[0]!r} in {series(self.copies)}" if self.copies else list_names(self.doubled)
+                f"{self.doubled[0]!r} in {series(self.copies)}"
+                if self.copies
+                else list_names(self.doubled)
             )
-            return f"{doubled} of {self.path} {are} in two shards with different values (first {which})"
+            return (
+                f"{doubled} of {self.path} {are} in two shards with different values (first "
+                f"{which})"
+            )
         if self.unread:
-            return f"{self.path} lists files of two formats: transformers reads {self.unread} as safetensors and fails"
+            return (
+                f"{self.path} lists files of two formats: transformers reads {self.unread} as "
+                "safetensors and fails"
+            )
         in_part = (
             ": transformers 4.44 leaves random with a device_map what the index does not list"
             if self.is_read_in_part
             else ""
         )
         problems = [
-            f"names the wrong shard for {count_of(self.misplaced, 'tensor')}" if self.misplaced else "",
-            f"does not list {count_of(self.unlisted, 'tensor')} of the shards{in_part}"
-            if self.unlisted
-            else "",
-            'has no object "metadata", so transformers and diffusers refuse to load the model'
-            if self.without_metadata
-            else "",
-            f"lists the path {self.refused[0]!r}, and diffusers refuses all but names of files"
-            if self.refused
-            else "",
+            (
+                f"names the wrong shard for {count_of(self.misplaced, 'tensor')}"
+                if self.misplaced
+                else ""
+            ),
+            (
+                f"does not list {count_of(self.unlisted, 'tensor')} of the shards{in_part}"
+                if self.unlisted
+                else ""
+            ),
+            (
+                'has no object "metadata", so transformers and diffusers refuse to load the model'
+                if self.without_metadata
+                else ""
+            ),
+            (
+                f"lists the path {self.refused[0]!r}, and diffusers refuses all but names of files"
+                if self.refused
+                else ""
+            ),
         ]
         return f"{self.path} {' and '.join(filter(None, problems))}"
 
@@ -202,25 +243,29 @@ class IndexMismatch(Finding):
             return "not rebuilt: set the shards of all but one save aside, then repair"
         if self.twin:
             return (
-                f"not written: no loader looks for it; if these are the shards that {self.twin} lists, give them the "
-                "names in it"
+                f"not written: no loader looks for it; if these are the shards that {self.twin} "
+                "lists, give them the names in it"
             )
         if self.unread:
             return (
-                "accelerate.load_checkpoint_in_model reads each file by its ending: load the model with it, and save "
-                "it again"
+                "accelerate.load_checkpoint_in_model reads each file by its ending: load the model "
+                "with it, and save it again"
             )
         if self.doubled and not self.lost:
             return (
-                "not rebuilt: from_pretrained and load_checkpoint_in_model take the last shard by name, the Trainer's "
-                "resume takes any; copy the shards again from where they came"
+                "not rebuilt: from_pretrained and load_checkpoint_in_model take the last shard by "
+                "name, the Trainer's resume takes any; copy the shards again from where they came"
             )
         if 0 < len(self.lost) <= self.unlisted:
             return (
-                "not rebuilt: either a shard is of another model, and loading leaves random weights without an error, "
-                "or the index has wrong keys; copy the index and the shards again from where they came"
+                "not rebuilt: either a shard is of another model, and loading leaves random "
+                "weights without an error, or the index has wrong keys; copy the index and the "
+                "shards again from where they came"
             )
-        return "not rebuilt: loading would leave random weights; copy the shards again from where they came"
+        return (
+            "not rebuilt: loading would leave random weights; copy the shards again from where "
+            "they came"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +294,10 @@ class UndecidedIndex(IndexMismatch):
         return False
 
     def __str__(self) -> str:
-        return f"{self.path} is missing, its shards are there; {_loads(self.loads)} now, and would not with this index"
+        return (
+            f"{self.path} is missing, its shards are there; {_loads(self.loads)} now, and would "
+            "not with this index"
+        )
 
     @property
     def advice(self) -> str:
@@ -261,10 +309,11 @@ class UndecidedIndex(IndexMismatch):
 class OddIndex(Finding):
     """An index that differs from the headers in a way that changes no load.
 
-    ``computed``: listed keys that no shard holds and no load needs. ``unlisted``: the number of tensors that the listed
-    shards hold besides. ``repeated``: keys that the file has twice. ``misplaced``: the number of tensors that it places
-    in another of the listed shards. ``copied``: tensors that several shards hold with equal values. ``leads_back``: the
-    paths that lead through other folders to a file in this one, such as ``/data/model/x``.
+    ``computed``: listed keys that no shard holds and no load needs. ``unlisted``: the number of
+    tensors that the listed shards hold besides. ``repeated``: keys that the file has twice.
+    ``misplaced``: the number of tensors that it places in another of the listed shards. ``copied``:
+    tensors that several shards hold with equal values. ``leads_back``: the paths that lead through
+    other folders to a file in this one, such as ``/data/model/x``.
     """
 
     code = IndexMismatch.code
@@ -281,50 +330,77 @@ class OddIndex(Finding):
 
     def __str__(self) -> str:
         differences = [
-            f"names the wrong shard for {count_of(self.misplaced, 'tensor')}, and its loaders read all shards"
-            if self.misplaced
-            else "",
-            f"lists shards that share {count_of(len(self.copied), 'tensor')}, with equal values: "
-            f"{list_names(self.copied)}"
-            if self.copied
-            else "",
-            f"lists {count_of(len(self.computed), 'tensor')} that no shard holds and no load needs: "
-            f"{list_names(self.computed)}"
-            if self.computed
-            else "",
-            f"does not list {count_of(self.unlisted, 'tensor')} of the shards, which are loaded all the same"
-            if self.unlisted
-            else "",
-            f"has {count_of(len(self.repeated), 'key')} twice, of which the last counts: "
-            f"{list_names(self.repeated)}"
-            if self.repeated
-            else "",
-            f"lists {count_of(len(self.leads_back), 'path')} through other folders (first {self.leads_back[0]!r}): a "
-            "copy of the folder elsewhere loads these files, or fails"
-            if self.leads_back
-            else "",
+            (
+                f"names the wrong shard for {count_of(self.misplaced, 'tensor')}, and its loaders "
+                "read all shards"
+                if self.misplaced
+                else ""
+            ),
+            (
+                f"lists shards that share {count_of(len(self.copied), 'tensor')}, with equal "
+                f"values: {list_names(self.copied)}"
+                if self.copied
+                else ""
+            ),
+            (
+                f"lists {count_of(len(self.computed), 'tensor')} that no shard holds and no load "
+                f"needs: {list_names(self.computed)}"
+                if self.computed
+                else ""
+            ),
+            (
+                f"does not list {count_of(self.unlisted, 'tensor')} of the shards, which are "
+                "loaded all the same"
+                if self.unlisted
+                else ""
+            ),
+            (
+                f"has {count_of(len(self.repeated), 'key')} twice, of which the last counts: "
+                f"{list_names(self.repeated)}"
+                if self.repeated
+                else ""
+            ),
+            (
+                f"lists {count_of(len(self.leads_back), 'path')} through other folders (first "
+                f"{self.leads_back[0]!r}): a copy of the folder elsewhere loads these files, or "
+                "fails"
+                if self.leads_back
+                else ""
+            ),
         ]
         return f"{self.path} {' and '.join(filter(None, differences))}"
 
     @property
     def advice(self) -> str:
-        """Advice for the one loader that compares the keys of the index with those of the model, and for ckptfix."""
+        """Advice for the one loader that compares the keys of the index with those of the model,
+        and for ckptfix.
+        """
         advice = [
-            "ignore this; transformers.trainer_utils.load_sharded_checkpoint needs strict=False"
-            if self.computed or self.unlisted
-            else "",
-            "loaders take the same values; ckptfix migrate and seal refuse such shards: load the model, and save it"
-            if self.copied
-            else "",
-            "before you copy or move the folder, change the paths in the index to names of files"
-            if self.leads_back
-            else "",
+            (
+                "ignore this; transformers.trainer_utils.load_sharded_checkpoint needs strict=False"
+                if self.computed or self.unlisted
+                else ""
+            ),
+            (
+                "loaders take the same values; ckptfix migrate and seal refuse such shards: load "
+                "the model, and save it"
+                if self.copied
+                else ""
+            ),
+            (
+                "before you copy or move the folder, change the paths in the index to names of "
+                "files"
+                if self.leads_back
+                else ""
+            ),
         ]
         return "; ".join(filter(None, advice))
 
 
 class ForeignIndex(Finding):
-    """A file next to shards whose name ends like that of an index, and that is not one of weights."""
+    """A file next to shards whose name ends like that of an index, and that is not one of
+    weights.
+    """
 
     __slots__ = ()
 
@@ -335,23 +411,27 @@ class ForeignIndex(Finding):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: load_checkpoint_in_model takes each *.index.json for an index of weights: it refuses a "
-            "folder with two, and from this one alone it loads nothing"
+            f"{self.path}: load_checkpoint_in_model takes each *.index.json for an index of "
+            "weights: it refuses a folder with two, and from this one alone it loads nothing"
         )
 
     @property
     def advice(self) -> str:
         """Advice for the one loader that looks at the endings of names."""
-        return f"if you load the model with accelerate, move {self.path} to another folder; other loaders ignore it"
+        return (
+            f"if you load the model with accelerate, move {self.path} to another folder; other "
+            "loaders ignore it"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftoverIndex(Finding):
-    """An index whose shards are gone, next to a complete file or index of another save, which its loaders take before.
+    """An index whose shards are gone, next to a complete file or index of another save, which its
+    loaders take before.
 
-    ``file``: that file or index. ``missing``: listed shards that are gone. ``shards``: those that are still there.
-    ``problem``: why the index cannot be read, "" for a readable one. ``refused_by``: a loader that refuses the folder,
-    because it has two indexes.
+    ``file``: that file or index. ``missing``: listed shards that are gone. ``shards``: those that
+    are still there. ``problem``: why the index cannot be read, "" for a readable one.
+    ``refused_by``: a loader that refuses the folder, because it has two indexes.
     """
 
     code = IndexMismatch.code
@@ -389,8 +469,8 @@ class LeftoverIndex(Finding):
             else ""
         )
         return (
-            f"if {self.file} is the save that you want, set {self.path}{shards} aside: ckptfix repair DIR --keep "
-            f"{self.file}"
+            f"if {self.file} is the save that you want, set {self.path}{shards} aside: ckptfix "
+            f"repair DIR --keep {self.file}"
         )
 
 
@@ -398,8 +478,8 @@ class LeftoverIndex(Finding):
 class BlockingIndex(LeftoverIndex):
     """An index whose shards are gone, and that a loader takes before the file of a later save.
 
-    ``loaders``: these loaders. ``holds``: how many keys the index lists, 0 where the file lacks some of them.
-    ``is_resumed``: the Trainer takes the file, and resumes.
+    ``loaders``: these loaders. ``holds``: how many keys the index lists, 0 where the file lacks
+    some of them. ``is_resumed``: the Trainer takes the file, and resumes.
     """
 
     code = IndexMismatch.code
@@ -411,7 +491,9 @@ class BlockingIndex(LeftoverIndex):
 
     @property
     def resume(self) -> Resume:
-        """It succeeds where the Trainer takes the file before the index; ``from_pretrained`` still fails."""
+        """It succeeds where the Trainer takes the file before the index; ``from_pretrained`` still
+        fails.
+        """
         return Resume.SUCCEEDS if self.is_resumed else Resume.FAILS
 
     def __str__(self) -> str:
@@ -431,8 +513,8 @@ class StrayShard(Finding):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "a `.distcp` file that `.metadata` does not list: another save left it, and loaders ignore it; or a copy among "
-        "the files of DeepSpeed, which zero_to_fp32 reads as one of them"
+        "a `.distcp` file that `.metadata` does not list: another save left it, and loaders ignore "
+        "it; or a copy among the files of DeepSpeed, which zero_to_fp32 reads as one of them"
     )
 
     def __str__(self) -> str:
@@ -446,7 +528,8 @@ class StrayShard(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrayStates(StrayShard):
-    """A file in a folder of DeepSpeed under a name of no rank that ``zero_to_fp32`` takes by its ending.
+    """A file in a folder of DeepSpeed under a name of no rank that ``zero_to_fp32`` takes by its
+    ending.
 
     ``effect``: the outcome of a load, in words.
     """
@@ -469,7 +552,9 @@ class StrayStates(StrayShard):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedStates(StrayStates):
-    """Such a file from which ``zero_to_fp32`` takes buffers and shapes: right ones only of a copy of this save."""
+    """Such a file from which ``zero_to_fp32`` takes buffers and shapes: right ones only of a copy
+    of this save.
+    """
 
     severity = Severity.WARNING
 
@@ -493,23 +578,25 @@ class CountedStates(RefusedStates):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleShard(Finding):
-    """A shard of another save next to a complete model. ``index``: the index or the file of that model."""
+    """A shard of another save next to a complete model. ``index``: the index or the file of that
+    model.
+    """
 
     code = "stale-shard"
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "a shard that no index lists, next to a complete model: another save left it, and loaders that go by the index "
-        "ignore it. A warning where torch's `HuggingFaceStorageReader`, which reads every safetensors file, may take "
-        "its values"
+        "a shard that no index lists, next to a complete model: another save left it, and loaders "
+        "that go by the index ignore it. A warning where torch's `HuggingFaceStorageReader`, "
+        "which reads every safetensors file, may take its values"
     )
 
     index: PurePosixPath
 
     def __str__(self) -> str:
         return (
-            f"{self.path} is left over from another save: loaders that go by the index take {self.index}, which does "
-            "not list it"
+            f"{self.path} is left over from another save: loaders that go by the index take "
+            f"{self.index}, which does not list it"
         )
 
     @property
@@ -520,7 +607,8 @@ class StaleShard(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalShard(StaleShard):
-    """A left-over safetensors shard with other values than the model that the index lists: a warning.
+    """A left-over safetensors shard with other values than the model that the index lists: a
+    warning.
 
     ``tensors``: the number of its tensors whose values differ. ``difference``: the first of them.
     """
@@ -533,8 +621,9 @@ class RivalShard(StaleShard):
     def __str__(self) -> str:
         return (
             f"{self.path} is left over from another save, and has other values of "
-            f"{count_of(self.tensors, 'tensor')} of {self.index} (first {self.difference!r}): transformers, diffusers "
-            "and accelerate ignore it, torch's HuggingFaceStorageReader reads every safetensors file and may take them"
+            f"{count_of(self.tensors, 'tensor')} of {self.index} (first {self.difference!r}): "
+            "transformers, diffusers and accelerate ignore it, torch's HuggingFaceStorageReader "
+            "reads every safetensors file and may take them"
         )
 
 
@@ -542,8 +631,8 @@ class RivalShard(StaleShard):
 class IncompleteShards(StaleShard):
     """Shards without their index, of which some are gone, next to a complete model: a warning.
 
-    Loaders pass over them, but nothing shows whether the save that was interrupted is the later one. ``others``: all
-    of them but the first.
+    Loaders pass over them, but nothing shows whether the save that was interrupted is the later
+    one. ``others``: all of them but the first.
     """
 
     severity = Severity.WARNING
@@ -553,25 +642,30 @@ class IncompleteShards(StaleShard):
     def __str__(self) -> str:
         others = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
         return (
-            f"{self.path}{others} of an incomplete save: other shards and their index are missing; loaders take "
-            f"{self.index}"
+            f"{self.path}{others} of an incomplete save: other shards and their index are missing; "
+            f"loaders take {self.index}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
         shards = "these shards" if self.others else str(self.path)
-        return f"delete {shards}, if {self.index} is the save that you want; else copy the shards and their index again"
+        return (
+            f"delete {shards}, if {self.index} is the save that you want; else copy the shards and "
+            "their index again"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleFamily(Finding):
-    """A model that is stored twice, as safetensors and as ``.bin`` or in one file and in shards, with other values.
+    """A model that is stored twice, as safetensors and as ``.bin`` or in one file and in shards,
+    with other values.
 
-    ``preferred``: the file or index that most loaders take. ``loads``: loader -> the file or index that it takes.
-    ``unlisted``: which of the two is an index that is missing, so that no loader finds its shards. ``refused_by``: a
-    loader that refuses the folder, as it has two indexes. ``tensors``: the number of keys that both have.
-    ``difference``: the first key whose values differ.
+    ``preferred``: the file or index that most loaders take. ``loads``: loader -> the file or index
+    that it takes. ``unlisted``: which of the two is an index that is missing, so that no loader
+    finds its shards. ``refused_by``: a loader that refuses the folder, as it has two indexes.
+    ``tensors``: the number of keys that both have. ``difference``: the first key whose values
+    differ.
     """
 
     code = "stale-family"
@@ -579,8 +673,8 @@ class StaleFamily(Finding):
     action = Action.ASK
     option = "--keep FILE"
     meaning = (
-        "a model is stored in two formats, or in one file and in shards, with different values: loaders differ in "
-        "which they take"
+        "a model is stored in two formats, or in one file and in shards, with different values: "
+        "loaders differ in which they take"
     )
 
     preferred: PurePosixPath
@@ -593,8 +687,8 @@ class StaleFamily(Finding):
     def __str__(self) -> str:
         path, preferred = _stored(self.path, self.unlisted), _stored(self.preferred, self.unlisted)
         return (
-            f"{path}: the same {count_of(self.tensors, 'key')} as in {preferred}, with other values (first "
-            f"in {self.difference!r}){_loading(self.loads, self.refused_by)}"
+            f"{path}: the same {count_of(self.tensors, 'key')} as in {preferred}, with other "
+            f"values (first in {self.difference!r}){_loading(self.loads, self.refused_by)}"
         )
 
     @property
@@ -610,10 +704,11 @@ class StaleFamily(Finding):
 class SecondFamily(Finding):
     """A model that is stored twice, with equal values, or with other keys, dtypes or shapes.
 
-    ``preferred``, ``loads``, ``unlisted``, ``refused_by``, ``tensors``: as in ``StaleFamily``. ``own``: keys of this
-    one alone; ``absent``: those of the preferred one alone; ``changed``: those with another dtype or shape.
-    ``uncompared``: the number of tensors whose bytes are scattered over a file. ``sampled``: not every byte of the
-    others was compared. ``is_damaged``: this one is, so that nothing was compared; another finding says how.
+    ``preferred``, ``loads``, ``unlisted``, ``refused_by``, ``tensors``: as in ``StaleFamily``.
+    ``own``: keys of this one alone; ``absent``: those of the preferred one alone; ``changed``:
+    those with another dtype or shape. ``uncompared``: the number of tensors whose bytes are
+    scattered over a file. ``sampled``: not every byte of the others was compared. ``is_damaged``:
+    this one is, so that nothing was compared; another finding says how.
     """
 
     code = "second-family"
@@ -621,8 +716,8 @@ class SecondFamily(Finding):
     action = Action.ASK
     option = "--keep FILE"
     meaning = (
-        "a model is stored in two formats, or in one file and in shards: with equal values, or with other keys or "
-        "dtypes"
+        "a model is stored in two formats, or in one file and in shards: with equal values, or "
+        "with other keys or dtypes"
     )
 
     preferred: PurePosixPath
@@ -653,17 +748,24 @@ class SecondFamily(Finding):
             (self.changed, "of another dtype or shape"),
         )
         told = [
-            f"{count_of(len(keys), 'key')} {what}: {list_names(keys)}" for keys, what in differences if keys
+            f"{count_of(len(keys), 'key')} {what}: {list_names(keys)}"
+            for keys, what in differences
+            if keys
         ]
         if told:
             return (
-                f"{path}: {'; '.join(told)}; values were not compared{_loading(self.loads, self.refused_by)}"
+                f"{path}: {'; '.join(told)}; values were not "
+                f"compared{_loading(self.loads, self.refused_by)}"
             )
         how = "sampled bytes" if self.sampled else "bytes"
-        left = f", but for {count_of(self.uncompared, 'tensor')} not compared" if self.uncompared else ""
+        left = (
+            f", but for {count_of(self.uncompared, 'tensor')} not compared"
+            if self.uncompared
+            else ""
+        )
         return (
-            f"{path}: the same model as {preferred} ({count_of(self.tensors, 'key')}, {how} equal{left})"
-            f"{_loading(self.loads, self.refused_by)}"
+            f"{path}: the same model as {preferred} ({count_of(self.tensors, 'key')}, {how} "
+            f"equal{left}){_loading(self.loads, self.refused_by)}"
         )
 
     @property
@@ -673,19 +775,22 @@ class SecondFamily(Finding):
             return f"either is enough; {_keep(self.preferred, self.path)}"
         if self.is_damaged:
             return (
-                f"if {self.preferred} is the save that you want: ckptfix repair DIR --keep {self.preferred}"
+                f"if {self.preferred} is the save that you want: ckptfix repair DIR --keep "
+                f"{self.preferred}"
             )
         if self.unlisted:
             return f"make sure that both are of one save; {_keep(self.preferred, self.path)}"
         return (
-            f"make sure that both are of one save: ckptfix diff DIR/{self.preferred} DIR/{self.path}\n"
-            f"{_keep(self.preferred, self.path)}"
+            f"make sure that both are of one save: ckptfix diff DIR/{self.preferred} "
+            f"DIR/{self.path}\n{_keep(self.preferred, self.path)}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialFamily(SecondFamily):
-    """A model that is stored twice, once without many of its keys. ``partial``: that one, which a loader takes."""
+    """A model that is stored twice, once without many of its keys. ``partial``: that one, which a
+    loader takes.
+    """
 
     code = SecondFamily.code
     severity = Severity.WARNING
@@ -696,15 +801,20 @@ class PartialFamily(SecondFamily):
         lost = self.own or self.absent
         complete = self.path if self.partial == self.preferred else self.preferred
         return (
-            f"{self.partial} lacks {count_of(len(lost), 'key')} of {_stored(complete, self.unlisted)}: "
-            f"{list_names(lost)}{_loading(self.loads, self.refused_by)}; these stay random, or the load fails"
+            f"{self.partial} lacks {count_of(len(lost), 'key')} of "
+            f"{_stored(complete, self.unlisted)}: "
+            f"{list_names(lost)}{_loading(self.loads, self.refused_by)}; these stay random, or "
+            "the load fails"
         )
 
     @property
     def advice(self) -> str:
         """Advice to decide between the two, as only the user knows which model is wanted."""
         complete = self.path if self.partial == self.preferred else self.preferred
-        return f"unless {self.partial} is the model that you want: ckptfix repair DIR --keep {complete}"
+        return (
+            f"unless {self.partial} is the model that you want: ckptfix repair DIR --keep "
+            f"{complete}"
+        )
 
 
 def _stored(path: PurePosixPath, unlisted: Collection[PurePosixPath]) -> str:
@@ -718,14 +828,18 @@ def _keep(*paths: PurePosixPath) -> str:
 
 
 def _loading(loads: Mapping[str, PurePosixPath], refused_by: str) -> str:
-    """Return which loader takes which file as the last part of a sentence, "" where none takes any."""
+    """Return which loader takes which file as the last part of a sentence, "" where none takes
+    any.
+    """
     refusal = f"{refused_by} refuses a folder with two indexes" if refused_by else ""
     words = ", ".join(filter(None, [_loads(loads), refusal]))
     return f"; {words}" if words else ""
 
 
 def _loads(loads: Mapping[str, PurePosixPath]) -> str:
-    """Return in words which loader takes which file: "load_state and transformers load model.safetensors"."""
+    """Return in words which loader takes which file: "load_state and transformers load
+    model.safetensors".
+    """
     by_file: dict[PurePosixPath, list[str]] = {}
     for loader, path in loads.items():
         by_file.setdefault(path, []).append(loader)

@@ -1,4 +1,6 @@
-"""Findings that other checkpoints of a run show: tensors of an earlier save, or no mark of a complete one."""
+"""Findings that other checkpoints of a run show: tensors of an earlier save, or no mark of a
+complete one.
+"""
 
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
@@ -9,17 +11,18 @@ from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 class StaleSave(Finding):
     """A save with the bytes of an earlier one, though the run went on.
 
-    ``save``: the earlier checkpoint. ``state``: what is equal, in words. ``counter``: what moved, "" for nothing, from
-    ``begin`` to ``end``. ``rate``: the learning rate, None where it is not known. ``sampled``: the first bytes of each
-    tensor were compared.
+    ``save``: the earlier checkpoint. ``state``: what is equal, in words. ``counter``: what moved,
+    "" for nothing, from ``begin`` to ``end``. ``rate``: the learning rate, None where it is not
+    known. ``sampled``: the first bytes of each tensor were compared.
     """
 
     code = "stale-save"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a checkpoint has the weights or the optimizer of the checkpoint before it, though a counter in it moved: the "
-        "save wrote old bytes. A note where no counter moved, as in a copy"
+        "a checkpoint has the weights or the optimizer of the checkpoint before it, though a "
+        "counter in it moved: the save wrote old bytes. A note where no counter moved, as in a "
+        "copy"
     )
 
     save: str
@@ -33,22 +36,27 @@ class StaleSave(Finding):
     def __str__(self) -> str:
         rate = f" at a learning rate of {self.rate:.3g}" if self.rate is not None else ""
         return (
-            f"{self.path}: {self.state} of {self.save} (expected new values: {self.counter} went from "
-            f"{self.begin:.15g} to {self.end:.15g}{rate}){self._compared}"
+            f"{self.path}: {self.state} of {self.save} (expected new values: {self.counter} went "
+            f"from {self.begin:.15g} to {self.end:.15g}{rate}){self._compared}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to find out what the script saves."""
         return (
-            f"a resume would continue from the older values: resume from a checkpoint before {self.save}, or from "
-            f"{self.save} itself, and look at what the script saves (an asynchronous copy that was not awaited, "
-            "another model object). If nothing was trained between the two saves, ignore this"
+            "a resume would continue from the older values: resume from a checkpoint before "
+            f"{self.save}, or from {self.save} itself, and look at what the script saves (an "
+            "asynchronous copy that was not awaited, another model object). If nothing was "
+            "trained between the two saves, ignore this"
         )
 
     @property
     def _compared(self) -> str:
-        return "; the first bytes of each tensor are equal" if self.sampled else "; every byte is equal"
+        return (
+            "; the first bytes of each tensor are equal"
+            if self.sampled
+            else "; every byte is equal"
+        )
 
 
 class DoubtfulSave(StaleSave):
@@ -71,8 +79,9 @@ class OldShard(StaleSave):
     def advice(self) -> str:
         """Advice to get the shard of this save."""
         return (
-            f"the model is mixed of two saves: copy {self.path} again from where the checkpoint came, or resume from "
-            f"{self.save}. If the script did not train these weights, ignore this"
+            f"the model is mixed of two saves: copy {self.path} again from where the checkpoint "
+            f"came, or resume from {self.save}. If the script did not train these weights, ignore "
+            "this"
         )
 
 
@@ -85,14 +94,19 @@ class DoubtfulShard(OldShard):
 
 
 class CopiedSave(StaleSave):
-    """Two checkpoints with equal counters and tensors: one is a copy, or nothing was trained between the two saves."""
+    """Two checkpoints with equal counters and tensors: one is a copy, or nothing was trained
+    between the two saves.
+    """
 
     __slots__ = ()
 
     severity = Severity.NOTE
 
     def __str__(self) -> str:
-        return f"{self.path}: copy of {self.save} (equal {self.state}, and no counter moved){self._compared}"
+        return (
+            f"{self.path}: copy of {self.save} (equal {self.state}, and no counter "
+            f"moved){self._compared}"
+        )
 
     @property
     def advice(self) -> str:
@@ -102,7 +116,9 @@ class CopiedSave(StaleSave):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnmarkedSave(InterruptedSave):
-    """A save without the file that its library writes last. ``known_by``: a checkpoint of the run that has it."""
+    """A save without the file that its library writes last. ``known_by``: a checkpoint of the run
+    that has it.
+    """
 
     known_by: str
 
@@ -112,19 +128,24 @@ class UnmarkedSave(InterruptedSave):
         return Resume.FAILS if self.severity is Severity.WARNING else Resume.SUCCEEDS
 
     def __str__(self) -> str:
-        return f"{self.path} is missing, which {self.known_by} has: it is written last, so the save was interrupted"
+        return (
+            f"{self.path} is missing, which {self.known_by} has: it is written last, so the save "
+            "was interrupted"
+        )
 
     @property
     def advice(self) -> str:
         """Advice to resume from another checkpoint."""
         return (
-            f"the library passes over this checkpoint, or loads a part of it: resume from {self.known_by}. If the file "
-            "was left out of a copy, copy it again"
+            "the library passes over this checkpoint, or loads a part of it: resume from "
+            f"{self.known_by}. If the file was left out of a copy, copy it again"
         )
 
 
 class PerhapsUnmarked(UnmarkedSave):
-    """The same where the library may write the file since a later checkpoint alone, or the run has fewer ranks."""
+    """The same where the library may write the file since a later checkpoint alone, or the run has
+    fewer ranks.
+    """
 
     __slots__ = ()
 
@@ -136,4 +157,7 @@ class PerhapsUnmarked(UnmarkedSave):
     @property
     def advice(self) -> str:
         """Advice for a save that may be complete."""
-        return "ignore this if the library writes the file since a later version, or the run had fewer ranks"
+        return (
+            "ignore this if the library writes the file since a later version, or the run had "
+            "fewer ranks"
+        )

@@ -1,4 +1,6 @@
-"""Findings about what ``from_pretrained`` of transformers makes of weights whose config contradicts them."""
+"""Findings about what ``from_pretrained`` of transformers makes of weights whose config contradicts
+them.
+"""
 
 from typing import ClassVar
 
@@ -11,15 +13,17 @@ from ckptfix.diagnosis.findings.load_faults import UnusedKeys
 class DeadWeights(UnusedKeys):
     """Weights behind a prefix that their class does not have.
 
-    ``model``: that class, ``version``: of transformers. ``reason``: what else may load the keys, "" for nothing.
+    ``model``: that class, ``version``: of transformers. ``reason``: what else may load the keys, ""
+    for nothing.
     """
 
     code = "dead-weights"
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the keys of a model begin with a wrapper (`module.`, `_orig_mod.`, `base_model.model.`), or none of them is a "
-        "key of its class: `from_pretrained` of transformers finds none of these tensors, and leaves the weights random"
+        "the keys of a model begin with a wrapper (`module.`, `_orig_mod.`, `base_model.model.`), "
+        "or none of them is a key of its class: `from_pretrained` of transformers finds none of "
+        "these tensors, and leaves the weights random"
     )
 
     model: str
@@ -29,7 +33,10 @@ class DeadWeights(UnusedKeys):
     effect: ClassVar[str] = "from_pretrained leaves {tensors} unused, and the weights random"
 
     def __str__(self) -> str:
-        return f"{UnusedKeys.__str__(self)}, by the keys of {self.model} in transformers {self.version}"
+        return (
+            f"{UnusedKeys.__str__(self)}, by the keys of {self.model} in transformers "
+            f"{self.version}"
+        )
 
 
 class DoubtfulWeights(DeadWeights):
@@ -44,7 +51,10 @@ class DoubtfulWeights(DeadWeights):
     @property
     def advice(self) -> str:
         """Advice to rename the keys if from_pretrained is to load them."""
-        return f"{self.reason}; if from_pretrained is to load the folder: ckptfix repair DIR --allow dead-weights"
+        return (
+            f"{self.reason}; if from_pretrained is to load the folder: ckptfix repair DIR --allow "
+            "dead-weights"
+        )
 
 
 class MixedWeights(DoubtfulWeights):
@@ -66,9 +76,9 @@ class ForeignWeights(DeadWeights):
     def advice(self) -> str:
         """Advice to save the model again without what the script puts around it."""
         return (
-            "the keys are of a module around the model, such as a LightningModule or a PeftModel, or of another model: "
-            "write the folder again with save_pretrained() of the inner model (PEFT: after merge_and_unload()), or "
-            "correct architectures in config.json"
+            "the keys are of a module around the model, such as a LightningModule or a PeftModel, "
+            "or of another model: write the folder again with save_pretrained() of the inner "
+            "model (PEFT: after merge_and_unload()), or correct architectures in config.json"
         )
 
 
@@ -84,16 +94,18 @@ class ForeignWeightsOfState(ForeignWeights):
 class MismatchedConfig(Finding):
     """Weights of other sizes than the config says.
 
-    ``setting``: the attribute of the config, ``value``: what it says. ``tensors``: what the file has. ``effect``: of a
-    load. ``version``: of transformers, whose class ``model`` the table describes.
+    ``setting``: the attribute of the config, ``value``: what it says. ``tensors``: what the file
+    has. ``effect``: of a load. ``version``: of transformers, whose class ``model`` the table
+    describes.
     """
 
     code = "mismatched-config"
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "`config.json` has another vocabulary, or another number of layers or experts, than the tensors: "
-        "`from_pretrained` of transformers fails with `size mismatch`, or leaves layers random"
+        "`config.json` has another vocabulary, or another number of layers or experts, than the "
+        "tensors: `from_pretrained` of transformers fails with `size mismatch`, or leaves layers "
+        "random"
     )
 
     model: str
@@ -105,21 +117,24 @@ class MismatchedConfig(Finding):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.tensors} (expected {self.value}, as {self.setting} of config.json says); "
-            f"{self.model} of transformers {self.version} {self.effect}"
+            f"{self.path}: {self.tensors} (expected {self.value}, as {self.setting} of config.json "
+            f"says); {self.model} of transformers {self.version} {self.effect}"
         )
 
     @property
     def resume(self) -> Resume:
-        """The outcome of a resume: it loads into the model of the script, which may have the sizes of the file."""
+        """The outcome of a resume: it loads into the model of the script, which may have the sizes
+        of the file.
+        """
         return Resume.FAILS_IF_NEW
 
     @property
     def advice(self) -> str:
         """Advice to bring config and weights of one save together."""
         return (
-            "config and weights are of two saves, or a part of the weights is lost: copy both again from one save, or "
-            f"correct {self.setting} in config.json if the tensors are complete"
+            "config and weights are of two saves, or a part of the weights is lost: copy both "
+            f"again from one save, or correct {self.setting} in config.json if the tensors are "
+            "complete"
         )
 
 

@@ -1,4 +1,5 @@
-"""Verdicts on loads of a folder, from configs and headers: each rule is a function of a ``Load`` alone.
+"""Verdicts on loads of a folder, from configs and headers: each rule is a function of a ``Load``
+alone.
 
 Only what a config or the keys record is judged. Everything else is listed as not checked.
 """
@@ -9,13 +10,16 @@ from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
 
-
 JUDGED = ("peft", "transformers", "diffusers")
-"""Libraries with rules about their loads. Of diffusers there is none yet: what is not checked is listed."""
+"""Libraries with rules about their loads. Of diffusers there is none yet: what is not checked is
+listed.
+"""
 
 
 def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
-    """Return the verdict on every load of a judged library. Its rules are imported where a folder has such a load."""
+    """Return the verdict on every load of a judged library. Its rules are imported where a folder
+    has such a load.
+    """
     verdicts: list[LoadVerdict] = []
     of_models: list[Load] = []
     for load in loads:

@@ -1,8 +1,9 @@
 """Adapters of PEFT against their config: which of the tensors a load brings to life.
 
-Facts from PEFT 0.21 (``utils/save_and_load.py``): ``PeftModel.from_pretrained`` makes the adapter anew from the
-config, and loads the file with ``strict=False``. A key that no parameter has is dropped without a word, a parameter
-without a key stays as it was made, and another shape is a RuntimeError.
+Facts from PEFT 0.21 (``utils/save_and_load.py``): ``PeftModel.from_pretrained`` makes the adapter
+anew from the config, and loads the file with ``strict=False``. A key that no parameter has is
+dropped without a word, a parameter without a key stays as it was made, and another shape is a
+RuntimeError.
 """
 
 import re
@@ -65,7 +66,8 @@ _PROMPT = "prompt_embeddings"
 """The one key of an adapter that trains prompts. It has no prefix."""
 
 _MARKS = {
-    "LORA": "lora_", "ADALORA": "lora_", "LOHA": "hada_", "LOKR": "lokr_", "IA3": "ia3_", "VERA": "vera_lambda_",
+    "LORA": "lora_", "ADALORA": "lora_", "LOHA": "hada_", "LOKR": "lokr_", "IA3": "ia3_",
+    "VERA": "vera_lambda_",
 }  # fmt: skip
 """Type of an adapter -> the beginning of the names of its parameters."""
 
@@ -82,7 +84,8 @@ _PARTS: dict[str, tuple[tuple[tuple[str, ...], ...], ...]] = {
 """Type of an adapter -> what each module has: of each group all parameters of one alternative."""
 
 _PARTS_BY_SETTING = {"use_dora": (("lora_magnitude_vector",),), "lora_bias": (("lora_B.bias",),)}
-"""Setting of a LoRA -> a further group. PEFT has both in every module, and no biases in embeddings."""
+"""Setting of a LoRA -> a further group. PEFT has both in every module, and no biases in embeddings.
+"""
 
 _RANKS = {
     "LORA": {"lora_A": 0, "lora_embedding_A": 0, "lora_B": 1, "lora_embedding_B": 1},
@@ -90,13 +93,17 @@ _RANKS = {
     "LOKR": {"lokr_w1_b": 0, "lokr_w2_b": 0},
     "VERA": {"vera_lambda_d": 0},
 }
-"""Type of an adapter -> parameter -> the dimension that is the rank. Convolutions are judged by ``lora_A`` alone."""
+"""Type of an adapter -> parameter -> the dimension that is the rank. Convolutions are judged by
+``lora_A`` alone.
+"""
 
 _ZERO_AT_START = {
     "LORA": ("lora_B", "lora_embedding_A"), "ADALORA": ("lora_E",), "LOHA": ("hada_w2_b",),
     "LOKR": ("lokr_w1", "lokr_w1_a"), "VERA": ("vera_lambda_b",),
 }  # fmt: skip
-"""Type of an adapter -> parameters that PEFT makes of zeros, so that the adapter changes nothing before a step."""
+"""Type of an adapter -> parameters that PEFT makes of zeros, so that the adapter changes nothing
+before a step.
+"""
 
 _OF_CLASSES = frozenset({"classifier", "score"})
 """Heads of which PEFT adds both to ``modules_to_save`` for a classification; a model has one."""
@@ -104,14 +111,18 @@ _OF_CLASSES = frozenset({"classifier", "score"})
 _AGAIN = "copy the adapter again from where it came, use another checkpoint, or train again"
 
 _MAX_KEY, _MAX_PATTERNS = 300, 100
-"""Length and number of texts of a config beyond which they are not compared: no library writes so many."""
+"""Length and number of texts of a config beyond which they are not compared: no library writes so
+many.
+"""
 
 _MAX_WAYS = 10_000
 """Ways to match a regular expression of a config beyond which it is not compared."""
 
 
 class _Parameter(NamedTuple):
-    """A tensor of an adapter. ``key``: in the file. ``module``: in the base model. ``name``: such as ``lora_A``."""
+    """A tensor of an adapter. ``key``: in the file. ``module``: in the base model. ``name``: such
+    as ``lora_A``.
+    """
 
     key: str
     module: str
@@ -120,7 +131,9 @@ class _Parameter(NamedTuple):
 
 
 def judge_adapter(load: Load) -> LoadVerdict:
-    """Return the verdict on an adapter. Missing tensors are judged under the keys that it should have."""
+    """Return the verdict on an adapter. Missing tensors are judged under the keys that it should
+    have.
+    """
     kind = str(load.config["peft_type"])
     names = _Names(load, kind)
     findings: list[Finding] = list(names.findings())
@@ -140,7 +153,10 @@ def judge_adapter(load: Load) -> LoadVerdict:
     lost = {key: None for key, tensor in load.tensors.items() if tensor.shape == (0,)}
     if lost:
         tensors = f"{len(lost)} of {count_of(len(load.tensors), 'tensor')}"
-        lacks = f"{tensors} hold no elements, such as {next(iter(lost))}, as ZeRO-3 leaves them in each rank"
+        lacks = (
+            f"{tensors} hold no elements, such as {next(iter(lost))}, as ZeRO-3 leaves them in "
+            "each rank"
+        )
         findings.append(_empty(load, lacks, "PEFT fails with 'size mismatch'"))
         for file in load.files:
             explained |= {(WrongState, file), (EmptyExport, file)}
@@ -156,37 +172,45 @@ def judge_adapter(load: Load) -> LoadVerdict:
     elif kind in _MARKS:
         if load.is_whole:
             findings += _missing(load, kind, parameters, names.expected.values())
-        of_ranks = _ranks(load, kind, [parameter for parameter in parameters if parameter.key not in lost])
+        of_ranks = _ranks(
+            load, kind, [parameter for parameter in parameters if parameter.key not in lost]
+        )
         findings += of_ranks.findings
         unchecked += of_ranks.unchecked
         if not lost:
             findings += _zeros(load, kind, parameters)
         if not isinstance(load.config.get("target_modules"), list):
             unchecked.append(
-                f"{load.path}: whether every module that adapter_config.json targets has tensors: only the base model "
-                "shows which modules match"
+                f"{load.path}: whether every module that adapter_config.json targets has tensors: "
+                "only the base model shows which modules match"
             )
     else:
         unchecked.append(f"{load.path}: ranks and missing tensors of an adapter of type {kind}")
-    unchecked.append(f"{load.path} against its base model (modules, shapes); ckptfix check --load asks PEFT")
+    unchecked.append(
+        f"{load.path} against its base model (modules, shapes); ckptfix check --load asks PEFT"
+    )
     return LoadVerdict(tuple(findings), tuple(unchecked), frozenset(explained))
 
 
 def judge_halves(load: Load) -> LoadVerdict:
-    """Return the verdict on an adapter without a config, as far as its keys tell: PEFT saves both matrices of LoRA."""
+    """Return the verdict on an adapter without a config, as far as its keys tell: PEFT saves both
+    matrices of LoRA.
+    """
     parameters = [
         parameter
         for key, expected in _Names(load, "LORA").expected.items()
         if (parameter := _parameter(key, expected, load.tensors[key].shape, "LORA")) is not None
     ]
-    return LoadVerdict(tuple(_lone_parts(load, "LORA", parameters, DoubtfulParts)) if load.is_whole else ())
+    return LoadVerdict(
+        tuple(_lone_parts(load, "LORA", parameters, DoubtfulParts)) if load.is_whole else ()
+    )
 
 
 class _Names:
     """The keys of an adapter as they are and as PEFT looks for them.
 
-    ``expected``: key -> the key that PEFT looks for; without the tensors of another adapter. ``are_several``: the file
-    has several adapters, and none of them is the one to load.
+    ``expected``: key -> the key that PEFT looks for; without the tensors of another adapter.
+    ``are_several``: the file has several adapters, and none of them is the one to load.
     """
 
     def __init__(self, load: Load, kind: str) -> None:
@@ -194,16 +218,22 @@ class _Names:
         self._is_prompt = kind in _PROMPTS
         is_module = _is_module_a_wrapper(load.config)
         self._maps = {
-            key: key_map for key in load.tensors if (key_map := _without_wrappers(key, is_module)) is not None
+            key: key_map
+            for key in load.tensors
+            if (key_map := _without_wrappers(key, is_module)) is not None
         }
-        self._bare = {key: self._maps[key](key) if key in self._maps else key for key in load.tensors}
+        self._bare = {
+            key: self._maps[key](key) if key in self._maps else key for key in load.tensors
+        }
         self._names = {
             key: name
             for key, bare in self._bare.items()
             if not self._is_prompt and (name := adapter_name(bare))
         }
         unnamed = {key: bare for key, bare in self._bare.items() if key not in self._names}
-        named = {key: without_adapter_name(self._bare[key], name) for key, name in self._names.items()}
+        named = {
+            key: without_adapter_name(self._bare[key], name) for key, name in self._names.items()
+        }
         self._has_unnamed = any(map(is_of_adapter, unnamed.values()))
         self._collides = not set(unnamed.values()).isdisjoint(named.values())
         self.are_several = len(set(self._names.values())) > 1 and not self._collides
@@ -236,12 +266,16 @@ class _Names:
         elif len(maps) > 1:
             reason = "its keys begin with several wrappers, and a repair removes one of them"
             yield DoubtfulAdapter(**facts, reason=reason)
-        elif key_map.inner or (key_map.insert and not self._load.config.get("base_model_name_or_path")):
+        elif key_map.inner or (
+            key_map.insert and not self._load.config.get("base_model_name_or_path")
+        ):
             # PEFT records the name of a base that is not wrapped itself when it is adapted.
             reason = "a script that wraps its base before it adds the adapter finds these keys"
             yield AdapterOfWrapped(**facts, reason=reason)
         elif self._load.states_of == "save_state":
-            yield DoubtfulAdapter(**facts, reason="a load hook of the script may look for these keys")
+            yield DoubtfulAdapter(
+                **facts, reason="a load hook of the script may look for these keys"
+            )
         elif self._names and self._has_unnamed:
             reason = "only some of the keys have a name, so they may be of two adapters"
             yield DoubtfulAdapter(**facts, reason=reason)
@@ -251,7 +285,9 @@ class _Names:
             yield DeadAdapter(**facts)
 
     def _foreign(self) -> Iterator[Finding]:
-        """Yield a note about keys that lack the prefix of PEFT or have it twice: transformers loads them."""
+        """Yield a note about keys that lack the prefix of PEFT or have it twice: transformers loads
+        them.
+        """
         keys = list(self._load.tensors)
         prefix = dotted(BASE)
         if self._is_prompt or not keys:
@@ -273,14 +309,19 @@ class _Names:
             expected=expected,
             remove=remove,
             insert=BASE,
-            reason=f"a script that adds {prefix!r} itself, or loads into an adapted model, finds these keys",
+            reason=(
+                f"a script that adds {prefix!r} itself, or loads into an adapted model, finds "
+                "these keys"
+            ),
         )
 
 
 def _is_module_a_wrapper(config: Config) -> bool:
-    """Return whether ``module`` before every module of the base is a wrapper, by what PEFT says about the base.
+    """Return whether ``module`` before every module of the base is a wrapper, by what PEFT says
+    about the base.
 
-    PEFT records the name of a model of transformers, of which no class has such a module, or else the class.
+    PEFT records the name of a model of transformers, of which no class has such a module, or else
+    the class.
     """
     of_base = config.get("auto_mapping")
     if isinstance(of_base, dict):
@@ -291,7 +332,8 @@ def _is_module_a_wrapper(config: Config) -> bool:
 def _without_wrappers(key: str, is_module: bool) -> KeyMap | None:
     """Return what takes the wrappers off a key of PEFT, and out of it; None where it has none.
 
-    ``is_module``: ``module`` is a wrapper where the base begins, too. Elsewhere a module of the base may have the name.
+    ``is_module``: ``module`` is a wrapper where the base begins, too. Elsewhere a module of the
+    base may have the name.
     """
     segments = key.split(".")
     at = next((at for at, segment in enumerate(segments) if segment not in _WRAPPERS), 0)
@@ -299,7 +341,11 @@ def _without_wrappers(key: str, is_module: bool) -> KeyMap | None:
     if rest[0] != "base_model":
         return KeyMap(remove=before) if before and rest == [_PROMPT] else None
     wrappers = _WRAPPERS if is_module else _WRAPPERS - {"module"}
-    inside = tuple(takewhile(wrappers.__contains__, rest[len(BASE) : -1])) if tuple(rest[:2]) == BASE else ()
+    inside = (
+        tuple(takewhile(wrappers.__contains__, rest[len(BASE) : -1]))
+        if tuple(rest[:2]) == BASE
+        else ()
+    )
     if not PRIVATE_WRAPPERS.isdisjoint(rest[len(BASE) + len(inside) : -1]):
         before, inside = (
             tuple(segment for segment in chain if segment not in PRIVATE_WRAPPERS)
@@ -311,15 +357,23 @@ def _without_wrappers(key: str, is_module: bool) -> KeyMap | None:
     if not (before or inside or is_inner):
         return None
     return KeyMap(
-        remove=(*before, *BASE, *inside) if inside else before, insert=BASE if inside else (), inner=is_inner
+        remove=(*before, *BASE, *inside) if inside else before,
+        insert=BASE if inside else (),
+        inner=is_inner,
     )
 
 
 def _parameter(key: str, expected: str, shape: tuple[int, ...], kind: str) -> _Parameter | None:
-    """Return the parameter of an adapter that a key is of, None for other tensors, such as of ``modules_to_save``."""
+    """Return the parameter of an adapter that a key is of, None for other tensors, such as of
+    ``modules_to_save``.
+    """
     path = expected.split(".")
     for at in range(len(path) - 1, max(len(path) - 3, 0), -1):
-        if path[at].startswith(_MARKS.get(kind, " ")) and path[at + 1 :] in ([], ["weight"], ["bias"]):
+        if path[at].startswith(_MARKS.get(kind, " ")) and path[at + 1 :] in (
+            [],
+            ["weight"],
+            ["bias"],
+        ):
             name = ".".join(path[at:]).removesuffix(".weight")
             return _Parameter(key, ".".join(path[:at]).removeprefix(dotted(BASE)), name, shape)
     return None
@@ -332,18 +386,25 @@ def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
             path=load.path,
             lacks=lacks,
             effect=effect,
-            remedy="the weights are in no file of this folder: look for a global_step folder of DeepSpeed, or use "
-            "another checkpoint; for the next save, gather the tensors of ZeRO-3 "
-            "(stage3_gather_16bit_weights_on_model_save), and give save_pretrained no state_dict of a compiled model",
+            remedy=(
+                "the weights are in no file of this folder: look for a global_step folder of "
+                "DeepSpeed, or use another checkpoint; for the next save, gather the tensors of "
+                "ZeRO-3 (stage3_gather_16bit_weights_on_model_save), and give save_pretrained no "
+                "state_dict of a compiled model"
+            ),
         )
     where = "this folder" if load.deepspeed == "." else f"{load.deepspeed}/"
-    # The Trainer leaves it so in each checkpoint with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off.
+    # The Trainer leaves it so in each checkpoint with ZeRO-3 and
+    # stage3_gather_16bit_weights_on_model_save off.
     return UngatheredParts(
         path=load.path,
         lacks=lacks,
         effect=f"{effect}; a resume with DeepSpeed reads {where}",
-        remedy=f"the weights are in {where}: merge them with DeepSpeed's zero_to_fp32.py, and take the keys with "
-        "'lora_' of the result; set stage3_gather_16bit_weights_on_model_save for the next run",
+        remedy=(
+            f"the weights are in {where}: merge them with DeepSpeed's zero_to_fp32.py, and take "
+            "the keys with 'lora_' of the result; set stage3_gather_16bit_weights_on_model_save "
+            "for the next run"
+        ),
     )
 
 
@@ -355,7 +416,10 @@ def _prompts(load: Load, keys: Iterable[str]) -> Iterator[Finding]:
                 path=load.path,
                 lacks=f"it has no {_PROMPT}",
                 effect="PEFT fails with KeyError",
-                remedy="copy the adapter again from where it came, or save it again with save_pretrained",
+                remedy=(
+                    "copy the adapter again from where it came, or save it again with "
+                    "save_pretrained"
+                ),
             )
         return
     shape = load.tensors[_PROMPT].shape if _PROMPT in load.tensors else ()
@@ -381,7 +445,9 @@ def _lone_parts(
     """Yield the findings about modules with a part of the parameters that they should have."""
     groups = _PARTS.get(kind, ())
     if kind == "LORA":
-        groups += tuple(group for setting, group in _PARTS_BY_SETTING.items() if load.config.get(setting))
+        groups += tuple(
+            group for setting, group in _PARTS_BY_SETTING.items() if load.config.get(setting)
+        )
     known = {name for group in groups for alternative in group for name in alternative}
     modules: dict[str, set[str]] = {}
     for parameter in parameters:
@@ -403,7 +469,9 @@ def _lone_parts(
             expected = f" (expected {series(partly[0])})" if partly else ""
             yield finding(
                 path=load.path,
-                lacks=f"{count_of(len(lone), 'module')} without {absent}, such as {name}{expected}",
+                lacks=(
+                    f"{count_of(len(lone), 'module')} without {absent}, such as {name}{expected}"
+                ),
                 effect=f"PEFT makes {absent} anew, so that the training of these modules is lost",
                 remedy=_AGAIN,
             )
@@ -412,7 +480,9 @@ def _lone_parts(
 def _missing(
     load: Load, kind: str, parameters: Sequence[_Parameter], keys: Iterable[str]
 ) -> Iterator[IncompleteAdapter]:
-    """Yield the findings about parts of modules, target modules and trained heads without tensors."""
+    """Yield the findings about parts of modules, target modules and trained heads without
+    tensors.
+    """
     yield from _lone_parts(load, kind, parameters)
     modules = {parameter.module for parameter in parameters}
     if targets := _texts(load.config.get("target_modules")):
@@ -431,7 +501,10 @@ def _missing(
                 path=load.path,
                 lacks=f"no tensor for the target {list_names(absent)} of adapter_config.json",
                 effect="if the base model has such modules, they stay as in the base",
-                remedy=f"right for a base model without them, as with a list for several models; else: {_AGAIN}",
+                remedy=(
+                    "right for a base model without them, as with a list for several models; "
+                    f"else: {_AGAIN}"
+                ),
             )
     heads = _texts(load.config.get("modules_to_save"))
     if 0 < len(heads) <= _MAX_PATTERNS:
@@ -443,14 +516,17 @@ def _missing(
             # A base without such a module is no error: some lists are for several models.
             yield (DoubtfulParts if len(absent) == len(heads) else UnneededParts)(
                 path=load.path,
-                lacks=f"no tensor for {list_names(absent)} of modules_to_save in adapter_config.json",
+                lacks=(
+                    f"no tensor for {list_names(absent)} of modules_to_save in adapter_config.json"
+                ),
                 effect="PEFT fails with KeyError if the base model has such a module",
                 remedy=f"{_AGAIN}; ignore this if the base model has no such module",
             )
 
 
 def _suffixes(module: str) -> Iterator[str]:
-    """Yield the entries of ``target_modules`` that are for a module: its path, and each end of it after a dot.
+    """Yield the entries of ``target_modules`` that are for a module: its path, and each end of it
+    after a dot.
 
     Ends of more than 300 characters are left out: all of a key with 20,000 dots took 615 MiB.
     """
@@ -461,7 +537,9 @@ def _suffixes(module: str) -> Iterator[str]:
 
 
 def _is_selective(config: Config) -> bool:
-    """Return whether other settings take modules out of the targets, as only the base model shows."""
+    """Return whether other settings take modules out of the targets, as only the base model
+    shows.
+    """
     return any(map(config.get, ("exclude_modules", "target_parameters", "trainable_token_indices")))
 
 
@@ -480,7 +558,9 @@ def _ranks(load: Load, kind: str, parameters: Iterable[_Parameter]) -> LoadVerdi
     pattern_of = _matcher(patterns or {}) if isinstance(patterns or {}, dict) else None
     if type(rank) is not int or pattern_of is None:
         what = setting if type(rank) is not int else "rank_pattern"
-        words = f"{load.path}: ranks of its tensors, because {what} of adapter_config.json is not plain"
+        words = (
+            f"{load.path}: ranks of its tensors, because {what} of adapter_config.json is not plain"
+        )
         return LoadVerdict(unchecked=(words,))
     targets = frozenset(_texts(config.get("target_modules")))
     wrong: dict[str, tuple[int, int]] = {}
@@ -488,14 +568,18 @@ def _ranks(load: Load, kind: str, parameters: Iterable[_Parameter]) -> LoadVerdi
         dimension = dimensions.get(parameter.name)
         if dimension is None or len(parameter.shape) <= dimension:
             continue
-        # Of a convolution with groups lora_B has fewer columns, LoHa turns a matrix, and blocks divide the rank.
+        # Of a convolution with groups lora_B has fewer columns, LoHa turns a matrix, and blocks
+        # divide the rank.
         if (len(parameter.shape) > 2 and parameter.name != "lora_A") or (
             dimension and config.get("use_bdlora")
         ):
             continue
-        # The experts of a layer share one matrix, so that its rank is a multiple. Their modules are no target modules.
+        # The experts of a layer share one matrix, so that its rank is a multiple. Their modules are
+        # no target modules.
         module = parameter.module
-        is_of_experts = bool(config.get("target_parameters")) and targets.isdisjoint(_suffixes(module))
+        is_of_experts = bool(config.get("target_parameters")) and targets.isdisjoint(
+            _suffixes(module)
+        )
         if is_of_experts or len(module) > _MAX_KEY:
             continue
         expected = (patterns or {}).get(pattern_of(module), rank)
@@ -520,9 +604,11 @@ def _texts(value: object) -> list[str]:
 
 
 def _matcher(patterns: Mapping[str, object]) -> Callable[[str], str] | None:
-    """Return what finds the first pattern for a module, as ``get_pattern_key`` of PEFT does; None for a complex one.
+    """Return what finds the first pattern for a module, as ``get_pattern_key`` of PEFT does; None
+    for a complex one.
 
-    A pattern is a regular expression of the user. EVA writes a plain path for each of a thousand modules.
+    A pattern is a regular expression of the user. EVA writes a plain path for each of a thousand
+    modules.
     """
     if not patterns:
         return lambda module: module
@@ -549,10 +635,11 @@ def _matcher(patterns: Mapping[str, object]) -> Callable[[str], str] | None:
 
 
 def _is_quick(pattern: str) -> bool:
-    """Return whether a regular expression can be searched for in a key in milliseconds, as far as its text tells.
+    """Return whether a regular expression can be searched for in a key in milliseconds, as far as
+    its text tells.
 
-    Two repetitions in one can take years, one of a group such as ``(a|a)*`` too, and so can many groups of alternatives
-    in a row. Each factor counts the ways to match a part of it.
+    Two repetitions in one can take years, one of a group such as ``(a|a)*`` too, and so can many
+    groups of alternatives in a row. Each factor counts the ways to match a part of it.
     """
     repetitions = sum(map(pattern.count, "*+?{"))
     groups: list[str] = re.findall(r"\([^()]*\)", pattern)

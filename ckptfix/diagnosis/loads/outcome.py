@@ -1,6 +1,8 @@
-"""The answer of a library about a load, and the process in which the library is asked. Nothing here imports torch.
+"""The answer of a library about a load, and the process in which the library is asked. Nothing here
+imports torch.
 
-``ckptfix.devices.reload.oracle`` answers there: it gets configs, and the dtype and shape of each tensor, as JSON.
+``ckptfix.devices.reload.oracle`` answers there: it gets configs, and the dtype and shape of each
+tensor, as JSON.
 """
 
 import json
@@ -20,7 +22,9 @@ from ckptfix.hardware import Child, ChildEnded
 from ckptfix.wording import Line, count_of, line, list_names
 
 PATIENCE = 120.0
-"""Seconds for one load: the import of torch and transformers takes 5, a load on the meta device 0.05 to 0.4."""
+"""Seconds for one load: the import of torch and transformers takes 5, a load on the meta device
+0.05 to 0.4.
+"""
 
 MEMORY = 2 << 30
 """Bytes of memory for the process: torch, transformers, PEFT and diffusers take 0.4 GB."""
@@ -38,16 +42,16 @@ _TOLD_BY_A_LOAD = (UnusedKeys, IncompleteAdapter, MismatchedAdapter, MismatchedC
 """Findings about keys and shapes, of which the load by the library itself is the better judge."""
 
 _NOBODY = (
-    "from_pretrained of transformers, PEFT and diffusers needs weights under their names, without a variant, and a "
-    "config.json or adapter_config.json of theirs next to them"
+    "from_pretrained of transformers, PEFT and diffusers needs weights under their names, without "
+    "a variant, and a config.json or adapter_config.json of theirs next to them"
 )
 
 
 class Asked(NamedTuple):
     """A load that a library is asked about, in plain values.
 
-    ``path``: the file with the weights, or their index. ``tensors``: key -> dtype in safetensors' words, and shape.
-    ``home``: the folder from which a relative path in a config begins.
+    ``path``: the file with the weights, or their index. ``tensors``: key -> dtype in safetensors'
+    words, and shape. ``home``: the folder from which a relative path in a config begins.
     """
 
     library: str
@@ -68,11 +72,12 @@ class Mismatch(NamedTuple):
 class LoadOutcome(NamedTuple):
     """The outcome of a load, as the installed library tells it from configs and headers.
 
-    ``path``: the file with the weights, or their index. ``library``: with its version, for which alone the answer
-    holds. ``loads``: the class, "" where nothing names one. ``tensors``: of the file. ``missing``: keys of the model
-    that stay random. ``unexpected``: keys of the file that are ignored. ``dead``: those of an adapter that take no
-    part, ``live``: the number of those that do, None for anything else than an adapter. ``refused``: the library's own
-    words where it fails. ``unknown``: what no load on the meta device shows. ``unchecked``: why there is no answer.
+    ``path``: the file with the weights, or their index. ``library``: with its version, for which
+    alone the answer holds. ``loads``: the class, "" where nothing names one. ``tensors``: of the
+    file. ``missing``: keys of the model that stay random. ``unexpected``: keys of the file that are
+    ignored. ``dead``: those of an adapter that take no part, ``live``: the number of those that do,
+    None for anything else than an adapter. ``refused``: the library's own words where it fails.
+    ``unknown``: what no load on the meta device shows. ``unchecked``: why there is no answer.
     ``contradicts``: findings from headers alone that the load shows to be wrong, in words.
     """
 
@@ -92,7 +97,9 @@ class LoadOutcome(NamedTuple):
 
     @property
     def status(self) -> int:
-        """The exit status: 3 without an answer, 1 for a model that is not the one that was saved."""
+        """The exit status: 3 without an answer, 1 for a model that is not the one that was
+        saved.
+        """
         if self.unchecked:
             return 3
         return int(bool(self.refused or self.missing or self.mismatched or self.dead))
@@ -105,8 +112,13 @@ class LoadOutcome(NamedTuple):
         if self.refused or self.mismatched:
             return f"{self.library} fails to load it"
         if self.dead or (self.tensors and self.live == 0):
-            return f"{count_of(self.tensors - (self.live or 0), 'tensor')} of the adapter unused after a load"
-        return f"{count_of(len(self.missing), 'tensor')} random after a load" if self.missing else ""
+            return (
+                f"{count_of(self.tensors - (self.live or 0), 'tensor')} of the adapter unused "
+                "after a load"
+            )
+        return (
+            f"{count_of(len(self.missing), 'tensor')} random after a load" if self.missing else ""
+        )
 
     def lines(self) -> Iterator[Line]:
         """Yield the answer: what loads, and what of it is not as it was saved."""
@@ -131,15 +143,15 @@ class LoadOutcome(NamedTuple):
         if self.mismatched:
             key, shape, expected = self.mismatched[0]
             yield line(
-                f"    of another shape: {count_of(len(self.mismatched), 'key')}, such as {key!r} (expected "
-                f"{list(expected)}, found {list(shape)})"
+                f"    of another shape: {count_of(len(self.mismatched), 'key')}, such as {key!r} "
+                f"(expected {list(expected)}, found {list(shape)})"
             )
         if self.refused:
             yield line(f"    it fails: {self.refused}")
         if self.status:
             yield line(
-                "    help: copy the config and the weights again from one save, or load them with the version of "
-                f"{self.library.partition(' ')[0]} that saved them"
+                "    help: copy the config and the weights again from one save, or load them with "
+                f"the version of {self.library.partition(' ')[0]} that saved them"
             )
         for words in self.contradicts:
             yield line(f"    by its headers alone: {words}; the answer of {self.library} counts")
@@ -148,18 +160,21 @@ class LoadOutcome(NamedTuple):
 class Loaders:
     """The libraries, asked in a process of their own that ends with the block.
 
-    ``is_of_many``: of all checkpoints below a folder, where one that no library loads is nothing that was asked for.
+    ``is_of_many``: of all checkpoints below a folder, where one that no library loads is nothing
+    that was asked for.
     """
 
     def __init__(self, *, is_of_many: bool = False) -> None:
         offline = {
-            "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-            "HF_DEACTIVATE_ASYNC_LOAD": "1",
+            "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1",
         }  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._is_of_many = is_of_many
         self._child = Child(
-            (sys.executable, "-c", _BEGIN, *_path_of_imports()), PATIENCE, {**environment, **offline}
+            (sys.executable, "-c", _BEGIN, *_path_of_imports()),
+            PATIENCE,
+            {**environment, **offline},
         )
 
     def __enter__(self) -> "Loaders":
@@ -176,9 +191,11 @@ class Loaders:
         *,
         is_asked_below: bool,
     ) -> tuple[tuple[LoadOutcome, ...], tuple[Finding, ...]]:
-        """Return the outcome of each load of a folder by a library, and the findings that the loads do not contradict.
+        """Return the outcome of each load of a folder by a library, and the findings that the loads
+        do not contradict.
 
-        ``findings``: of its headers. ``is_asked_below``: the folder has no weights itself, and models below have.
+        ``findings``: of its headers. ``is_asked_below``: the folder has no weights itself, and
+        models below have.
         """
         taken: dict[str, Load] = {}
         for load in loads_of(folder, groups):
@@ -221,10 +238,12 @@ class Loaders:
 
 
 def _path_of_imports() -> list[str]:
-    """Return the folders from which the process imports: none of a model, which may hold a ``transformers.py``.
+    """Return the folders from which the process imports: none of a model, which may hold a
+    ``transformers.py``.
 
-    They are those of this process without the current folder, in which ``python -m`` and an empty part of PYTHONPATH
-    look first, and without any that holds a config of a library, as each folder does that is asked about.
+    They are those of this process without the current folder, in which ``python -m`` and an empty
+    part of PYTHONPATH look first, and without any that holds a config of a library, as each folder
+    does that is asked about.
     """
     configs = {*CONFIG_OF_LIBRARY.values(), "model_index.json"}
     folders = [os.path.realpath(folder) for folder in sys.path]
@@ -254,4 +273,8 @@ def read_outcome(said: Mapping[str, Any]) -> LoadOutcome:
 def _is_about(finding: Finding, load: Load) -> bool:
     """Return whether a finding about headers is one that the load by the library itself judges."""
     is_of_load = finding.path in (load.path, *load.files)
-    return is_of_load and isinstance(finding, _TOLD_BY_A_LOAD) and finding.severity is not Severity.NOTE
+    return (
+        is_of_load
+        and isinstance(finding, _TOLD_BY_A_LOAD)
+        and finding.severity is not Severity.NOTE
+    )

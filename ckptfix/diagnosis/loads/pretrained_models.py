@@ -1,7 +1,9 @@
-"""Weights for ``from_pretrained`` of transformers, against the table of its classes: prefixes, sizes and numbers.
+"""Weights for ``from_pretrained`` of transformers, against the table of its classes: prefixes,
+sizes and numbers.
 
-Facts from transformers 5.23: a key that the class does not have is dropped, a parameter without a key is left random,
-and both are lines of a report. Another shape is a RuntimeError. All of that needs no more than keys and shapes.
+Facts from transformers 5.23: a key that the class does not have is dropped, a parameter without a
+key is left random, and both are lines of a report. Another shape is a RuntimeError. All of that
+needs no more than keys and shapes.
 """
 
 import re
@@ -17,7 +19,13 @@ from ckptfix.checkpoint.architectures import (
     pattern_of,
     table_version,
 )
-from ckptfix.checkpoint.keys import PRIVATE_WRAPPERS, WRAPPERS, dotted, is_computed, without_private_wrappers
+from ckptfix.checkpoint.keys import (
+    PRIVATE_WRAPPERS,
+    WRAPPERS,
+    dotted,
+    is_computed,
+    without_private_wrappers,
+)
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.diagnosis.findings.base import Finding
@@ -38,16 +46,19 @@ _BASE = ("base_model", "model")
 """Segments that PEFT adds: the attributes of ``PeftModel`` and of its tuner."""
 
 _FEW = 20
-"""One key of so many may be of a class by accident, such as a head next to a wrapped model. Of 4-bit weights of
-bitsandbytes one of six is."""
+"""One key of so many may be of a class by accident, such as a head next to a wrapped model. Of
+4-bit weights of bitsandbytes one of six is.
+"""
 
 _REMOVED_BY_LOADS = frozenset(
     (
-        "audio_encoder", "backbone", "encoder", "language_model", "new", "text_encoder", "text_model", "thinker",
-        "ultrabert", "vision_encoder", "vision_model",
+        "audio_encoder", "backbone", "encoder", "language_model", "new", "text_encoder",
+        "text_model", "thinker", "ultrabert", "vision_encoder", "vision_model",
     )
 )  # fmt: skip
-"""First segments behind which transformers 5.23 finds keys of some class: its conversions take them off."""
+"""First segments behind which transformers 5.23 finds keys of some class: its conversions take them
+off.
+"""
 
 _Placed = tuple[str, str, str]
 """A key of the class, its pattern in the table, and the key of the file."""
@@ -66,16 +77,24 @@ def judge_pretrained(load: Load) -> LoadVerdict:
     known = architecture_of(load.config)
     if isinstance(known, Unknown):
         return _unchecked(known.reason)
-    if not load.is_whole or not load.tensors or any(len(key) > _LONGEST_KEY for key in load.tensors):
+    if (
+        not load.is_whole
+        or not load.tensors
+        or any(len(key) > _LONGEST_KEY for key in load.tensors)
+    ):
         return _unchecked("not all of its keys can be read")
     names = _Names(load, known)
     placed = [*_placed(known, names.expected)]
     findings = [*names.findings(), *_numbers(load, known, placed)]
     unchecked = list(_uncertain(load, known, placed))
     if why := names.unchecked():
-        unchecked.append(f"{CONFIG} against the weights: {why}; ckptfix check --load asks the library itself")
+        unchecked.append(
+            f"{CONFIG} against the weights: {why}; ckptfix check --load asks the library itself"
+        )
     if "quantization_config" in load.config:
-        unchecked.append(f"{load.path}: rows of its embeddings, because methods of quantization pack them")
+        unchecked.append(
+            f"{load.path}: rows of its embeddings, because methods of quantization pack them"
+        )
     else:
         findings += _rows(load, known, placed)
     is_explained = any(isinstance(finding, DeadWeights) for finding in findings)
@@ -84,7 +103,10 @@ def judge_pretrained(load: Load) -> LoadVerdict:
         tuple(findings),
         (*unchecked, f"{beyond}; ckptfix check --load asks the library itself"),
         explained=frozenset(
-            (kind, file) for kind in (NestedPrefix, WrapperPrefix) for file in load.files if is_explained
+            (kind, file)
+            for kind in (NestedPrefix, WrapperPrefix)
+            for file in load.files
+            if is_explained
         ),
         compared=frozenset({CONFIG}),
     )
@@ -96,20 +118,26 @@ def _unchecked(why: str) -> LoadVerdict:
 
 
 class _Names:
-    """The keys of a model as they are and as its class has them. ``expected``: key of the class -> key of the file."""
+    """The keys of a model as they are and as its class has them. ``expected``: key of the class ->
+    key of the file.
+    """
 
     def __init__(self, load: Load, known: Architecture) -> None:
         self._load, self._known = load, known
         bare = {key: _bare(key) for key in load.tensors}
-        # Where the file has the key without the prefix, too, a load takes that, and no weight stays random.
+        # Where the file has the key without the prefix, too, a load takes that, and no weight stays
+        # random.
         self._dead = {
             key: name
             for key, name in bare.items()
             if name != key and name not in load.tensors and known.fits(name) and not known.fits(key)
         }
-        others = [key for key in load.tensors if key not in self._dead and not self._is_ignored(key)]
+        others = [
+            key for key in load.tensors if key not in self._dead and not self._is_ignored(key)
+        ]
         unknown = sum(not known.fits(key) for key in others)
-        # Keys that fit neither way, such as of a head of the script's own, must be few, and no other key may fit.
+        # Keys that fit neither way, such as of a head of the script's own, must be few, and no
+        # other key may fit.
         if unknown and (unknown < len(others) or 10 * unknown > len(load.tensors)):
             self._dead = {}
         self.expected = {self._dead.get(key, key): key for key in load.tensors}
@@ -118,8 +146,12 @@ class _Names:
         self._foreign = strangers if _FEW * (len(read) - len(strangers)) < len(read) else []
 
     def _is_ignored(self, key: str) -> bool:
-        """Return whether a load passes over a key, such as of buffers that earlier versions saved."""
-        return is_computed(key) or any(re.search(pattern, key) for pattern in self._known.unexpected)
+        """Return whether a load passes over a key, such as of buffers that earlier versions
+        saved.
+        """
+        return is_computed(key) or any(
+            re.search(pattern, key) for pattern in self._known.unexpected
+        )
 
     def findings(self) -> Iterator[Finding]:
         """Yield the finding about keys behind a prefix, or about keys of another class."""
@@ -157,19 +189,27 @@ class _Names:
             reason = "its keys begin with several prefixes, and a repair removes one of them"
             yield MixedWeights(**facts, reason=reason)
         elif self._load.states_of == "save_state":
-            reason = "save_state wrote the folder, and load_state finds these keys in a model that the script wraps"
+            reason = (
+                "save_state wrote the folder, and load_state finds these keys in a model that the "
+                "script wraps"
+            )
             yield DoubtfulWeights(**facts, reason=reason)
         else:
             yield DeadWeights(**facts)
 
     def unchecked(self) -> str:
-        """Return in words why keys of another class are not told, "" where they are or where there are none."""
+        """Return in words why keys of another class are not told, "" where they are or where there
+        are none.
+        """
         config, known = self._load.config, self._known
         if not self._foreign or self._is_wrapped():
             return ""
         # A load renames keys of these, and finds some that are not in the table.
         if known.is_renamed or "quantization_config" in config or not known.has_parts_of(config):
-            return f"{count_of(len(self._foreign), 'tensor')} that {known.name} may rename, or leave out"
+            return (
+                f"{count_of(len(self._foreign), 'tensor')} that {known.name} may rename, or "
+                "leave out"
+            )
         return ""
 
     def _is_wrapped(self) -> bool:
@@ -224,8 +264,8 @@ def _uncertain(load: Load, known: Architecture, placed: Sequence[_Placed]) -> It
     names = {str(each.attribute): None for each in sizes if known.size(load.config, each) is None}
     if names:
         yield (
-            f"{CONFIG} against the weights: {series(list(names))}, which it leaves out or another config overrides; "
-            "ckptfix check --load asks the library itself"
+            f"{CONFIG} against the weights: {series(list(names))}, which it leaves out or another "
+            "config overrides; ckptfix check --load asks the library itself"
         )
 
 
@@ -258,13 +298,16 @@ def _rows(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterato
             version=table_version(),
             setting=str(follows.attribute),
             value=value,
-            tensors=f"{has} rows in {key}" + (f", and {len(places) - 1} more" if places[1:] else ""),
+            tensors=f"{has} rows in {key}"
+            + (f", and {len(places) - 1} more" if places[1:] else ""),
             effect="fails with 'size mismatch'",
         )
 
 
 def _numbers(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterator[Finding]:
-    """Yield the findings about layers, groups and experts that are not as many as the config says."""
+    """Yield the findings about layers, groups and experts that are not as many as the config
+    says.
+    """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for name, pattern, _ in placed:
         segments, at_patterns = name.split("."), pattern.split(".")
@@ -309,7 +352,9 @@ def _in_words(numbers: list[int]) -> str:
 
 
 def _is_expected(load: Load, known: Architecture, parent: str, beyond: list[int]) -> bool:
-    """Return whether layers beyond the last are those that predict further tokens (MTP), which a load leaves out."""
+    """Return whether layers beyond the last are those that predict further tokens (MTP), which a
+    load leaves out.
+    """
     if any(re.search("nextn|mtp", name) for name in load.config):
         return True
     names = tuple(f"{parent}.{number}." for number in beyond)

@@ -1,7 +1,9 @@
-"""Quantized weights for ``from_pretrained`` of transformers: their format against the method that the config names.
+"""Quantized weights for ``from_pretrained`` of transformers: their format against the method that
+the config names.
 
-Measured with transformers 5.23.0 and 4.57.3, bitsandbytes 0.50.2. A config with ``quantization_config`` makes a model
-*pre-quantized*: its layers are replaced before the weights are loaded, and plain weights are not quantized then:
+Measured with transformers 5.23.0 and 4.57.3, bitsandbytes 0.50.2. A config with
+``quantization_config`` makes a model *pre-quantized*: its layers are replaced before the weights
+are loaded, and plain weights are not quantized then:
 
 | method | config names it, weights are plain | weights are in its format, config names nothing |
 |---|---|---|
@@ -11,8 +13,9 @@ Measured with transformers 5.23.0 and 4.57.3, bitsandbytes 0.50.2. A config with
 | fp8 | 5.23 on a GPU leaves the scales random, on a CPU it loads them | 5.23 takes weights without their scales |
 | mxfp4 | 5.23 loads them; 4.57 fails with a KeyError | both leave the experts random |
 
-A quantized weight without one of its parts (``SCB``, ``absmax``) fails in the load, or in the first forward.
-A ``quant_method`` that transformers does not know is skipped, and others have formats that are not listed here.
+A quantized weight without one of its parts (``SCB``, ``absmax``) fails in the load, or in the first
+forward. A ``quant_method`` that transformers does not know is skipped, and others have formats that
+are not listed here.
 """
 
 import re
@@ -36,11 +39,13 @@ Tensors = Mapping[str, TensorInfo]
 
 
 class _Format(NamedTuple):
-    """The format of a method: the keys by which it is told, and what transformers makes of a contradiction.
+    """The format of a method: the keys by which it is told, and what transformers makes of a
+    contradiction.
 
-    ``method``: in words. ``has``: returns whether a key is in the format. ``key``: an example. ``of_plain``: of a load
-    of plain weights under a config that names the method, ``kind``: the finding. ``of_unnamed``: of a load of weights
-    in this format under a config without any. ``parts``: ends of the keys of one weight, none where not all are known.
+    ``method``: in words. ``has``: returns whether a key is in the format. ``key``: an example.
+    ``of_plain``: of a load of plain weights under a config that names the method, ``kind``: the
+    finding. ``of_unnamed``: of a load of weights in this format under a config without any.
+    ``parts``: ends of the keys of one weight, none where not all are known.
     """
 
     method: str
@@ -63,7 +68,9 @@ def _is_packed(key: str, tensors: Tensors) -> bool:
 
 
 def _is_fp8(key: str, tensors: Tensors) -> bool:
-    """Return whether a tensor is a weight in fp8 with its scales. A cast to fp8 alone has none, and loads."""
+    """Return whether a tensor is a weight in fp8 with its scales. A cast to fp8 alone has none, and
+    loads.
+    """
     scales = (f"{key}_scale_inv", f"{key}_scale", f"{key.removesuffix('weight')}scale")
     return tensors[key].dtype.startswith("F8_E") and any(scale in tensors for scale in scales)
 
@@ -79,7 +86,8 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "bitsandbytes with 4 bits",
         _ends(r"\.quant_state\.bitsandbytes__(nf4|fp4)$"),
         "model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4",
-        "transformers 5.23 loads the weights and fails in the first forward, 4.57 fails to load them",
+        "transformers 5.23 loads the weights and fails in the first forward, 4.57 fails to load "
+        "them",
         QuantizationMismatch,
         "transformers fails with 'size mismatch'",
         (".weight", ".weight.absmax", ".weight.quant_map", _STATE),
@@ -97,7 +105,8 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "gptq",
         _is_packed,
         "model.layers.0.mlp.up_proj.qweight",
-        "transformers looks for qweight, qzeros and scales alone, and leaves these layers without their weights",
+        "transformers looks for qweight, qzeros and scales alone, and leaves these layers without "
+        "their weights",
         QuantizationMismatch,
         "transformers leaves these layers random",
     ),
@@ -105,7 +114,8 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "awq",
         _is_packed,
         "model.layers.0.mlp.up_proj.qweight",
-        "transformers looks for qweight, qzeros and scales alone, and leaves these layers without their weights",
+        "transformers looks for qweight, qzeros and scales alone, and leaves these layers without "
+        "their weights",
         QuantizationMismatch,
         "transformers leaves these layers random",
     ),
@@ -113,7 +123,8 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "fp8",
         _is_fp8,
         "model.layers.0.mlp.up_proj.weight_scale_inv",
-        "on a GPU transformers 5.23 casts the weights to fp8 and leaves their scales random, on a CPU it loads them",
+        "on a GPU transformers 5.23 casts the weights to fp8 and leaves their scales random, on a "
+        "CPU it loads them",
         DoubtfulQuantization,
         "transformers 5.23 takes the weights without their scales, without an error",
     ),
@@ -140,11 +151,14 @@ _UNNAMED = {
 """Format in words -> that format. Keys of gptq and awq do not differ."""
 
 _OTHER_CONFIGS = ("quantize_config.json", "hf_quant_config.json")
-"""Configs that the loaders of AutoGPTQ, vLLM and modelopt read in place of ``quantization_config``."""
+"""Configs that the loaders of AutoGPTQ, vLLM and modelopt read in place of ``quantization_config``.
+"""
 
 
 def judge_quantized(load: Load) -> LoadVerdict:
-    """Return the verdict on the format of quantized weights. Not judged: code of the model's own, unread headers."""
+    """Return the verdict on the format of quantized weights. Not judged: code of the model's own,
+    unread headers.
+    """
     config = load.config
     if not config or config.get("auto_map") or not load.is_whole or not load.tensors:
         return LoadVerdict()
@@ -164,8 +178,15 @@ def judge_quantized(load: Load) -> LoadVerdict:
         words = f"{load.path} against quantization_config: its method {method!r} is not known here"
         return LoadVerdict(unchecked=(words,))
     quantized = [key for key in load.tensors if _may_be_quantized(key, load.tensors)]
-    if known is _FP8 and quantized and all(load.tensors[key].dtype.startswith("F8_E") for key in quantized):
-        effect = "on a GPU transformers 5.23 leaves their scales random, on a CPU it takes the weights without them"
+    if (
+        known is _FP8
+        and quantized
+        and all(load.tensors[key].dtype.startswith("F8_E") for key in quantized)
+    ):
+        effect = (
+            "on a GPU transformers 5.23 leaves their scales random, on a CPU it takes the weights "
+            "without them"
+        )
     elif quantized:
         return LoadVerdict(tuple(_lacking(load, known)))
     else:
@@ -180,7 +201,9 @@ def _lacking(load: Load, known: _Format) -> Iterator[Finding]:
     # The parameters alone are what FSDP gathers, and the script of a save_state may load them so.
     if not known.parts or load.states_of == "save_state":
         return
-    part_of = re.compile(f"(.*)({'|'.join(map(re.escape, sorted(known.parts, key=len, reverse=True)))})")
+    part_of = re.compile(
+        f"(.*)({'|'.join(map(re.escape, sorted(known.parts, key=len, reverse=True)))})"
+    )
     parts: dict[str, set[str]] = {}
     for key, tensor in load.tensors.items():
         match = part_of.fullmatch(re.sub("__fp4$", "__nf4", key))
@@ -202,12 +225,15 @@ def _lacking(load: Load, known: _Format) -> Iterator[Finding]:
             method=known.method,
             tensors=len(missing),
             key=next(iter(missing.values())),
-            effect="transformers fails in the load or in the first forward, or takes wrong numbers",
+            effect=(
+                "transformers fails in the load or in the first forward, or takes wrong numbers"
+            ),
         )
 
 
 def _settings(config: Mapping[str, Any]) -> Any:
-    """Return the settings of a quantization as transformers looks for them, None where a config has none.
+    """Return the settings of a quantization as transformers looks for them, None where a config has
+    none.
 
     Those of another part of a model, or of an older library, count as settings that are not known.
     """
@@ -228,10 +254,15 @@ def _of_unnamed(load: Load) -> LoadVerdict:
     for words, known in _UNNAMED.items():
         keys = [key for key in load.tensors if known.has(key, load.tensors)]
         if keys:
-            # The script of a save_state may quantize its model, and keep a config of its base next to it.
+            # The script of a save_state may quantize its model, and keep a config of its base next
+            # to it.
             kind = ForeignQuantization if load.states_of == "save_state" else QuantizationMismatch
             mismatch = kind(
-                path=load.path, method=words, tensors=len(keys), key=keys[0], effect=known.of_unnamed
+                path=load.path,
+                method=words,
+                tensors=len(keys),
+                key=keys[0],
+                effect=known.of_unnamed,
             )
             return LoadVerdict((mismatch,))
     return LoadVerdict()
@@ -245,5 +276,7 @@ _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "BOOL", "C64", "C128")
 
 
 def _may_be_quantized(key: str, tensors: Tensors) -> bool:
-    """Return whether a tensor may be in a format of any method: by its key, or by a dtype that plain weights lack."""
+    """Return whether a tensor may be in a format of any method: by its key, or by a dtype that
+    plain weights lack.
+    """
     return _QUANTIZED.search(key) is not None or tensors[key].dtype not in _PLAIN

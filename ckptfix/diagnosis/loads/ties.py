@@ -1,8 +1,9 @@
 """Ties and heads of models for ``from_pretrained`` of transformers, by the table of its classes.
 
-A tie is a setting of the config, and a save leaves one of the two weights out. Measured: where the file has both and
-they differ, transformers 5.23.0 leaves them untied with a warning, 4.57.3 overwrites the head with the embedding. Where
-nothing ties the head and the file lacks it, each of them leaves it random, and says so in a report.
+A tie is a setting of the config, and a save leaves one of the two weights out. Measured: where the
+file has both and they differ, transformers 5.23.0 leaves them untied with a warning, 4.57.3
+overwrites the head with the embedding. Where nothing ties the head and the file lacks it, each of
+them leaves it random, and says so in a report.
 """
 
 import re
@@ -65,7 +66,9 @@ def _untied(load: Load, known: Architecture) -> Iterator[UntiedWeights]:
 
 
 def _keys(load: Load, known: Architecture) -> Mapping[str, Mapping[tuple[str, ...], str]]:
-    """Return pattern of the class -> the numbers in a key -> that key, also of keys of its base model."""
+    """Return pattern of the class -> the numbers in a key -> that key, also of keys of its base
+    model.
+    """
     keys: dict[str, dict[tuple[str, ...], str]] = defaultdict(dict)
     for key in load.tensors:
         for name in (key, f"{known.prefix}.{key}", key.removeprefix(f"{known.prefix}.")):
@@ -88,17 +91,27 @@ def _differ(load: Load, key: str, source: str) -> bool:
 
 
 def _head(load: Load, known: Architecture) -> Iterator[MissingHead]:
-    """Yield the finding about a head that the class looks for, that nothing ties, and that no file has."""
+    """Yield the finding about a head that the class looks for, that nothing ties, and that no file
+    has.
+    """
     module = known.head.rpartition(".")[0]
     if not module or "*" in module or _has_head(load, known, module):
         return
-    if any(re.search(pattern, known.head) for pattern in known.missing) or known.head in known.unsaved:
+    if (
+        any(re.search(pattern, known.head) for pattern in known.missing)
+        or known.head in known.unsaved
+    ):
         return
-    # Without the embedding, too, the head may be there under another name: in memory keys of Llava, Mllama and Inkling2
-    # differ from those on the disk. Or it is a base model, which is loaded without a head.
+    # Without the embedding, too, the head may be there under another name: in memory keys of Llava,
+    # Mllama and Inkling2 differ from those on the disk. Or it is a base model, which is loaded
+    # without a head.
     if not any(pattern_of(key) == known.embedding for key in load.tensors):
         return
-    flags = [flag for flag, ties in known.ties.items() if known.head in ties or known.head in ties.values()]
+    flags = [
+        flag
+        for flag, ties in known.ties.items()
+        if known.head in ties or known.head in ties.values()
+    ]
     if any(known.is_tied(load.config, flag) is not False for flag in flags):
         return
     # A part of a config that the table does not connect with the head.
@@ -115,7 +128,8 @@ def _head(load: Load, known: Architecture) -> Iterator[MissingHead]:
 
 
 def _has_head(load: Load, known: Architecture, module: str) -> bool:
-    """Return whether a file has the weight of a head, also behind a prefix, quantized, or under its name in memory.
+    """Return whether a file has the weight of a head, also behind a prefix, quantized, or under its
+    name in memory.
 
     GPT-NeoX calls it ``embed_out`` on the disk and ``lm_head`` in memory, and a load takes both.
     """
@@ -124,7 +138,10 @@ def _has_head(load: Load, known: Architecture, module: str) -> bool:
     embeddings = _keys(load, known).get(known.embedding, {}).values()
     shapes = {load.tensors[key].shape for key in embeddings}
     return any(
-        each.shape in shapes and key not in embeddings and "*" not in pattern_of(key) and "embed" not in key
+        each.shape in shapes
+        and key not in embeddings
+        and "*" not in pattern_of(key)
+        and "embed" not in key
         for key, each in load.tensors.items()
     )
 

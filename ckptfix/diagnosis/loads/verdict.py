@@ -9,8 +9,9 @@ from ckptfix.diagnosis.findings.base import Finding
 class LoadVerdict(NamedTuple):
     """The findings about one load, and in words what was not checked.
 
-    ``explained``: (class, file) of findings about a file alone that are a part of these. ``compared``: the configs
-    whose sizes were compared with the tensors, or of which ``unchecked`` says why not.
+    ``explained``: (class, file) of findings about a file alone that are a part of these.
+    ``compared``: the configs whose sizes were compared with the tensors, or of which ``unchecked``
+    says why not.
     """
 
     findings: tuple[Finding, ...] = ()

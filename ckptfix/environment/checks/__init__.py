@@ -1,1 +1,3 @@
-"""Checks, one module per subject. Each is a pure function of ``Facts`` that yields advice on the module's topics."""
+"""Checks, one module per subject. Each is a pure function of ``Facts`` that yields advice on the
+module's topics.
+"""

@@ -18,7 +18,10 @@ TORCH_UNUSABLE = Topic(
 DRIVER_UNUSABLE = Topic(
     code="driver-unusable",
     severities=(Severity.ERROR,),
-    meaning="torch cannot use this machine's GPU, though it was built for GPUs; or it crashes or hangs when it tries",
+    meaning=(
+        "torch cannot use this machine's GPU, though it was built for GPUs; or it crashes or hangs "
+        "when it tries"
+    ),
 )
 CPU_ONLY_TORCH = Topic(
     code="cpu-only-torch",
@@ -33,7 +36,10 @@ NO_ACCELERATOR = Topic(
 VISIBLE_BROKEN = Topic(
     code="visible-devices-broken",
     severities=(Severity.WARNING,),
-    meaning="`CUDA_VISIBLE_DEVICES` is empty, or names a device that does not exist; CUDA drops it and all after it",
+    meaning=(
+        "`CUDA_VISIBLE_DEVICES` is empty, or names a device that does not exist; CUDA drops it and "
+        "all after it"
+    ),
 )
 HIDDEN_DEVICES = Topic(
     code="hidden-devices",
@@ -43,12 +49,18 @@ HIDDEN_DEVICES = Topic(
 DEVICE_ORDER = Topic(
     code="device-order",
     severities=(Severity.NOTE,),
-    meaning="torch numbers the GPUs in another order than `nvidia-smi`: fastest first, not by PCI address",
+    meaning=(
+        "torch numbers the GPUs in another order than `nvidia-smi`: fastest first, not by PCI "
+        "address"
+    ),
 )
 OLD_DRIVER = Topic(
     code="old-driver-peer-copies",
     severities=(Severity.WARNING,),
-    meaning="RTX 40 GPUs with a driver before 550.40.07: P2P copies do not work, and some ways to start are refused",
+    meaning=(
+        "RTX 40 GPUs with a driver before 550.40.07: P2P copies do not work, and some ways to "
+        "start are refused"
+    ),
 )
 TOPICS = (
     TORCH_UNUSABLE,
@@ -71,24 +83,38 @@ def torch_unusable(facts: Facts) -> Iterator[Advice]:
         yield TORCH_UNUSABLE.advice(
             f"torch cannot be used: {facts.torch.problem}",
             evidence=facts.torch.warnings or (f"import torch in {facts.software.executable}",),
-            fix=f'try: {shell_path(facts.software.executable)} -c "import torch"; install it again when this fails',
+            fix=(
+                f'try: {shell_path(facts.software.executable)} -c "import torch"; install it again '
+                "when this fails"
+            ),
         )
 
 
 def driver_unusable(facts: Facts) -> Iterator[Advice]:
-    """A driver that fails, crashes or hangs; or that torch does not find although it was built for it."""
+    """A driver that fails, crashes or hangs; or that torch does not find although it was built for
+    it.
+    """
     torch, gpus = facts.torch, facts.machine.bus.gpus
     found = (str(gpu) for gpu in gpus)
     node_words = f"/dev holds {facts.machine.device_nodes} of NVIDIA's device files"
-    evidence = (*torch.warnings, *found, f"NVIDIA driver: {facts.machine.driver or 'not loaded'}", node_words)
-    fix = "run nvidia-smi (or rocm-smi); load or reinstall the driver; in a container give it the GPUs (--gpus all)"
+    evidence = (
+        *torch.warnings,
+        *found,
+        f"NVIDIA driver: {facts.machine.driver or 'not loaded'}",
+        node_words,
+    )
+    fix = (
+        "run nvidia-smi (or rocm-smi); load or reinstall the driver; in a container give it the "
+        "GPUs (--gpus all)"
+    )
     if torch.problem and torch.stage not in _IMPORTING:
         yield DRIVER_UNUSABLE.advice(
             f"torch cannot look at its devices: {torch.problem}", evidence=evidence, fix=fix
         )
     elif not torch.problem and torch.builds and gpus and not torch.count and not _hides_all(facts):
         yield DRIVER_UNUSABLE.advice(
-            f"torch was built for {', '.join(torch.builds)} and can use none of {count_of(len(gpus), 'GPU')}",
+            f"torch was built for {', '.join(torch.builds)} and can use none of "
+            f"{count_of(len(gpus), 'GPU')}",
             evidence=evidence,
             fix=fix,
         )
@@ -99,7 +125,8 @@ def cpu_only_torch(facts: Facts) -> Iterator[Advice]:
     gpus = facts.machine.bus.gpus
     if gpus and facts.torch.version and not facts.torch.builds and not facts.torch.problem:
         yield CPU_ONLY_TORCH.advice(
-            f"torch {facts.torch.version} is a CPU build, and this machine has {count_of(len(gpus), 'GPU')}",
+            f"torch {facts.torch.version} is a CPU build, and this machine has "
+            f"{count_of(len(gpus), 'GPU')}",
             evidence=tuple(str(gpu) for gpu in gpus),
             fix="install a build for the GPU: https://pytorch.org/get-started/locally",
         )
@@ -111,13 +138,18 @@ def no_accelerator(facts: Facts) -> Iterator[Advice]:
         build = ", ".join(facts.torch.builds) or "a CPU build"
         yield NO_ACCELERATOR.advice(
             "there is no GPU here that torch can use: settings were read, and no device was tried",
-            evidence=(f"torch {facts.torch.version} ({build}) sees 0 devices", "no GPU on the PCI bus"),
+            evidence=(
+                f"torch {facts.torch.version} ({build}) sees 0 devices",
+                "no GPU on the PCI bus",
+            ),
             fix="run this on the machine that trains",
         )
 
 
 def visible_broken(facts: Facts) -> Iterator[Advice]:
-    """CUDA takes the entries up to the first that it does not know (programming guide, "Environment Variables")."""
+    """CUDA takes the entries up to the first that it does not know (programming guide, "Environment
+    Variables").
+    """
     value, there = facts.variables.get("CUDA_VISIBLE_DEVICES"), _present(facts)
     if value is None or not there:
         return
@@ -128,9 +160,13 @@ def visible_broken(facts: Facts) -> Iterator[Advice]:
         return
     what = "holds a device twice" if bad is None else f"names {bad!r}" if bad else "is empty"
     yield VISIBLE_BROKEN.advice(
-        f"CUDA_VISIBLE_DEVICES={value} {what}: torch sees {facts.torch.count} of {count_of(there, 'GPU')}",
+        f"CUDA_VISIBLE_DEVICES={value} {what}: torch sees {facts.torch.count} of "
+        f"{count_of(there, 'GPU')}",
         evidence=tuple(str(gpu) for gpu in facts.machine.bus.gpus),
-        fix=f"export CUDA_VISIBLE_DEVICES={','.join(str(index) for index in range(there))}, or unset it",
+        fix=(
+            f"export CUDA_VISIBLE_DEVICES={','.join(str(index) for index in range(there))}, or "
+            "unset it"
+        ),
     )
 
 
@@ -159,14 +195,17 @@ def device_order(facts: Facts) -> Iterator[Advice]:
         yield DEVICE_ORDER.advice(
             "torch numbers the GPUs in another order than nvidia-smi and the PCI bus",
             evidence=tuple(
-                f"device {device.index}: {device.name} {device.pci}" for device in facts.torch.devices
+                f"device {device.index}: {device.name} {device.pci}"
+                for device in facts.torch.devices
             ),
             fix="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
 
 
 def old_driver(facts: Facts) -> Iterator[Advice]:
-    """The check that accelerate makes (``utils/environment.py``), by the product's name and the driver's version."""
+    """The check that accelerate makes (``utils/environment.py``), by the product's name and the
+    driver's version.
+    """
     driver = facts.machine.driver
     old = [device for device in facts.torch.devices if "RTX 40" in device.name]
     if not old or facts.torch.count < 2 or not driver or release(driver) >= release(_GOOD_DRIVER):
@@ -179,21 +218,33 @@ def old_driver(facts: Facts) -> Iterator[Advice]:
 
 
 def _what_starts(facts: Facts) -> Iterator[str]:
-    """Yield what becomes of training: by ``multi_gpu_launcher`` and ``PartialState`` of accelerate 1.15.
+    """Yield what becomes of training: by ``multi_gpu_launcher`` and ``PartialState`` of accelerate
+    1.15.
 
-    The launcher sets both variables where it starts several processes; ``PartialState`` raises on a CUDA device when
-    one of them is not set, even in a single process.
+    The launcher sets both variables where it starts several processes; ``PartialState`` raises on a
+    CUDA device when one of them is not set, even in a single process.
     """
     variables = "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1"
-    raises = f"Accelerator() raises NotImplementedError; export {variables.replace(' and', '')} lets it start"
+    raises = (
+        f"Accelerator() raises NotImplementedError; export {variables.replace(' and', '')} lets it "
+        "start"
+    )
     start = start_of(facts)
     if {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} <= facts.variables.keys():
-        yield "NCCL_P2P_DISABLE and NCCL_IB_DISABLE are set: training starts, and NCCL goes through host memory"
+        yield (
+            "NCCL_P2P_DISABLE and NCCL_IB_DISABLE are set: training starts, and NCCL goes through "
+            "host memory"
+        )
     elif facts.launch is None:
-        yield f"accelerate launch of several processes sets {variables} itself, and training starts"
+        yield (
+            f"accelerate launch of several processes sets {variables} itself, and training starts"
+        )
         yield f"started in other ways, {raises}"
     elif start is not None and (start.count > 1 or any(is_given(facts, flag) for flag in SEVERAL)):
-        yield f"accelerate launch sets {variables} itself: training starts, and NCCL goes through host memory"
+        yield (
+            f"accelerate launch sets {variables} itself: training starts, and NCCL goes through "
+            "host memory"
+        )
     else:
         yield f"started so, {raises}"
     yield "tensor.to() and device_map copy directly in any case, and what arrives can be wrong"
@@ -212,7 +263,12 @@ def _is_wrong(entry: str, there: int) -> bool:
 
 
 def _hides_all(facts: Facts) -> bool:
-    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    names = (
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+    )
     return any(name in facts.variables for name in names)
 
 

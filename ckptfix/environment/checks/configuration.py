@@ -1,8 +1,8 @@
 """Accelerate's config, and the processes that ``accelerate launch`` starts with it.
 
-Source: ``_validate_launch_command`` and ``launch_command`` in ``accelerate/commands/launch.py`` (1.0 to 1.15), measured
-with 1.15.0. Several processes take a distributed type, or a flag for one: ``--num_processes`` alone starts one, unless
-there is no config and torch sees several devices.
+Source: ``_validate_launch_command`` and ``launch_command`` in ``accelerate/commands/launch.py``
+(1.0 to 1.15), measured with 1.15.0. Several processes take a distributed type, or a flag for one:
+``--num_processes`` alone starts one, unless there is no config and torch sees several devices.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,11 @@ _SEVERAL = ("MULTI_", "DEEPSPEED", "FSDP", "MEGATRON")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Start of training on this machine. ``count``: processes here. ``asked``: processes that the numbers ask for.
+    """Start of training on this machine. ``count``: processes here. ``asked``: processes that the
+    numbers ask for.
 
-    ``machines``: machines on which it starts. ``why``: the reason for one process although more are asked for.
+    ``machines``: machines on which it starts. ``why``: the reason for one process although more are
+    asked for.
     """
 
     count: int
@@ -35,7 +37,9 @@ class Start:
 
 
 def start_of(facts: Facts) -> Start | None:
-    """Return what ``accelerate launch`` starts here, with the command's options or none; None where it is not known."""
+    """Return what ``accelerate launch`` starts here, with the command's options or none; None where
+    it is not known.
+    """
     launch, config = facts.launch, facts.config
     if launch is not None and not launch.is_accelerate:
         return None
@@ -50,7 +54,9 @@ def start_of(facts: Facts) -> Start | None:
         _config_number(facts, "num_processes") if has_config else max(facts.torch.count, 1)
     )
     machines = (
-        given_number(facts, "num_machines") or (has_config and _config_number(facts, "num_machines")) or 1
+        given_number(facts, "num_machines")
+        or (has_config and _config_number(facts, "num_machines"))
+        or 1
     )
     if total is None:
         total = 1 if config.distributed_type in ("NO", "FALSE") else None
@@ -78,7 +84,9 @@ def _config_number(facts: Facts, name: str) -> int | None:
 
 
 def _why_one(facts: Facts, has_config: bool, total: int) -> str:
-    """Return why the launcher starts one process whatever the numbers say, "" where it starts as many as they say."""
+    """Return why the launcher starts one process whatever the numbers say, "" where it starts as
+    many as they say.
+    """
     mpi = facts.config.values.get("mpirun_config") if has_config else None
     if is_given(facts, "mpirun_hostfile") or (isinstance(mpi, dict) and mpi.get("mpirun_hostfile")):
         return ""
@@ -107,7 +115,10 @@ def _is_sagemaker(facts: Facts) -> bool:
 NO_CONFIG = Topic(
     code="no-accelerate-config",
     severities=(Severity.NOTE,),
-    meaning="accelerate finds no config: `accelerate launch` starts one process per device, `python SCRIPT` only one",
+    meaning=(
+        "accelerate finds no config: `accelerate launch` starts one process per device, `python "
+        "SCRIPT` only one"
+    ),
 )
 CONFIG_MISSING = Topic(
     code="config-file-missing",
@@ -122,7 +133,10 @@ VARIABLE_IGNORED = Topic(
 CONFIG_UNREADABLE = Topic(
     code="config-unreadable",
     severities=(Severity.ERROR,),
-    meaning="accelerate's config is broken, lacks a setting, or holds keys or values that this version refuses",
+    meaning=(
+        "accelerate's config is broken, lacks a setting, or holds keys or values that this version "
+        "refuses"
+    ),
 )
 IDLE_DEVICES = Topic(
     code="idle-devices",
@@ -132,17 +146,25 @@ IDLE_DEVICES = Topic(
 NOT_STARTED = Topic(
     code="processes-not-started",
     severities=(Severity.WARNING,),
-    meaning="`num_processes` asks for several processes, and `accelerate launch` starts one without `--multi_gpu`",
+    meaning=(
+        "`num_processes` asks for several processes, and `accelerate launch` starts one without "
+        "`--multi_gpu`"
+    ),
 )
 TOO_FEW_DEVICES = Topic(
     code="too-few-devices",
     severities=(Severity.WARNING,),
-    meaning="the config starts more processes than there are visible devices: accelerate puts several on one",
+    meaning=(
+        "the config starts more processes than there are visible devices: accelerate puts several "
+        "on one"
+    ),
 )
 OVERRIDDEN_DEVICES = Topic(
     code="overridden-devices",
     severities=(Severity.WARNING,),
-    meaning="the config's `gpu_ids` replaces `CUDA_VISIBLE_DEVICES` in the processes that it starts",
+    meaning=(
+        "the config's `gpu_ids` replaces `CUDA_VISIBLE_DEVICES` in the processes that it starts"
+    ),
 )
 TOPICS = (
     NO_CONFIG,
@@ -157,24 +179,32 @@ TOPICS = (
 
 _OLD_KEYS = frozenset({"fp16", "dynamo_backend"})  # accelerate still turns these into new ones
 _TYPES = frozenset((
-    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
-    "MULTI_NEURON", "DEEPSPEED", "FSDP", "TP", "XLA", "MEGATRON_LM",
+    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
+    "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "TP", "XLA", "MEGATRON_LM",
 ))  # fmt: skip
 
 
 def no_config(facts: Facts) -> Iterator[Advice]:
-    """``accelerate launch`` then counts the devices and says so; ``python`` starts one process, and never reads it."""
+    """``accelerate launch`` then counts the devices and says so; ``python`` starts one process, and
+    never reads it.
+    """
     config, count = facts.config, facts.torch.count
     if config.exists or config.asked or not facts.software.packages.get("accelerate"):
         return
-    if facts.launch is not None and (not facts.launch.is_accelerate or facts.launch.given("num_processes")):
+    if facts.launch is not None and (
+        not facts.launch.is_accelerate or facts.launch.given("num_processes")
+    ):
         return  # the processes are counted on the command line
     start = start_of(facts)
     many = f" {count_of(start.count, 'process')}" if start else " one process a device"
     yield NO_CONFIG.advice(
-        f"there is no Accelerate config: accelerate launch starts{many} here, and `python SCRIPT` one",
+        f"there is no Accelerate config: accelerate launch starts{many} here, and `python "
+        "SCRIPT` one",
         evidence=(f"{config.path} does not exist", f"torch sees {count_of(count, 'device')}"),
-        fix="accelerate config, or say it each time: accelerate launch --multi_gpu --num_processes N SCRIPT",
+        fix=(
+            "accelerate config, or say it each time: accelerate launch --multi_gpu --num_processes "
+            "N SCRIPT"
+        ),
     )
 
 
@@ -183,7 +213,8 @@ def config_missing(facts: Facts) -> Iterator[Advice]:
     config, variable = facts.config, facts.variables.get("ACCELERATE_CONFIG_FILE")
     if config.asked and not config.exists:
         yield CONFIG_MISSING.advice(
-            f"--config_file {config.path} names no file: accelerate launch ends with FileNotFoundError",
+            f"--config_file {config.path} names no file: accelerate launch ends with "
+            "FileNotFoundError",
             evidence=(f"{config.path} does not exist",),
             fix=f"accelerate config --config_file {shell_path(config.path)}",
         )
@@ -192,14 +223,23 @@ def config_missing(facts: Facts) -> Iterator[Advice]:
             f"ACCELERATE_CONFIG_FILE={variable} names no file",
             severity=Severity.WARNING,
             evidence=(f"{variable or '(nothing)'} does not exist", _reads(facts)),
-            fix="unset ACCELERATE_CONFIG_FILE, and give the path: accelerate launch --config_file PATH SCRIPT",
+            fix=(
+                "unset ACCELERATE_CONFIG_FILE, and give the path: accelerate launch --config_file "
+                "PATH SCRIPT"
+            ),
         )
 
 
 def variable_ignored(facts: Facts) -> Iterator[Advice]:
-    """No accelerate from 1.0 to 1.15 looks at this variable; scripts that set it believe otherwise."""
+    """No accelerate from 1.0 to 1.15 looks at this variable; scripts that set it believe
+    otherwise.
+    """
     variable = facts.variables.get("ACCELERATE_CONFIG_FILE")
-    if not variable or not facts.config_variable_is_file or facts.software.accelerate.reads_variable:
+    if (
+        not variable
+        or not facts.config_variable_is_file
+        or facts.software.accelerate.reads_variable
+    ):
         return
     if not facts.software.accelerate.options or facts.config.path == variable:
         return
@@ -217,7 +257,9 @@ def config_unreadable(facts: Facts) -> Iterator[Advice]:
         return
     known = facts.software.accelerate.config_fields
     strange = sorted(config.values.keys() - known - _OLD_KEYS) if known else []
-    is_cluster = str(config.values.get("compute_environment", "LOCAL_MACHINE")).upper() == "LOCAL_MACHINE"
+    is_cluster = (
+        str(config.values.get("compute_environment", "LOCAL_MACHINE")).upper() == "LOCAL_MACHINE"
+    )
     if config.problem:
         reason = f"cannot be read: {config.problem}"
     elif "distributed_type" not in config.values:
@@ -228,28 +270,38 @@ def config_unreadable(facts: Facts) -> Iterator[Advice]:
         reason = "has no num_processes, and the command gives no --num_processes"
     elif strange and is_cluster:
         reason = (
-            f"holds {count_of(len(strange), 'key')} that this accelerate refuses: {', '.join(strange[:5])}"
+            f"holds {count_of(len(strange), 'key')} that this accelerate refuses: "
+            f"{', '.join(strange[:5])}"
         )
     else:
         return
     yield CONFIG_UNREADABLE.advice(
         f"{config.path} {reason}",
         evidence=(
-            f"accelerate {_version(facts)}: accelerate launch ends with an error before the script starts",
+            (
+                f"accelerate {_version(facts)}: accelerate launch ends with an error before the "
+                "script starts"
+            ),
         ),
-        fix="accelerate launch --num_processes N SCRIPT, or accelerate config"
-        if "num_processes" in reason
-        else "accelerate config update, or write it again: accelerate config",
+        fix=(
+            "accelerate launch --num_processes N SCRIPT, or accelerate config"
+            if "num_processes" in reason
+            else "accelerate config update, or write it again: accelerate config"
+        ),
     )
 
 
 def _lacks_number(facts: Facts) -> bool:
-    """Return whether ``accelerate launch`` ends for want of a number; without a command, one may still give it."""
+    """Return whether ``accelerate launch`` ends for want of a number; without a command, one may
+    still give it.
+    """
     if facts.launch is None or not facts.launch.is_accelerate or is_given(facts, "num_processes"):
         return False
     if is_given(facts, "cpu") and not facts.config.asked:
         return False
-    number = facts.config.values.get("num_processes", 1 if facts.config.distributed_type == "NO" else -1)
+    number = facts.config.values.get(
+        "num_processes", 1 if facts.config.distributed_type == "NO" else -1
+    )
     return number in (-1, None)
 
 
@@ -264,14 +316,23 @@ def idle_devices(facts: Facts) -> Iterator[Advice]:
     if _is_python(facts):
         reason, fix = ": python starts one process, and reads no config", "accelerate launch"
     elif _on_cpu(facts):
-        reason, fix = ": use_cpu is set", "accelerate config (without use_cpu), then: accelerate launch"
+        reason, fix = (
+            ": use_cpu is set",
+            "accelerate config (without use_cpu), then: accelerate launch",
+        )
     else:
         reason, fix = "", "accelerate launch"
-    flag = "--multi_gpu " if facts.config.distributed_type in ("NO", "FALSE", "MULTI_CPU", "") else ""
+    flag = (
+        "--multi_gpu " if facts.config.distributed_type in ("NO", "FALSE", "MULTI_CPU", "") else ""
+    )
     yield IDLE_DEVICES.advice(
-        f"{used} of {count_of(count, 'visible device')} used: the other {count - used} stay idle{reason}",
+        f"{used} of {count_of(count, 'visible device')} used: the other {count - used} stay "
+        f"idle{reason}",
         evidence=_config_evidence(facts),
-        fix=f"{fix} {flag}--num_processes {count * (start.machines if start else 1)} SCRIPT, or accelerate config",
+        fix=(
+            f"{fix} {flag}--num_processes {count * (start.machines if start else 1)} SCRIPT, or "
+            "accelerate config"
+        ),
     )
 
 
@@ -292,7 +353,9 @@ def not_started(facts: Facts) -> Iterator[Advice]:
 
 
 def too_few_devices(facts: Facts) -> Iterator[Advice]:
-    """``PartialState.set_device`` takes the process's number modulo the number of devices (accelerate 1.15)."""
+    """``PartialState.set_device`` takes the process's number modulo the number of devices
+    (accelerate 1.15).
+    """
     start, count = start_of(facts), facts.torch.count
     if start is None or start.count <= count or facts.torch.problem or _on_cpu(facts):
         return
@@ -302,8 +365,10 @@ def too_few_devices(facts: Facts) -> Iterator[Advice]:
     yield TOO_FEW_DEVICES.advice(
         f"{_processes(start.count)} are to run on this machine, and {what} can be used",
         evidence=_config_evidence(facts),
-        fix=f"accelerate launch --num_processes {max(count, 1) * start.machines} SCRIPT, "
-        "or make the other devices visible",
+        fix=(
+            f"accelerate launch --num_processes {max(count, 1) * start.machines} SCRIPT, "
+            "or make the other devices visible"
+        ),
     )
 
 
@@ -328,7 +393,11 @@ def _used(facts: Facts) -> int | None:
     if facts.config.values.get("use_cpu"):
         return 0
     start = start_of(facts)
-    return start.count if start is not None and (facts.config.exists or facts.launch is not None) else None
+    return (
+        start.count
+        if start is not None and (facts.config.exists or facts.launch is not None)
+        else None
+    )
 
 
 def _processes(count: int) -> str:
@@ -336,7 +405,9 @@ def _processes(count: int) -> str:
 
 
 def _is_python(facts: Facts) -> bool:
-    """Return whether ``python SCRIPT`` starts a script that makes an Accelerator, and nothing else uses devices."""
+    """Return whether ``python SCRIPT`` starts a script that makes an Accelerator, and nothing else
+    uses devices.
+    """
     uses = facts.script.uses if facts.script is not None else None
     if facts.launch is None or not facts.launch.is_python or uses is None:
         return False
@@ -348,7 +419,9 @@ def _on_cpu(facts: Facts) -> bool:
 
 
 def _listed(facts: Facts) -> str:
-    """Return the devices that the launcher lists: of the command line, else of the config; "all" without a list."""
+    """Return the devices that the launcher lists: of the command line, else of the config; "all"
+    without a list.
+    """
     given = facts.launch.given("gpu_ids") if facts.launch is not None else None
     listed = given if given is not None else facts.config.values.get("gpu_ids")
     return "all" if listed is None else str(listed)

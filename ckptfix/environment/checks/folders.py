@@ -1,7 +1,8 @@
-"""Files of a folder that ``torch.load`` refuses or loads without a check, and device maps that fail or mislead.
+"""Files of a folder that ``torch.load`` refuses or loads without a check, and device maps that fail
+or mislead.
 
-Pickles are read by their opcodes alone. A device map needs no GPU to be checked; whether its devices exist is checked
-only where there are any.
+Pickles are read by their opcodes alone. A device map needs no GPU to be checked; whether its
+devices exist is checked only where there are any.
 """
 
 from collections.abc import Iterator
@@ -21,11 +22,16 @@ UNLOADABLE = Topic(
     severities=(UnloadablePickle.severity, Severity.NOTE),
     meaning=UnloadablePickle.meaning,
 )
-UNSAFE = Topic(code=UnsafePickle.code, severities=(UnsafePickle.severity,), meaning=UnsafePickle.meaning)
+UNSAFE = Topic(
+    code=UnsafePickle.code, severities=(UnsafePickle.severity,), meaning=UnsafePickle.meaning
+)
 WITH_CLASSES = Topic(
     code="pickle-with-classes",
     severities=(Severity.NOTE,),
-    meaning="a custom object, sampler or dataloader is pickled with its class; plain `torch.load` refuses it",
+    meaning=(
+        "a custom object, sampler or dataloader is pickled with its class; plain `torch.load` "
+        "refuses it"
+    ),
 )
 FORCED = Topic(
     code="weights-only-forced",
@@ -35,12 +41,17 @@ FORCED = Topic(
 TRUSTING = Topic(
     code="trusting-load",
     severities=(Severity.NOTE,),
-    meaning="the script calls `torch.load(weights_only=False)`: it runs whatever the file refers to",
+    meaning=(
+        "the script calls `torch.load(weights_only=False)`: it runs whatever the file refers to"
+    ),
 )
 SPLITS_TIE = Topic(
     code="device-map-splits-tie",
     severities=(Severity.ERROR, Severity.WARNING),
-    meaning="the device map puts tied weights on different devices: the forward pass fails, or they are no longer tied",
+    meaning=(
+        "the device map puts tied weights on different devices: the forward pass fails, or they "
+        "are no longer tied"
+    ),
 )
 INCOMPLETE = Topic(
     code="device-map-incomplete",
@@ -60,7 +71,10 @@ MISSING_DEVICE = Topic(
 OFFLOADS = Topic(
     code="device-map-offloads",
     severities=(Severity.NOTE,),
-    meaning="part of the model is offloaded: `load_state` leaves it as it is, with no more than a warning",
+    meaning=(
+        "part of the model is offloaded: `load_state` leaves it as it is, with no more than a "
+        "warning"
+    ),
 )
 MOUNTED_STORE = Topic(
     code="object-store-mount",
@@ -82,7 +96,8 @@ TOPICS = (
 )
 
 
-_SINCE = (2, 6)  # torch.load's default; accelerate passes weights_only=True itself for all but custom objects
+# torch.load's default; accelerate passes weights_only=True itself for all but custom objects.
+_SINCE = (2, 6)
 _TRUE = ("1", "y", "yes", "true")
 
 
@@ -98,15 +113,21 @@ def unloadable(facts: Facts) -> Iterator[Advice]:
     ):
         files = list(same)
         yield UNLOADABLE.advice(
-            str(files[0]) if len(files) == 1 else f"{files[0]}; {len(files) - 1} more files need the same",
+            (
+                str(files[0])
+                if len(files) == 1
+                else f"{files[0]}; {len(files) - 1} more files need the same"
+            ),
             severity=Severity.NOTE if older else None,
             evidence=(
                 *(
                     f"{item.path}: {', '.join((*item.globals, *item.opcodes)) or 'a plain pickle'}"
                     for item in files
                 ),
-                f"torch {facts.software.packages['torch'].version if torch else '?'}: weights_only "
-                f"{'is not the default yet' if older else 'is the default'}",
+                (
+                    f"torch {facts.software.packages['torch'].version if torch else '?'}: "
+                    f"weights_only {'is not the default yet' if older else 'is the default'}"
+                ),
             ),
             fix=advice,
         )
@@ -119,26 +140,39 @@ def unsafe(facts: Facts) -> Iterator[Advice]:
             yield UNSAFE.advice(
                 str(item),
                 evidence=(f"{item.path}: {', '.join(item.globals)}",),
-                fix=f"do not load it; ckptfix check {shell_path(facts.folder.path if facts.folder else '')}",
+                fix=(
+                    "do not load it; ckptfix check "
+                    f"{shell_path(facts.folder.path if facts.folder else '')}"
+                ),
             )
 
 
 def with_classes(facts: Facts) -> Iterator[Advice]:
-    """accelerate loads custom objects with ``weights_only=False``, so there they are run, and not refused."""
+    """accelerate loads custom objects with ``weights_only=False``, so there they are run, and not
+    refused.
+    """
     for item in facts.folder.with_classes if facts.folder is not None else ():
         yield WITH_CLASSES.advice(
-            f"{item.path} is pickled with {list_names(item.globals)}: torch.load(weights_only=True) refuses it",
+            f"{item.path} is pickled with {list_names(item.globals)}: "
+            "torch.load(weights_only=True) refuses it",
             evidence=(*item.globals, "accelerate loads custom objects with weights_only=False"),
-            fix=f"to load it yourself, if you trust it: {item.line}"
-            if item.line
-            else "load it only if you trust it",
+            fix=(
+                f"to load it yourself, if you trust it: {item.line}"
+                if item.line
+                else "load it only if you trust it"
+            ),
         )
 
 
 def forced(facts: Facts) -> Iterator[Advice]:
-    """Read by ``torch/serialization.py`` (2.6 to 2.13); FORCE_WEIGHTS_ONLY goes before what a caller says."""
+    """Read by ``torch/serialization.py`` (2.6 to 2.13); FORCE_WEIGHTS_ONLY goes before what a
+    caller says.
+    """
     for name, effect in (
-        ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "accelerate cannot load custom objects that hold a class"),
+        (
+            "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
+            "accelerate cannot load custom objects that hold a class",
+        ),
         (
             "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
             "every torch.load that does not say otherwise runs what the file names",
@@ -148,18 +182,26 @@ def forced(facts: Facts) -> Iterator[Advice]:
             yield FORCED.advice(
                 f"{name}={facts.variables[name]}: {effect}",
                 evidence=(f"{name}={facts.variables[name]} in the environment",),
-                fix=f"unset {name}, and allow single classes: torch.serialization.add_safe_globals([...])",
+                fix=(
+                    f"unset {name}, and allow single classes: "
+                    "torch.serialization.add_safe_globals([...])"
+                ),
             )
 
 
 def trusting(facts: Facts) -> Iterator[Advice]:
     """Said with what the folder holds, where one was given."""
-    places: tuple[SourceLine, ...] = facts.script.uses.trusting_loads if facts.script is not None else ()
+    places: tuple[SourceLine, ...] = (
+        facts.script.uses.trusting_loads if facts.script is not None else ()
+    )
     if places:
         yield TRUSTING.advice(
             "torch.load(weights_only=False) runs whatever the file names",
             evidence=tuple(str(place) for place in places),
-            fix="leave weights_only out; ckptfix doctor DIR prints the add_safe_globals line that the files need",
+            fix=(
+                "leave weights_only out; ckptfix doctor DIR prints the add_safe_globals line that "
+                "the files need"
+            ),
         )
 
 
@@ -170,7 +212,9 @@ def splits_tie(facts: Facts) -> Iterator[Advice]:
     for tie in (*facts.folder.ties, *_guessed(facts.folder, facts.device_map)):
         devices = {name: facts.device_map.device_of(name) for name in tie.names}
         if len({device for device in devices.values() if device is not None}) > 1:
-            split = ", ".join(f"{name} on {device}" for name, device in devices.items() if device is not None)
+            split = ", ".join(
+                f"{name} on {device}" for name, device in devices.items() if device is not None
+            )
             yield SPLITS_TIE.advice(
                 f"the device map splits tied weights: {split}",
                 severity=Severity.ERROR if tie.is_proven else Severity.WARNING,
@@ -180,7 +224,9 @@ def splits_tie(facts: Facts) -> Iterator[Advice]:
 
 
 def _guessed(folder: Folder, device_map: DeviceMap) -> Iterator[Tie]:
-    """Yield the tie that a missing embedding betrays: the files hold a head alone, and the map names the embedding."""
+    """Yield the tie that a missing embedding betrays: the files hold a head alone, and the map
+    names the embedding.
+    """
     is_head_alone = HEAD in folder.names and not any(embeds(name) for name in folder.names)
     for name in device_map.entries if is_head_alone else ():
         if embeds(f"{name}.weight"):
@@ -196,7 +242,10 @@ def incomplete(facts: Facts) -> Iterator[Advice]:
     if lost:
         yield INCOMPLETE.advice(
             f"the device map has no device for {count_of(len(lost), 'tensor')}: {list_names(lost)}",
-            evidence=(facts.device_map.source, f"names in {facts.folder.path}: {facts.folder.model}"),
+            evidence=(
+                facts.device_map.source,
+                f"names in {facts.folder.path}: {facts.folder.model}",
+            ),
             fix="name their modules, or let it be made: device_map='auto'",
         )
 
@@ -208,12 +257,15 @@ def unknown_module(facts: Facts) -> Iterator[Advice]:
     tied = {name for tie in facts.folder.ties for name in tie.names}
     names = [*facts.folder.names, *tied]
     owners = {""} | {
-        ".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)
+        ".".join(name.split(".")[:depth])
+        for name in names
+        for depth in range(1, name.count(".") + 2)
     }
     strange = [name for name in facts.device_map.entries if name not in owners]
     if strange:
         yield UNKNOWN_MODULE.advice(
-            f"the device map names {count_of(len(strange), 'module')} without a tensor in {facts.folder.path}",
+            f"the device map names {count_of(len(strange), 'module')} without a tensor in "
+            f"{facts.folder.path}",
             evidence=(facts.device_map.source, *collapse_layers(strange)),
             fix="compare them with the model's modules: a misspelt name moves nothing",
         )
@@ -238,7 +290,9 @@ def missing_device(facts: Facts) -> Iterator[Advice]:
 
 
 def offloads(facts: Facts) -> Iterator[Advice]:
-    """Yield advice on modules on "cpu" next to an accelerator, or on "disk": both are offloaded to meta."""
+    """Yield advice on modules on "cpu" next to an accelerator, or on "disk": both are offloaded to
+    meta.
+    """
     if facts.device_map is None:
         return
     devices = facts.device_map.devices()
@@ -248,18 +302,26 @@ def offloads(facts: Facts) -> Iterator[Advice]:
         yield OFFLOADS.advice(
             f"{count_of(len(modules), 'module')} offloaded to {' and '.join(map(str, away))}",
             evidence=(facts.device_map.source, *collapse_layers(modules)),
-            fix="load before dispatching: load_checkpoint_and_dispatch; ckptfix's load_state_tolerant fills them, too",
+            fix=(
+                "load before dispatching: load_checkpoint_and_dispatch; ckptfix's "
+                "load_state_tolerant fills them, too"
+            ),
         )
 
 
 def mounted_store(facts: Facts) -> Iterator[Advice]:
-    """Guarded saves write a commit marker there; what others save there can be half a checkpoint."""
+    """Guarded saves write a commit marker there; what others save there can be half a
+    checkpoint.
+    """
     for mount in facts.mounts:
         yield MOUNTED_STORE.advice(
-            f"{mount.point} is an object store, mounted by {mount.program}: no rename commits a save there",
+            f"{mount.point} is an object store, mounted by {mount.program}: no rename commits a "
+            "save there",
             evidence=(f"{mount.source} on {mount.point} in /proc/self/mountinfo",),
-            fix="save there with ckptfix.Accelerator, or to the store's URL: a commit marker is written last "
-            "(ckptfix help saving)",
+            fix=(
+                "save there with ckptfix.Accelerator, or to the store's URL: a commit marker is "
+                "written last (ckptfix help saving)"
+            ),
         )
 
 

@@ -1,8 +1,8 @@
 """Causes of wrong copies between two devices, and settings that hide them.
 
-NCCL checks nothing of a plain ``tensor.to("cuda:1")``: its settings steer its own transfers. Sources: NCCL's user guide
-("Environment Variables", and "Troubleshooting" on ACS and the IOMMU), Linux ``iommu=`` in
-``Documentation/admin-guide/kernel-parameters.txt``.
+NCCL checks nothing of a plain ``tensor.to("cuda:1")``: its settings steer its own transfers.
+Sources: NCCL's user guide ("Environment Variables", and "Troubleshooting" on ACS and the IOMMU),
+Linux ``iommu=`` in ``Documentation/admin-guide/kernel-parameters.txt``.
 """
 
 from collections.abc import Iterator
@@ -22,32 +22,48 @@ UNHEALTHY = Topic(
 UNPROVEN = Topic(
     code="pairs-unproven",
     severities=(Severity.NOTE,),
-    meaning="there are two or more devices, and the probe has not been run on this hardware, driver and boot",
+    meaning=(
+        "there are two or more devices, and the probe has not been run on this hardware, driver "
+        "and boot"
+    ),
 )
 NCCL_HIDES = Topic(
     code="nccl-hides-peer-copies",
     severities=(Severity.WARNING, Severity.NOTE),
-    meaning="NCCL is set not to use P2P copies: training works, and `.to()` and `device_map` still use them",
+    meaning=(
+        "NCCL is set not to use P2P copies: training works, and `.to()` and `device_map` still use "
+        "them"
+    ),
 )
 IOMMU = Topic(
     code="iommu-translates",
     severities=(Severity.WARNING,),
-    meaning="the IOMMU translates what the GPUs read and write: a known cause of wrong P2P copies and hangs",
+    meaning=(
+        "the IOMMU translates what the GPUs read and write: a known cause of wrong P2P copies and "
+        "hangs"
+    ),
 )
 ACS = Topic(
     code="acs-redirects",
     severities=(Severity.WARNING,),
-    meaning="PCI bridges above the GPUs redirect peer traffic to the CPU (ACS): a known cause of hangs",
+    meaning=(
+        "PCI bridges above the GPUs redirect peer traffic to the CPU (ACS): a known cause of hangs"
+    ),
 )
 DISTANT = Topic(
     code="distant-pair",
     severities=(Severity.NOTE,),
-    meaning="two GPUs reach each other only through the CPU (PHB, NODE or SYS): where P2P copies break most",
+    meaning=(
+        "two GPUs reach each other only through the CPU (PHB, NODE or SYS): where P2P copies break "
+        "most"
+    ),
 )
 TOPICS = (UNHEALTHY, UNPROVEN, NCCL_HIDES, IOMMU, ACS, DISTANT)
 
 _PROBE = "ckptfix doctor --peer-copies"
-_STAGE = 'ckptfix.devices.dispatch_model(..., safe_transfers="auto") copies such pairs through the host'
+_STAGE = (
+    'ckptfix.devices.dispatch_model(..., safe_transfers="auto") copies such pairs through the host'
+)
 
 
 def unhealthy(facts: Facts) -> Iterator[Advice]:
@@ -73,7 +89,9 @@ def unproven(facts: Facts) -> Iterator[Advice]:
 
 
 def nccl_hides(facts: Facts) -> Iterator[Advice]:
-    """NCCL then goes through host memory, and shows nothing of what is wrong with the direct way."""
+    """NCCL then goes through host memory, and shows nothing of what is wrong with the direct
+    way.
+    """
     for setting in facts.nccl:
         value = setting.value.upper()
         if setting.name == "NCCL_P2P_DISABLE":
@@ -84,7 +102,8 @@ def nccl_hides(facts: Facts) -> Iterator[Advice]:
             continue
         what = "uses no P2P copies" if never else "uses P2P copies only between near GPUs"
         yield NCCL_HIDES.advice(
-            f"{setting.name}={setting.value}: NCCL {what}, but tensor.to(), device_map and generate() still do",
+            f"{setting.name}={setting.value}: NCCL {what}, but tensor.to(), device_map and "
+            "generate() still do",
             severity=Severity.WARNING if facts.torch.count >= 2 else Severity.NOTE,
             evidence=(f"{setting.name}={setting.value} in {setting.source}",),
             fix=f"find out whether they are right: {_PROBE}; {_STAGE}",
@@ -92,18 +111,24 @@ def nccl_hides(facts: Facts) -> Iterator[Advice]:
 
 
 def iommu_translates(facts: Facts) -> Iterator[Advice]:
-    """Only where two GPUs depend on the bus: with direct links between all of them it is out of the way."""
+    """Only where two GPUs depend on the bus: with direct links between all of them it is out of the
+    way.
+    """
     gpus = [gpu for gpu in facts.machine.bus.gpus if gpu.is_translated]
     if not _bus_pairs(facts, gpus):
         return
     options = facts.machine.boot_options("intel_iommu", "amd_iommu", "iommu", "pcie_acs_override")
     yield IOMMU.advice(
-        f"the IOMMU translates for {count_of(len(gpus), 'GPU')}: P2P copies over PCI can be wrong, slow or hang",
+        f"the IOMMU translates for {count_of(len(gpus), 'GPU')}: P2P copies over PCI can be wrong, "
+        "slow or hang",
         evidence=(
             *(f"{gpu.address} is in an IOMMU group of type {gpu.iommu}" for gpu in gpus),
             f"booted with: {' '.join(options) or 'no option about the IOMMU'}",
         ),
-        fix=f"boot with iommu=pt, or with the IOMMU (VT-d, AMD-Vi) off, where nobody needs it; then: {_PROBE}",
+        fix=(
+            "boot with iommu=pt, or with the IOMMU (VT-d, AMD-Vi) off, where nobody needs it; "
+            f"then: {_PROBE}"
+        ),
     )
 
 
@@ -115,9 +140,13 @@ def acs_redirects(facts: Facts) -> Iterator[Advice]:
     yield ACS.advice(
         f"ACS redirects peer traffic to the CPU at {count_of(len(bridges), 'PCI bridge')}",
         evidence=tuple(
-            f"{bridge}: request or completion redirect is on in its ACS control" for bridge in bridges
+            f"{bridge}: request or completion redirect is on in its ACS control"
+            for bridge in bridges
         ),
-        fix=f"sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000 for each (until the next boot), or in the BIOS; {_PROBE}",
+        fix=(
+            f"sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000 for each (until the next boot), or "
+            f"in the BIOS; {_PROBE}"
+        ),
     )
 
 
@@ -128,13 +157,16 @@ def distant_pair(facts: Facts) -> Iterator[Advice]:
         for one, other in _bus_pairs(facts, list(facts.machine.bus.gpus))
     ]
     far = {
-        ends: way for ends, way in facts.machine.bus.distances.items() if way.passes_the_cpu and ends in pairs
+        ends: way
+        for ends, way in facts.machine.bus.distances.items()
+        if way.passes_the_cpu and ends in pairs
     }
     if far:
         yield DISTANT.advice(
             f"{count_of(len(far), 'pair')} of GPUs reach each other through the CPU only",
             evidence=tuple(
-                f"{' and '.join(sorted(ends))}: {way.name}, {way.value}" for ends, way in far.items()
+                f"{' and '.join(sorted(ends))}: {way.name}, {way.value}"
+                for ends, way in far.items()
             ),
             fix=_PROBE,
         )

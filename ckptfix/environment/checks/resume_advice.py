@@ -1,7 +1,7 @@
 """Reasons in a script's text for which a resumed run does not continue the run that was saved.
 
-The causes and their first visible difference are those of ``ckptfix help exact-resume``; ``ckptfix prove-resume`` runs
-the script and finds also what its text does not show.
+The causes and their first visible difference are those of ``ckptfix help exact-resume``; ``ckptfix
+prove-resume`` runs the script and finds also what its text does not show.
 """
 
 from collections.abc import Iterator
@@ -14,32 +14,50 @@ from ckptfix.environment.facts.script_resumes import Resuming
 SCHEDULER = Topic(
     code="scheduler-not-prepared",
     severities=(Severity.WARNING,),
-    meaning="a scheduler is never given to `prepare()`: no checkpoint has it, and a resumed run starts it again",
+    meaning=(
+        "a scheduler is never given to `prepare()`: no checkpoint has it, and a resumed run starts "
+        "it again"
+    ),
 )
 LOADER = Topic(
     code="loader-not-prepared",
     severities=(Severity.WARNING,),
-    meaning="a loader that the script trains on is never given to `prepare()`: each process trains on all of its data",
+    meaning=(
+        "a loader that the script trains on is never given to `prepare()`: each process trains on "
+        "all of its data"
+    ),
 )
 REPEATED = Topic(
     code="batches-not-skipped",
     severities=(Severity.WARNING,),
-    meaning="the script saves inside an epoch, and after a resume begins the epoch again: batches are used twice",
+    meaning=(
+        "the script saves inside an epoch, and after a resume begins the epoch again: batches are "
+        "used twice"
+    ),
 )
 ORDER = Topic(
     code="epoch-not-set",
     severities=(Severity.WARNING,),
-    meaning="the order of the data depends on the epoch, and the script never calls `set_epoch`: epoch 0 comes again",
+    meaning=(
+        "the order of the data depends on the epoch, and the script never calls `set_epoch`: epoch "
+        "0 comes again"
+    ),
 )
 IN_CYCLE = Topic(
     code="save-inside-accumulation",
     severities=(Severity.WARNING,),
-    meaning="`save_state` may run inside an accumulation cycle: the gradients gathered so far are not saved",
+    meaning=(
+        "`save_state` may run inside an accumulation cycle: the gradients gathered so far are not "
+        "saved"
+    ),
 )
 NEVER_LOADED = Topic(
     code="resume-never-loads",
     severities=(Severity.WARNING,),
-    meaning="the script has an option to resume and calls `save_state`, but never `load_state`: it starts anew",
+    meaning=(
+        "the script has an option to resume and calls `save_state`, but never `load_state`: it "
+        "starts anew"
+    ),
 )
 TOPICS = (SCHEDULER, LOADER, REPEATED, ORDER, IN_CYCLE, NEVER_LOADED)
 
@@ -49,46 +67,67 @@ def scheduler_not_prepared(facts: Facts) -> Iterator[Advice]:
     found = _resuming(facts)
     if found.saves and found.schedulers:
         yield SCHEDULER.advice(
-            "a scheduler is stepped, but never prepared: save_state does not save it, so after a resume the learning "
-            "rate starts again",
+            "a scheduler is stepped, but never prepared: save_state does not save it, so after a "
+            "resume the learning rate starts again",
             evidence=_shown(found.schedulers, found.saves),
-            fix="scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler)",
+            fix=(
+                "scheduler = accelerator.prepare(scheduler), or "
+                "accelerator.register_for_checkpointing(scheduler)"
+            ),
         )
 
 
 def loader_not_prepared(facts: Facts) -> Iterator[Advice]:
-    """``prepare`` divides the data of a loader among the processes, and only such a loader can skip batches."""
+    """``prepare`` divides the data of a loader among the processes, and only such a loader can skip
+    batches.
+    """
     found = _resuming(facts)
     if found.saves and found.loaders:
         yield LOADER.advice(
-            "a loader that is trained on is never prepared: each process sees all of its data, and no checkpoint holds "
-            "its position",
+            "a loader that is trained on is never prepared: each process sees all of its data, and "
+            "no checkpoint holds its position",
             evidence=_shown(found.loaders),
             fix="loader = accelerator.prepare(loader)",
         )
 
 
 def batches_not_skipped(facts: Facts) -> Iterator[Advice]:
-    """``load_state`` restores no position in an epoch: the script skips what was used, or uses it again."""
+    """``load_state`` restores no position in an epoch: the script skips what was used, or uses it
+    again.
+    """
     found = _resuming(facts)
     if found.in_epoch and found.loads and not found.skips:
         yield REPEATED.advice(
-            "save_state is called inside an epoch, and no line skips the batches that were used: after load_state the "
-            "epoch begins with its first batch again",
+            "save_state is called inside an epoch, and no line skips the batches that were used: "
+            "after load_state the epoch begins with its first batch again",
             evidence=_shown(found.in_epoch, found.loads),
-            fix="accelerator.skip_first_batches(loader, batches_done) for the first epoch after load_state",
+            fix=(
+                "accelerator.skip_first_batches(loader, batches_done) for the first epoch after "
+                "load_state"
+            ),
         )
 
 
 def epoch_not_set(facts: Facts) -> Iterator[Advice]:
-    """accelerate counts epochs from 0 in every process: a resumed run gets the order of epoch 0 again."""
+    """accelerate counts epochs from 0 in every process: a resumed run gets the order of epoch 0
+    again.
+    """
     found = _resuming(facts)
-    if found.order and found.saves and found.loads and not found.sets_epoch and not facts.is_guarded:
+    if (
+        found.order
+        and found.saves
+        and found.loads
+        and not found.sets_epoch
+        and not facts.is_guarded
+    ):
         yield ORDER.advice(
-            "the order of the data depends on the epoch, and accelerate counts epochs from 0 after load_state: the run "
-            "gets the order of epoch 0 again",
+            "the order of the data depends on the epoch, and accelerate counts epochs from 0 after "
+            "load_state: the run gets the order of epoch 0 again",
             evidence=_shown(found.order, found.loads),
-            fix="loader.set_epoch(epoch) at the start of each epoch; or start it with: ckptfix run SCRIPT",
+            fix=(
+                "loader.set_epoch(epoch) at the start of each epoch; or start it with: ckptfix run "
+                "SCRIPT"
+            ),
         )
 
 
@@ -97,10 +136,13 @@ def save_inside_accumulation(facts: Facts) -> Iterator[Advice]:
     found = _resuming(facts)
     if found.in_cycle and not facts.is_guarded:
         yield IN_CYCLE.advice(
-            "save_state may run inside an accumulation cycle: the gradients gathered so far are not saved, so the "
-            "next optimizer step after a resume is another one",
+            "save_state may run inside an accumulation cycle: the gradients gathered so far are "
+            "not saved, so the next optimizer step after a resume is another one",
             evidence=_shown(found.in_cycle),
-            fix="save only when accelerator.sync_gradients is true; or start it with: ckptfix run SCRIPT",
+            fix=(
+                "save only when accelerator.sync_gradients is true; or start it with: ckptfix run "
+                "SCRIPT"
+            ),
         )
 
 
@@ -109,7 +151,8 @@ def resume_never_loads(facts: Facts) -> Iterator[Advice]:
     found = _resuming(facts)
     if found.options and found.saves and not (found.loads or found.loads_otherwise):
         yield NEVER_LOADED.advice(
-            "the script has an option to resume, and no line loads a state: a resumed run starts anew",
+            "the script has an option to resume, and no line loads a state: a resumed run starts "
+            "anew",
             evidence=_shown(found.options, found.saves),
             fix="accelerator.load_state(folder) after prepare()",
         )

@@ -1,4 +1,5 @@
-"""Problems of a training script, and of the command that starts it. Their text is read, nothing is executed.
+"""Problems of a training script, and of the command that starts it. Their text is read, nothing is
+executed.
 
 An option before the script's name belongs to the launcher, one after it to the script.
 """
@@ -33,22 +34,33 @@ MADE_EARLY = Topic(
 TOUCHED_EARLY = Topic(
     code="device-before-notebook-launcher",
     severities=(Severity.WARNING,),
-    meaning="a device is used at module level before `notebook_launcher`: processes cannot be forked afterwards",
+    meaning=(
+        "a device is used at module level before `notebook_launcher`: processes cannot be forked "
+        "afterwards"
+    ),
 )
 PLAIN_BACKWARD = Topic(
     code="plain-backward",
     severities=(Severity.WARNING,),
-    meaning="`loss.backward()` instead of `accelerator.backward(loss)`: gradients are neither scaled nor divided",
+    meaning=(
+        "`loss.backward()` instead of `accelerator.backward(loss)`: gradients are neither scaled "
+        "nor divided"
+    ),
 )
 DEEPSPEED_MODELS = Topic(
     code="deepspeed-several-models",
     severities=(Severity.WARNING,),
-    meaning="several models or optimizers for one Accelerator under DeepSpeed, which takes one of each",
+    meaning=(
+        "several models or optimizers for one Accelerator under DeepSpeed, which takes one of each"
+    ),
 )
 MAP_IN_TRAINING = Topic(
     code="device-map-in-training",
     severities=(Severity.WARNING,),
-    meaning="a model is loaded with `device_map` and prepared for training: refused in more than one process",
+    meaning=(
+        "a model is loaded with `device_map` and prepared for training: refused in more than one "
+        "process"
+    ),
 )
 SKIP_KEYS = Topic(
     code="skip-keys-given",
@@ -58,12 +70,18 @@ SKIP_KEYS = Topic(
 PREPARED_TWICE = Topic(
     code="prepared-twice",
     severities=(Severity.WARNING, Severity.NOTE),
-    meaning="the script gives a model to `prepare()` twice: in several processes `save_state` writes it twice",
+    meaning=(
+        "the script gives a model to `prepare()` twice: in several processes `save_state` writes "
+        "it twice"
+    ),
 )
 WRAPPED_EARLY = Topic(
     code="wrapped-before-prepare",
     severities=(Severity.WARNING,),
-    meaning="a model is wrapped in DDP or DataParallel before `prepare()`, which wraps it again: keys get `module.`",
+    meaning=(
+        "a model is wrapped in DDP or DataParallel before `prepare()`, which wraps it again: keys "
+        "get `module.`"
+    ),
 )
 BEFORE = Topic(
     code="flags-before-script",
@@ -73,7 +91,10 @@ BEFORE = Topic(
 BEHIND = Topic(
     code="launch-flags-behind-script",
     severities=(Severity.WARNING,),
-    meaning="options of `accelerate launch` after the script's name go to the script, and have no effect",
+    meaning=(
+        "options of `accelerate launch` after the script's name go to the script, and have no "
+        "effect"
+    ),
 )
 MISSING = Topic(
     code="script-missing",
@@ -106,7 +127,11 @@ def not_python(facts: Facts) -> Iterator[Advice]:
         yield NO_PYTHON.advice(
             f"{facts.script.path} cannot be read as Python: {facts.script.problem}",
             evidence=(facts.script.problem,),
-            fix=f"open {path} in Jupyter and correct it" if is_notebook else f"python -m py_compile {path}",
+            fix=(
+                f"open {path} in Jupyter and correct it"
+                if is_notebook
+                else f"python -m py_compile {path}"
+            ),
         )
 
 
@@ -125,20 +150,27 @@ def unknown_name(facts: Facts) -> Iterator[Advice]:
         yield UNKNOWN_NAME.advice(
             f"{owner} has no {last}{instead}",
             evidence=_shown(where),
-            fix=f"write {near[0]}"
-            if near
-            else f"look for its new place: python -c 'import {owner}; help({owner})'",
+            fix=(
+                f"write {near[0]}"
+                if near
+                else f"look for its new place: python -c 'import {owner}; help({owner})'"
+            ),
         )
 
 
 def made_early(facts: Facts) -> Iterator[Advice]:
-    """``notebook_launcher`` refuses when an Accelerator's state is there already (``accelerate/launchers.py``)."""
+    """``notebook_launcher`` refuses when an Accelerator's state is there already
+    (``accelerate/launchers.py``).
+    """
     early = _before_launch(facts, _uses(facts).made_early)
     if early:
         yield MADE_EARLY.advice(
             "an Accelerator is made before notebook_launcher starts its processes: ValueError",
             evidence=_shown(early),
-            fix="make the Accelerator inside the function that is launched, then restart the notebook",
+            fix=(
+                "make the Accelerator inside the function that is launched, then restart the "
+                "notebook"
+            ),
         )
 
 
@@ -147,7 +179,8 @@ def touched_early(facts: Facts) -> Iterator[Advice]:
     early = _before_launch(facts, _uses(facts).touched_early)
     if early:
         yield TOUCHED_EARLY.advice(
-            "a device is used before notebook_launcher forks: Cannot re-initialize CUDA in forked subprocess",
+            "a device is used before notebook_launcher forks: Cannot re-initialize CUDA in forked "
+            "subprocess",
             evidence=_shown(early),
             fix="move it into the function that is launched, then restart the notebook",
         )
@@ -158,15 +191,17 @@ def plain_backward(facts: Facts) -> Iterator[Advice]:
     uses = _uses(facts)
     if uses.accelerators and uses.backwards:
         yield PLAIN_BACKWARD.advice(
-            "loss.backward() instead of accelerator.backward(loss): with accumulation gradients are too large, with "
-            "fp16 the updates vanish; nothing is raised",
+            "loss.backward() instead of accelerator.backward(loss): with accumulation gradients "
+            "are too large, with fp16 the updates vanish; nothing is raised",
             evidence=_shown(uses.backwards),
             fix="accelerator.backward(loss); at run time: ckptfix run SCRIPT warns of it",
         )
 
 
 def prepared_twice(facts: Facts) -> Iterator[Advice]:
-    """The damage that ``ckptfix repair`` mends, before it is done. ckptfix's own Accelerator does not do it."""
+    """The damage that ``ckptfix repair`` mends, before it is done. ckptfix's own Accelerator does
+    not do it.
+    """
     uses = _uses(facts)
     if not uses.twice:
         return
@@ -176,8 +211,13 @@ def prepared_twice(facts: Facts) -> Iterator[Advice]:
         f"{names} is given to prepare() twice: "
         + (guard if facts.is_guarded else "in several processes save_state writes it twice"),
         severity=Severity.NOTE if facts.is_guarded else Severity.WARNING,
-        evidence=_shown([place for one in uses.twice for place in dict.fromkeys((one.first, one.second))]),
-        fix="call prepare() once for each model and keep what it returns; or start it with: ckptfix run SCRIPT",
+        evidence=_shown(
+            [place for one in uses.twice for place in dict.fromkeys((one.first, one.second))]
+        ),
+        fix=(
+            "call prepare() once for each model and keep what it returns; or start it with: "
+            "ckptfix run SCRIPT"
+        ),
     )
 
 
@@ -187,18 +227,19 @@ def wrapped_early(facts: Facts) -> Iterator[Advice]:
     if found:
         names = ", ".join(dict.fromkeys(one.name for one in found))
         yield WRAPPED_EARLY.advice(
-            f"{names} is wrapped before prepare(), which wraps it again: the keys that save_state writes begin with "
-            "'module.', and another script does not load them",
+            f"{names} is wrapped before prepare(), which wraps it again: the keys that save_state "
+            "writes begin with 'module.', and another script does not load them",
             evidence=_shown([place for one in found for place in (one.wrapped, one.prepared)]),
             fix="give prepare() the bare model: it wraps it in DDP by itself",
         )
 
 
 def deepspeed_models(facts: Facts) -> Iterator[Advice]:
-    """``Accelerator.prepare`` raises AssertionError for two models in one call; of optimizers it keeps the last.
+    """``Accelerator.prepare`` raises AssertionError for two models in one call; of optimizers it
+    keeps the last.
 
-    Of models in several calls ``accelerator.backward`` uses the first one only. That is meant where the
-    script chooses a plugin for each (``select_deepspeed_plugin``).
+    Of models in several calls ``accelerator.backward`` uses the first one only. That is meant where
+    the script chooses a plugin for each (``select_deepspeed_plugin``).
     """
     uses, reasons = _uses(facts), _deepspeed(facts)
     if not reasons:
@@ -206,7 +247,9 @@ def deepspeed_models(facts: Facts) -> Iterator[Advice]:
     calls: list[tuple[Prepared, ...]] = [(call,) for call in uses.prepared]
     if not uses.plugin_choices:
         names = dict.fromkeys(call.accelerator for call in uses.prepared)
-        calls = [tuple(call for call in uses.prepared if call.accelerator == name) for name in names]
+        calls = [
+            tuple(call for call in uses.prepared if call.accelerator == name) for name in names
+        ]
     for same in calls:
         models = dict.fromkeys(name for call in same for name in call.models)
         optimizers = dict.fromkeys(name for call in same for name in call.optimizers)
@@ -216,8 +259,10 @@ def deepspeed_models(facts: Facts) -> Iterator[Advice]:
                 f"{same[0].accelerator}.prepare is given {' and '.join(several)} under DeepSpeed, "
                 "which takes one model and one optimizer for each Accelerator",
                 evidence=(*_shown([call.place for call in same]), *reasons),
-                fix="one Accelerator with its own DeepSpeedPlugin for each model (accelerate's guide: "
-                "Using multiple models with DeepSpeed)",
+                fix=(
+                    "one Accelerator with its own DeepSpeedPlugin for each model (accelerate's "
+                    "guide: Using multiple models with DeepSpeed)"
+                ),
             )
 
 
@@ -226,18 +271,25 @@ def map_in_training(facts: Facts) -> Iterator[Advice]:
     uses = _uses(facts)
     if uses.device_maps and uses.prepared:
         yield MAP_IN_TRAINING.advice(
-            "a model is loaded with device_map, and models are prepared for training: ValueError in several processes",
+            "a model is loaded with device_map, and models are prepared for training: ValueError "
+            "in several processes",
             evidence=_shown([*uses.device_maps, *(call.place for call in uses.prepared)]),
-            fix="load it without device_map, or start one process: accelerate launch --num_processes 1 SCRIPT",
+            fix=(
+                "load it without device_map, or start one process: accelerate launch "
+                "--num_processes 1 SCRIPT"
+            ),
         )
 
 
 def skip_keys(facts: Facts) -> Iterator[Advice]:
-    """accelerate documents a string or a list; transformers passes a set, which works for lookups alone."""
+    """accelerate documents a string or a list; transformers passes a set, which works for lookups
+    alone.
+    """
     uses = _uses(facts)
     if uses.skip_keys:
         yield SKIP_KEYS.advice(
-            "skip_keys is given: arguments of these names are not moved between devices, at any depth",
+            "skip_keys is given: arguments of these names are not moved between devices, at any "
+            "depth",
             evidence=_shown(uses.skip_keys),
             fix="name only what the model moves itself (a key-value cache), as a list",
         )
@@ -277,7 +329,10 @@ def script_missing(facts: Facts) -> Iterator[Advice]:
     if facts.launch is not None and facts.missing_script:
         yield MISSING.advice(
             f'{facts.missing_script} does not exist: the command ends with "can\'t open file"',
-            evidence=(" ".join(facts.launch.words), "a relative name is looked for in the current folder"),
+            evidence=(
+                " ".join(facts.launch.words),
+                "a relative name is looked for in the current folder",
+            ),
             fix="correct the name, or change to the folder of the script first",
         )
 
@@ -288,7 +343,8 @@ def refused_before(facts: Facts) -> Iterator[Advice]:
     if launch is not None and launch.unknown:
         names = ", ".join(option.text for option in launch.unknown)
         yield BEFORE.advice(
-            f"{names} is before the script's name, and accelerate launch has no such option: it refuses",
+            f"{names} is before the script's name, and accelerate launch has no such option: it "
+            "refuses",
             evidence=(" ".join(launch.words),),
             fix=f"put the script's options behind its name: {_reordered(launch, launch.unknown)}",
         )
@@ -303,7 +359,8 @@ def taken_before(facts: Facts) -> Iterator[Advice]:
     if taken:
         names = ", ".join(option.text for option in taken)
         yield BEFORE.advice(
-            f"{names} is before the script's name: accelerate launch takes it, the script never sees it",
+            f"{names} is before the script's name: accelerate launch takes it, the script never "
+            "sees it",
             severity=Severity.WARNING,
             evidence=(" ".join(facts.launch.words), f"the script has its own {names}"),
             fix=f"where it is meant for the script: {_reordered(facts.launch, taken)}",
@@ -319,7 +376,8 @@ def shared_options(facts: Facts) -> Iterator[Advice]:
     if shared:
         names = ", ".join(f"--{name}" for name in shared)
         yield BEFORE.advice(
-            f"the script and accelerate launch both have {names}: before the script's name it is accelerate's",
+            f"the script and accelerate launch both have {names}: before the script's name it is "
+            "accelerate's",
             severity=Severity.NOTE,
             evidence=(f"{facts.script.path if facts.script else ''} defines {names}",),
             fix="accelerate launch [its options] SCRIPT [the script's options]",
@@ -341,7 +399,8 @@ def behind(facts: Facts) -> Iterator[Advice]:
     if lost:
         names = ", ".join(option.text for option in lost)
         yield BEHIND.advice(
-            f"{names} is after the script's name: it goes to the script, and accelerate launch does not see it",
+            f"{names} is after the script's name: it goes to the script, and accelerate launch "
+            "does not see it",
             evidence=(" ".join(launch.words), "the script defines no such option"),
             fix=f"put it before: accelerate launch {names} ... {launch.script}",
         )
@@ -349,11 +408,15 @@ def behind(facts: Facts) -> Iterator[Advice]:
 
 def _own_options(facts: Facts) -> frozenset[str] | None:
     """Return the script's own options, None when they are not known."""
-    return facts.script.uses.options if facts.script is not None and not facts.script.problem else None
+    return (
+        facts.script.uses.options if facts.script is not None and not facts.script.problem else None
+    )
 
 
 def _reordered(launch: Launch, moved: tuple[Option, ...]) -> str:
-    """Return the command with these options, and the value behind each, moved behind the script's name."""
+    """Return the command with these options, and the value behind each, moved behind the script's
+    name.
+    """
     words = list(launch.words)
     at = words.index(launch.script) if launch.script in words else len(words)
     front, back = words[:at], words[at:]
@@ -369,7 +432,9 @@ def _reordered(launch: Launch, moved: tuple[Option, ...]) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for the shell; of a variable that is set, quote the value alone: a quoted name sets nothing."""
+    """Quote a word for the shell; of a variable that is set, quote the value alone: a quoted name
+    sets nothing.
+    """
     name, equals, value = word.partition("=")
     return f"{name}={shlex.quote(value)}" if equals and name.isidentifier() else shlex.quote(word)
 

@@ -37,7 +37,10 @@ UNMET = Topic(
 NO_COMPILER = Topic(
     code="no-compiler",
     severities=(Severity.WARNING, Severity.NOTE),
-    meaning="a compiler or Python's headers are missing: extensions cannot be built (DeepSpeed, torch.compile)",
+    meaning=(
+        "a compiler or Python's headers are missing: extensions cannot be built (DeepSpeed, "
+        "torch.compile)"
+    ),
 )
 TOPICS = (NOT_INSTALLED, NOT_ON_PATH, OTHER_PYTHON, PYTHON_TOO_OLD, UNMET, NO_COMPILER)
 
@@ -60,11 +63,16 @@ def not_on_path(facts: Facts) -> Iterator[Advice]:
         yield NOT_ON_PATH.advice(
             "accelerate is installed, but no command of this name is on the PATH",
             evidence=(
-                f"it is {facts.software.next_to_python}"
-                if facts.software.next_to_python
-                else "nor next to this Python",
+                (
+                    f"it is {facts.software.next_to_python}"
+                    if facts.software.next_to_python
+                    else "nor next to this Python"
+                ),
             ),
-            fix=f"{_add(facts)}{shell_path(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
+            fix=(
+                f"{_add(facts)}{shell_path(facts.software.executable)} -m "
+                "accelerate.commands.launch SCRIPT"
+            ),
         )
 
 
@@ -73,7 +81,8 @@ def other_python(facts: Facts) -> Iterator[Advice]:
     command = facts.software.command
     if command is not None and not command.is_ours:
         yield OTHER_PYTHON.advice(
-            f"the accelerate on the PATH starts {command.interpreter}, and this is {facts.software.executable}",
+            f"the accelerate on the PATH starts {command.interpreter}, and this is "
+            f"{facts.software.executable}",
             evidence=(f"the first line of {command.path} names {command.interpreter}",),
             fix=f"{shell_path(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
         )
@@ -88,17 +97,24 @@ def python_too_old(facts: Facts) -> Iterator[Advice]:
         refusing = [
             package
             for package in facts.software.packages.values()
-            if version < (least := _least(package.requires_python)) and version != least[: len(version)]
+            if version < (least := _least(package.requires_python))
+            and version != least[: len(version)]
         ]
         if refusing:
-            needs = ", ".join(f"{package.name} needs {package.requires_python}" for package in refusing)
+            needs = ", ".join(
+                f"{package.name} needs {package.requires_python}" for package in refusing
+            )
             yield PYTHON_TOO_OLD.advice(
                 f"{path} is Python {_dotted(version)}, and {needs}",
                 evidence=tuple(
-                    f"{package.name} {package.version} says Requires-Python: {package.requires_python}"
+                    f"{package.name} {package.version} says Requires-Python: "
+                    f"{package.requires_python}"
                     for package in refusing
                 ),
-                fix="use a newer Python, or older packages: accelerate 1.10 is the last for Python 3.9",
+                fix=(
+                    "use a newer Python, or older packages: accelerate 1.10 is the last for "
+                    "Python 3.9"
+                ),
             )
 
 
@@ -108,13 +124,20 @@ def unmet(facts: Facts) -> Iterator[Advice]:
         if package.unmet:
             yield UNMET.advice(
                 f"{package.name} {package.version} needs {package.unmet[0]}",
-                evidence=tuple(f"{package.name} {package.version} requires {text}" for text in package.unmet),
-                fix=f"{shell_path(facts.software.executable)} -m pip install --upgrade {package.name}",
+                evidence=tuple(
+                    f"{package.name} {package.version} requires {text}" for text in package.unmet
+                ),
+                fix=(
+                    f"{shell_path(facts.software.executable)} -m pip install --upgrade "
+                    f"{package.name}"
+                ),
             )
 
 
 def no_compiler(facts: Facts) -> Iterator[Advice]:
-    """Look for what builds extensions: a C++ compiler and Python's headers, for CUDA nvcc as well."""
+    """Look for what builds extensions: a C++ compiler and Python's headers, for CUDA nvcc as
+    well.
+    """
     software = facts.software
     missing = []
     if not any(name in software.compilers for name in _COMPILERS) and "CXX" not in facts.variables:
@@ -133,11 +156,17 @@ def no_compiler(facts: Facts) -> Iterator[Advice]:
         f"missing: {', '.join(missing)}",
         severity=Severity.WARNING if needs or places else Severity.NOTE,
         evidence=(
-            *(f"{name} is installed and may build its kernels when it is first used" for name in needs),
+            *(
+                f"{name} is installed and may build its kernels when it is first used"
+                for name in needs
+            ),
             *(str(place) for place in places),
             f"found on the PATH: {', '.join(software.compilers) or 'no compiler'}",
         ),
-        fix="install the compiler: apt-get install build-essential python3-dev, or conda install -c conda-forge gxx",
+        fix=(
+            "install the compiler: apt-get install build-essential python3-dev, or conda install "
+            "-c conda-forge gxx"
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """Facts for the checks, gathered once: every check is a pure function of one ``Facts`` value.
 
-Nothing here imports torch, accelerate or the user's code, and nothing is run. What torch says is passed in by
-``devices``.
+Nothing here imports torch, accelerate or the user's code, and nothing is run. What torch says is
+passed in by ``devices``.
 """
 
 import os
@@ -32,8 +32,8 @@ from ckptfix.storage.mounts import ObjectMount, object_mounts
 class Facts:
     """Facts of an environment. None: not asked for.
 
-    ``config_variable_is_file``: ACCELERATE_CONFIG_FILE names an existing file. ``missing_script``: the file that
-    the command starts, if it does not exist.
+    ``config_variable_is_file``: ACCELERATE_CONFIG_FILE names an existing file. ``missing_script``:
+    the file that the command starts, if it does not exist.
     """
 
     software: Software
@@ -52,7 +52,9 @@ class Facts:
 
     @property
     def is_guarded(self) -> bool:
-        """Return whether the script's Accelerator is that of ckptfix, by its imports or by the command."""
+        """Return whether the script's Accelerator is that of ckptfix, by its imports or by the
+        command.
+        """
         words = "" if self.launch is None else f" {' '.join(self.launch.words)} "
         return " ckptfix run " in words or (self.script is not None and self.script.uses.is_guarded)
 
@@ -85,7 +87,9 @@ def gather(
         machine=machine,
         variables=read_variables(environment),
         nccl=read_nccl(environment),
-        config=read_config(environment, command.given("config_file") if command is not None else None),
+        config=read_config(
+            environment, command.given("config_file") if command is not None else None
+        ),
         config_variable_is_file=os.path.isfile(environment.get("ACCELERATE_CONFIG_FILE", "")),
         script=read,
         launch=command,
@@ -101,6 +105,8 @@ def _own_map(folder: Folder | None) -> DeviceMap | None:
     if folder is None or folder.config is None:
         return None
     for name in ("hf_device_map", "device_map"):
-        if (found := parse_map(folder.config.get(name), f"{name} of {folder.path}/config.json")) is not None:
+        if (
+            found := parse_map(folder.config.get(name), f"{name} of {folder.path}/config.json")
+        ) is not None:
             return found
     return None

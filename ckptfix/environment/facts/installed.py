@@ -1,7 +1,9 @@
-"""Installed software: Python, packages, the ``accelerate`` command, and compilers. Nothing is imported.
+"""Installed software: Python, packages, the ``accelerate`` command, and compilers. Nothing is
+imported.
 
-Packages are known by their metadata, commands by their first line. The names that accelerate exports, its launcher's
-options and its config's fields are read from the syntax tree of the installed source, so they fit its version.
+Packages are known by their metadata, commands by their first line. The names that accelerate
+exports, its launcher's options and its config's fields are read from the syntax tree of the
+installed source, so they fit its version.
 """
 
 import ast
@@ -22,10 +24,11 @@ from ckptfix.dataclass import dataclass
 class AccelerateSource:
     """Names and options of the installed accelerate; empty where its source was not found.
 
-    ``names``: what can be imported from it. ``modules``: the same of those of its modules that were asked for, by their
-    names below accelerate ("utils.modeling"); "*" among the names: not all of them are known. ``options``: launch's
-    options without dashes, with underscores -> whether a value follows. ``config_fields``: what a config may hold.
-    ``reads_variable``: it reads ACCELERATE_CONFIG_FILE.
+    ``names``: what can be imported from it. ``modules``: the same of those of its modules that were
+    asked for, by their names below accelerate ("utils.modeling"); "*" among the names: not all of
+    them are known. ``options``: launch's options without dashes, with underscores -> whether a
+    value follows. ``config_fields``: what a config may hold. ``reads_variable``: it reads
+    ACCELERATE_CONFIG_FILE.
     """
 
     names: frozenset[str] = frozenset()
@@ -35,12 +38,15 @@ class AccelerateSource:
     reads_variable: bool = False
 
     def missing(self, name: str) -> str:
-        """Return the first part of a dotted name below accelerate that is not there, "" when all of it may be."""
+        """Return the first part of a dotted name below accelerate that is not there, "" when all of
+        it may be.
+        """
         parts = name.split(".")
         for depth, part in enumerate(parts):
             names = self.names if depth == 0 else self.modules.get(".".join(parts[:depth]))
             if not names or "*" in names or part.startswith("__"):
-                return ""  # what is in a class, or in a module whose source could not be read, is not known
+                # What is in a class, or in a module whose source could not be read, is not known.
+                return ""
             if part not in names:
                 return ".".join(parts[: depth + 1])
         return ""
@@ -52,10 +58,15 @@ class AccelerateSource:
 
 
 def read_accelerate(package: Path | None) -> AccelerateSource:
-    """Return what accelerate's source under ``package`` says; an empty answer when it is not there."""
+    """Return what accelerate's source under ``package`` says; an empty answer when it is not
+    there.
+    """
     if package is None:
         return AccelerateSource()
-    launch, config = package / "commands" / "launch.py", package / "commands" / "config" / "config_args.py"
+    launch, config = (
+        package / "commands" / "launch.py",
+        package / "commands" / "config" / "config_args.py",
+    )
     return AccelerateSource(
         names=_exported(package / "__init__.py"),
         options=_options(launch),
@@ -65,7 +76,9 @@ def read_accelerate(package: Path | None) -> AccelerateSource:
 
 
 def read_modules(package: Path | None, names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return what can be imported from each module of accelerate's that dotted names lead through."""
+    """Return what can be imported from each module of accelerate's that dotted names lead
+    through.
+    """
     if package is None:
         return {}
     parents = {
@@ -114,7 +127,9 @@ def _tree(path: Path) -> ast.Module:
 
 def _exported(path: Path) -> frozenset[str]:
     tree = _tree(path)
-    makes_names = any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body)
+    makes_names = any(
+        isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body
+    )
     names: set[str] = {"*"} if makes_names else set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -138,7 +153,9 @@ def _options(path: Path) -> dict[str, bool]:
             and isinstance(node.func, ast.Attribute)
             and node.func.attr == "add_argument"
         ):
-            action = next((ast.unparse(word.value) for word in node.keywords if word.arg == "action"), "")
+            action = next(
+                (ast.unparse(word.value) for word in node.keywords if word.arg == "action"), ""
+            )
             for argument in node.args:
                 if isinstance(argument, ast.Constant) and str(argument.value).startswith("-"):
                     name = str(argument.value).lstrip("-").replace("-", "_")
@@ -157,8 +174,8 @@ def _fields(path: Path, classes: tuple[str, ...]) -> frozenset[str]:
 
 
 PACKAGES = (
-    "ckptfix", "torch", "accelerate", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy", "peft",
-    "deepspeed", "bitsandbytes", "flash_attn",
+    "ckptfix", "torch", "accelerate", "transformers", "safetensors", "huggingface_hub",
+    "tokenizers", "numpy", "peft", "deepspeed", "bitsandbytes", "flash_attn",
 )  # fmt: skip
 """The packages whose versions and requirements are looked at."""
 
@@ -168,7 +185,9 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """An installed package. ``unmet``: its requirements that this environment does not meet, with what is there."""
+    """An installed package. ``unmet``: its requirements that this environment does not meet, with
+    what is there.
+    """
 
     name: str
     version: str
@@ -178,10 +197,11 @@ class Package:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command on the PATH. ``interpreter``: the Python that its first line names, "" when it names none.
+    """A command on the PATH. ``interpreter``: the Python that its first line names, "" when it
+    names none.
 
-    ``python`` is that Python's version, () when it could not be found out without running it. ``is_ours``: it is the
-    Python that this runs in.
+    ``python`` is that Python's version, () when it could not be found out without running it.
+    ``is_ours``: it is the Python that this runs in.
     """
 
     path: str
@@ -194,8 +214,9 @@ class Command:
 class Software:
     """Python and its packages.
 
-    ``requirements_read``: whether requirements could be compared at all. ``command``: ``accelerate`` on the PATH.
-    ``next_to_python``: the one in the folder of this Python, "" when it has none.
+    ``requirements_read``: whether requirements could be compared at all. ``command``:
+    ``accelerate`` on the PATH. ``next_to_python``: the one in the folder of this Python, "" when it
+    has none.
     """
 
     python: Version
@@ -245,7 +266,9 @@ def with_modules(software: Software, names: Iterable[str]) -> Software:
 
 
 def find_command(name: str, search: str) -> Command | None:
-    """Return the command of this name on the path ``search``, by its file and first line; it is not run."""
+    """Return the command of this name on the path ``search``, by its file and first line; it is not
+    run.
+    """
     path = shutil.which(name, path=search)
     if path is None:
         return None
@@ -263,7 +286,9 @@ def find_command(name: str, search: str) -> Command | None:
     if "python" not in os.path.basename(interpreter):
         return Command(path=path)  # a wrapper of some kind: which Python it ends in is unknown
     is_ours = _bin(interpreter) == _bin(sys.executable)
-    return Command(path=path, interpreter=interpreter, python=_python_version(interpreter), is_ours=is_ours)
+    return Command(
+        path=path, interpreter=interpreter, python=_python_version(interpreter), is_ours=is_ours
+    )
 
 
 def _packages() -> tuple[dict[str, Package], bool]:
@@ -286,7 +311,9 @@ def _packages() -> tuple[dict[str, Package], bool]:
 
 
 def _unmet(requirements: list[str]) -> tuple[str, ...] | None:
-    """Return the requirements that are not met, or None where there is nothing to compare versions with."""
+    """Return the requirements that are not met, or None where there is nothing to compare versions
+    with.
+    """
     try:
         parser = import_module("packaging.requirements")  # comes with accelerate and transformers
     except ImportError:
@@ -313,7 +340,9 @@ def _bin(interpreter: str) -> str:
 
 
 def _python_version(interpreter: str) -> Version:
-    """Return an interpreter's version from its environment's ``pyvenv.cfg``, or its own name; () when neither says."""
+    """Return an interpreter's version from its environment's ``pyvenv.cfg``, or its own name; ()
+    when neither says.
+    """
     for line in _text(Path(interpreter).parent.parent / "pyvenv.cfg").splitlines():
         key, _, value = line.partition("=")
         if key.strip() in ("version", "version_info"):

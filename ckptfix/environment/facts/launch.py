@@ -1,7 +1,8 @@
-"""The launch command, environment variables and config files that change what a launch does. Nothing is run.
+"""The launch command, environment variables and config files that change what a launch does.
+Nothing is run.
 
-Sources: ``accelerate/commands/config/config_args.py`` (1.0 to 1.15) for where the config is and what it may hold;
-NCCL's user guide, "Environment Variables", for its files.
+Sources: ``accelerate/commands/config/config_args.py`` (1.0 to 1.15) for where the config is and
+what it may hold; NCCL's user guide, "Environment Variables", for its files.
 """
 
 import json
@@ -18,9 +19,10 @@ from ckptfix.dataclass import dataclass
 from ckptfix.errors import UsageError
 
 _WRAPPERS = frozenset((
-    "caffeinate", "chrt", "command", "conda", "env", "exec", "hatch", "ionice", "mamba", "micromamba", "nice", "nohup",
-    "numactl", "pdm", "pipenv", "poetry", "prlimit", "setsid", "srun", "stdbuf", "strace", "sudo", "taskset", "time",
-    "timeout", "unbuffer", "uv", "uvx", "xvfb-run",
+    "caffeinate", "chrt", "command", "conda", "env", "exec", "hatch", "ionice", "mamba",
+    "micromamba", "nice", "nohup", "numactl", "pdm", "pipenv", "poetry", "prlimit", "setsid",
+    "srun", "stdbuf", "strace", "sudo", "taskset", "time", "timeout", "unbuffer", "uv", "uvx",
+    "xvfb-run",
 ))  # fmt: skip
 """Programs that start the command which follows their own options."""
 
@@ -38,7 +40,9 @@ _NO_VALUE = frozenset({"h", "help", "q", "quiet", "m", "module"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option of a command. ``name``: without dashes, with underscores. ``value``: None without one."""
+    """An option of a command. ``name``: without dashes, with underscores. ``value``: None without
+    one.
+    """
 
     text: str
     name: str
@@ -49,10 +53,11 @@ class Option:
 class Launch:
     """A command line, split at the training script.
 
-    ``launcher``: "accelerate launch", or the program that it starts instead. ``prefix``: the words before it, which set
-    variables or start it (``nohup``, ``uv run``); ``variables``: what they set. ``before``: the launcher's options.
-    ``unknown``: options before the script that this launcher has not. ``script``: the script or module, "" when there
-    is none. ``after``: the options behind it.
+    ``launcher``: "accelerate launch", or the program that it starts instead. ``prefix``: the words
+    before it, which set variables or start it (``nohup``, ``uv run``); ``variables``: what they
+    set. ``before``: the launcher's options. ``unknown``: options before the script that this
+    launcher has not. ``script``: the script or module, "" when there is none. ``after``: the
+    options behind it.
     """
 
     words: tuple[str, ...]
@@ -71,17 +76,24 @@ class Launch:
 
     @property
     def is_python(self) -> bool:
-        """Return whether Python itself starts a script, and no module such as ``torch.distributed.run``."""
+        """Return whether Python itself starts a script, and no module such as
+        ``torch.distributed.run``.
+        """
         rest = _behind_python(list(self.words[1:]))
         return bool(_PYTHON.fullmatch(self.launcher)) and bool(rest) and not rest[0].startswith("-")
 
     def given(self, name: str) -> str | None:
-        """Return the value of an option of the launcher, "" for one without a value, None for an absent option."""
-        return next((option.value or "" for option in reversed(self.before) if option.name == name), None)
+        """Return the value of an option of the launcher, "" for one without a value, None for an
+        absent option.
+        """
+        return next(
+            (option.value or "" for option in reversed(self.before) if option.name == name), None
+        )
 
 
 def read_launch(command: str, options: Mapping[str, bool]) -> Launch:
-    """Split a command line. ``options``: those of ``accelerate launch`` -> whether a value follows; none: not known.
+    """Split a command line. ``options``: those of ``accelerate launch`` -> whether a value follows;
+    none: not known.
 
     Raises UsageError when the text is not a command line.
     """
@@ -103,7 +115,8 @@ def variables_of(command: str) -> dict[str, str]:
 
 
 def script_of(command: str) -> str | None:
-    """Return the script that a command line names, if it exists: after ``-m`` comes a module, not a file.
+    """Return the script that a command line names, if it exists: after ``-m`` comes a module, not a
+    file.
 
     Raises UsageError when the text is not a command line.
     """
@@ -111,7 +124,8 @@ def script_of(command: str) -> str | None:
 
 
 def missing_script(launch: Launch, environment: Mapping[str, str]) -> str:
-    """Return the script that a command starts, if no file is there; "" also where the folder or name is not known.
+    """Return the script that a command starts, if no file is there; "" also where the folder or
+    name is not known.
 
     A module (``-m``) is not looked for, nor what a shell would make of other words.
     """
@@ -154,12 +168,16 @@ def _words(command: str) -> tuple[list[str], list[str]]:
         words = shlex.split(command)
     except ValueError as error:
         raise UsageError(f"--launch {command!r}: {error}") from None
-    start = next((place for place, word in enumerate(words) if not _VARIABLE.match(word)), len(words))
+    start = next(
+        (place for place, word in enumerate(words) if not _VARIABLE.match(word)), len(words)
+    )
     if start == len(words):
         raise UsageError("--launch: give the command that you start training with")
     if os.path.basename(words[start]) in _WRAPPERS:
         behind = (
-            place for place in range(start + 1, len(words)) if words[place - 1] not in ("-p", "--python")
+            place
+            for place in range(start + 1, len(words))
+            if words[place - 1] not in ("-p", "--python")
         )
         start = next((place for place in behind if _is_launcher(words[place:])), start)
     return words[:start], words[start:]
@@ -169,7 +187,9 @@ def _is_launcher(words: list[str]) -> bool:
     program = os.path.basename(words[0])
     if program == "accelerate":
         return words[1:2] == ["launch"]
-    return program in ("accelerate-launch", "torchrun", "deepspeed") or bool(_PYTHON.fullmatch(program))
+    return program in ("accelerate-launch", "torchrun", "deepspeed") or bool(
+        _PYTHON.fullmatch(program)
+    )
 
 
 def _variables(prefix: list[str]) -> dict[str, str]:
@@ -178,7 +198,11 @@ def _variables(prefix: list[str]) -> dict[str, str]:
     counts = True
     for word in prefix:
         is_set = bool(_VARIABLE.match(word))
-        counts = (counts and is_set) or os.path.basename(word) == "env" or (counts and word.startswith("-"))
+        counts = (
+            (counts and is_set)
+            or os.path.basename(word) == "env"
+            or (counts and word.startswith("-"))
+        )
         if is_set and counts:
             name, _, value = word.partition("=")
             found[name] = value
@@ -200,7 +224,11 @@ def _launcher(words: list[str]) -> tuple[str, list[str]]:
 def _behind_python(words: list[str]) -> list[str]:
     """Return the words from ``-m`` or the script on, without Python's own options."""
     place = 0
-    while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "-c", "-"):
+    while (
+        place < len(words)
+        and words[place].startswith("-")
+        and words[place] not in ("-m", "-c", "-")
+    ):
         place += 2 if words[place] in _WITH_VALUE else 1
     return words[place:]
 
@@ -212,7 +240,8 @@ def _scripts(words: list[str]) -> list[str]:
 def _split(words: tuple[str, ...], rest: list[str], options: Mapping[str, bool]) -> Launch:
     """Find the script as the user means it.
 
-    To accelerate launch, what follows an option that it does not know would be the script; the user means its value.
+    To accelerate launch, what follows an option that it does not know would be the script; the user
+    means its value.
     """
     before: list[Option] = []
     unknown: list[Option] = []
@@ -236,7 +265,9 @@ def _split(words: tuple[str, ...], rest: list[str], options: Mapping[str, bool])
         before=tuple(before),
         unknown=tuple(unknown),
         script=rest[position] if position < len(rest) else "",
-        after=tuple(_option(behind, place, {})[0] for place, word in enumerate(behind) if _is_option(word)),
+        after=tuple(
+            _option(behind, place, {})[0] for place, word in enumerate(behind) if _is_option(word)
+        ),
     )
 
 
@@ -257,10 +288,11 @@ def _is_option(word: str) -> bool:
 
 
 VARIABLES = (
-    "ACCELERATE_CONFIG_FILE", "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "HF_HOME", "XDG_CACHE_HOME",
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
-    "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_IB_DISABLE", "NCCL_CONF_FILE", "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "CC", "CXX", "CUDA_HOME", "CUDA_PATH",
+    "ACCELERATE_CONFIG_FILE", "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "HF_HOME",
+    "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL",
+    "NCCL_IB_DISABLE", "NCCL_CONF_FILE", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "CC", "CXX", "CUDA_HOME", "CUDA_PATH",
 )  # fmt: skip
 """The only variables that are read; their values appear in ``--json``."""
 
@@ -280,8 +312,8 @@ class NcclSetting:
 class AccelerateConfig:
     """The config that ``accelerate launch`` would read.
 
-    ``path``: where it looks. ``asked``: the path was given on the command line. ``exists``: a file is there.
-    ``problem``: why it could not be read, "" when it could. ``values``: what it holds.
+    ``path``: where it looks. ``asked``: the path was given on the command line. ``exists``: a file
+    is there. ``problem``: why it could not be read, "" when it could. ``values``: what it holds.
     """
 
     path: str
@@ -304,10 +336,13 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def read_nccl(environment: Mapping[str, str], *, root: Path = Path("/")) -> tuple[NcclSetting, ...]:
     """Return NCCL's settings about P2P copies; of a setting in several places, the one that counts.
 
-    The environment goes before ``~/.nccl.conf`` (or ``NCCL_CONF_FILE``), and that before ``/etc/nccl.conf``.
+    The environment goes before ``~/.nccl.conf`` (or ``NCCL_CONF_FILE``), and that before
+    ``/etc/nccl.conf``.
     """
     found: dict[str, NcclSetting] = {}
-    own = environment.get("NCCL_CONF_FILE") or os.path.join(environment.get("HOME", ""), ".nccl.conf")
+    own = environment.get("NCCL_CONF_FILE") or os.path.join(
+        environment.get("HOME", ""), ".nccl.conf"
+    )
     for path in (root / "etc" / "nccl.conf", Path(own)):
         for line in _lines(path):
             name, equals, value = line.partition("=")
@@ -338,7 +373,8 @@ def read_config(environment: Mapping[str, str], given: str | None = None) -> Acc
 
 def _parse(path: Path) -> tuple[Mapping[str, Any], str]:
     try:
-        yaml = import_module("yaml")  # comes with accelerate, which cannot read the file without it either
+        # Comes with accelerate, which cannot read the file without it either.
+        yaml = import_module("yaml")
     except ImportError:
         return {}, "PyYAML is not installed"
     try:

@@ -1,4 +1,6 @@
-"""The report of torch on itself and its devices: plain values of another process, checked once here."""
+"""The report of torch on itself and its devices: plain values of another process, checked once
+here.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +13,9 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device as torch numbers it. ``pci``: its address, "" when torch does not say. ``memory``: bytes, 0 unknown."""
+    """A device as torch numbers it. ``pci``: its address, "" when torch does not say. ``memory``:
+    bytes, 0 unknown.
+    """
 
     index: int
     name: str = ""
@@ -21,7 +25,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairVerdict:
-    """Verdict of the probe on the copies of one ordered pair: verdict and kind of damage, in the probe's words."""
+    """Verdict of the probe on the copies of one ordered pair: verdict and kind of damage, in the
+    probe's words.
+    """
 
     pair: Pair
     verdict: str
@@ -32,10 +38,10 @@ class PairVerdict:
 class Torch:
     """Answers of torch from a process of its own.
 
-    ``problem``: why it did not say all, "" when it did; ``stage``: what it was doing then ("import", "devices", ...).
-    ``builds``: what it was built for ("cuda 12.8", "hip 6.2", "xpu"), () for a CPU build. ``kind``: the type of the
-    accelerator, "" without one. ``verdicts``: what the probe found on this very hardware before, None when it has not
-    been run.
+    ``problem``: why it did not say all, "" when it did; ``stage``: what it was doing then
+    ("import", "devices", ...). ``builds``: what it was built for ("cuda 12.8", "hip 6.2", "xpu"),
+    () for a CPU build. ``kind``: the type of the accelerator, "" without one. ``verdicts``: what
+    the probe found on this very hardware before, None when it has not been run.
     """
 
     version: str = ""
@@ -54,13 +60,17 @@ class Torch:
 
 
 def parse_torch(said: Mapping[str, Any]) -> Torch:
-    """Return what the process said as a value; what is missing or of another type is left at its default."""
+    """Return what the process said as a value; what is missing or of another type is left at its
+    default.
+    """
     verdicts = said.get("verdicts")
     return Torch(
         version=str(said.get("version", "")),
         builds=tuple(str(build) for build in _list(said.get("builds"))),
         kind=str(said.get("kind") or ""),
-        devices=tuple(_device(item) for item in _list(said.get("devices")) if isinstance(item, Mapping)),
+        devices=tuple(
+            _device(item) for item in _list(said.get("devices")) if isinstance(item, Mapping)
+        ),
         warnings=tuple(str(text) for text in _list(said.get("warnings"))),
         stage=str(said.get("stage", "")),
         problem=str(said.get("problem", "")),
@@ -81,7 +91,9 @@ def _device(item: Mapping[str, Any]) -> Device:
 def _verdict(item: Mapping[str, Any]) -> PairVerdict:
     source, destination = item["pair"]
     return PairVerdict(
-        pair=(int(source), int(destination)), verdict=str(item["verdict"]), kind=str(item.get("kind") or "")
+        pair=(int(source), int(destination)),
+        verdict=str(item["verdict"]),
+        kind=str(item.get("kind") or ""),
     )
 
 

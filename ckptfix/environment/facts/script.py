@@ -1,8 +1,8 @@
 """A training script or notebook, read by its syntax tree and never executed.
 
-In a cell of a notebook IPython's magics, shell commands and questions become Python statements on the same lines, so
-that every line keeps its number. They are IPython's only at the begin of a statement: in a text, or in brackets, ``%``
-and ``!`` are Python's.
+In a cell of a notebook IPython's magics, shell commands and questions become Python statements on
+the same lines, so that every line keeps its number. They are IPython's only at the begin of a
+statement: in a text, or in brackets, ``%`` and ``!`` are Python's.
 """
 
 import ast
@@ -27,9 +27,12 @@ _AUTOMAGIC = re.compile(
     r"(?:pip|conda|mamba|uv|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|pwd|man|less|more|matplotlib|load_ext|reload_ext|env|run|"
     r"pylab|config|who|whos|autoreload)(?:\s+[^\s=].*)?"
 )
-"""Magics without their sign, which IPython takes where a cell is one such line and is not Python."""
+"""Magics without their sign, which IPython takes where a cell is one such line and is not Python.
+"""
 
-_TAKES_STATEMENT = re.compile(r"%(?:time|timeit|prun|memit)\b(?:\s+-\w+(?:[ =]\d+)?)*\s*(?P<code>.*)")
+_TAKES_STATEMENT = re.compile(
+    r"%(?:time|timeit|prun|memit)\b(?:\s+-\w+(?:[ =]\d+)?)*\s*(?P<code>.*)"
+)
 _ASSIGNS = re.compile(r"(?P<start>\s*[A-Za-z_][\w.,\[\]'\" *()]*?\s*=)\s*(?:!|%(?=[A-Za-z_]))")
 _ASKS = re.compile(r"\s*(?:\?{1,2}\s*\S.*|[%\w.*\[\]'\"() =]+\?{1,2}\s*;?)")
 _PROMPT = re.compile(r"(?:>>>|\.\.\.|In \[\d+\]:|\s*\.{3,}:)(?: |$)")
@@ -87,7 +90,9 @@ def _statement(line: str) -> str | None:
 
 
 class _State:
-    """Scanner that knows if a line begins a statement: outside of brackets and texts, not after a backslash."""
+    """Scanner that knows if a line begins a statement: outside of brackets and texts, not after a
+    backslash.
+    """
 
     def __init__(self) -> None:
         self.depth = 0
@@ -144,7 +149,9 @@ def _dedented(lines: list[str]) -> list[str]:
     """Take off the indent of the first line, as IPython does."""
     first = next((line for line in lines if line.strip()), "")
     width = len(first) - len(first.lstrip())
-    return [line[min(width, len(line) - len(line.lstrip())) :] for line in lines] if width else lines
+    return (
+        [line[min(width, len(line) - len(line.lstrip())) :] for line in lines] if width else lines
+    )
 
 
 def _is_python(text: str) -> bool:
@@ -161,7 +168,9 @@ _MAX_TEXT = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """Actions of a script, as far as its text shows. ``problem``: why it, or a part of it, could not be read."""
+    """Actions of a script, as far as its text shows. ``problem``: why it, or a part of it, could
+    not be read.
+    """
 
     path: str
     uses: Uses
@@ -172,12 +181,15 @@ class Script:
 def read_script(path: str) -> Script:
     """Return what a ``.py`` file or an ``.ipynb`` notebook does.
 
-    Raises OSError when the file cannot be read. Text that is not Python gives a Script with a problem.
+    Raises OSError when the file cannot be read. Text that is not Python gives a Script with a
+    problem.
     """
     source = Path(path)
     if source.stat().st_size > _MAX_SOURCE:
         return Script(
-            path=path, uses=Uses(), problem=f"it has {source.stat().st_size} bytes, too many for a script"
+            path=path,
+            uses=Uses(),
+            problem=f"it has {source.stat().st_size} bytes, too many for a script",
         )
     data = source.read_bytes()
     scan = Scan()
@@ -189,7 +201,9 @@ def read_script(path: str) -> Script:
 
 
 def _scan_notebook(scan: Scan, data: bytes) -> str:
-    """Scan the code cells of a notebook in their order; return what was wrong with the first bad one, or ""."""
+    """Scan the code cells of a notebook in their order; return what was wrong with the first bad
+    one, or "".
+    """
     try:
         cells = json.loads(data)["cells"]
         sources = [
@@ -215,11 +229,13 @@ def _scan_text(scan: Scan, data: bytes, label: Callable[[int], str], unit: int) 
             tree = ast.parse(data)
         lines = data.decode("utf-8", "replace").splitlines()
         scan.read(
-            tree, lambda line: SourceLine(order=(unit, line), where=label(line), text=_line(lines, line))
+            tree,
+            lambda line: SourceLine(order=(unit, line), where=label(line), text=_line(lines, line)),
         )
     except SyntaxError as error:
         return f"{label(error.lineno or 1)}: {error.msg}"
-    except (ValueError, RecursionError, MemoryError) as error:  # null bytes; nesting that no parser takes
+    # Null bytes; nesting that no parser takes.
+    except (ValueError, RecursionError, MemoryError) as error:
         return f"{type(error).__name__}: {error!s:.100}"
     return ""
 

@@ -1,9 +1,10 @@
-"""Models that a script passes to ``prepare()`` twice, or wraps before: its statements followed in their order.
+"""Models that a script passes to ``prepare()`` twice, or wraps before: its statements followed in
+their order.
 
-A variable holds a model, an optimizer or neither, by what made it and by its name. Two calls count where one is on
-every way to the other: calls in two branches, or under two conditions that may exclude each other, do not. Names are
-followed through assignments, attributes and wrappers, from ``__init__`` into the other methods of a class, but not into
-functions that are called.
+A variable holds a model, an optimizer or neither, by what made it and by its name. Two calls count
+where one is on every way to the other: calls in two branches, or under two conditions that may
+exclude each other, do not. Names are followed through assignments, attributes and wrappers, from
+``__init__`` into the other methods of a class, but not into functions that are called.
 """
 
 import ast
@@ -19,17 +20,23 @@ _MODEL_NAME = re.compile(
     re.I,
 )
 _OPTIMIZER_NAME = re.compile(r"(^|_)opt(im(izer)?)?(_|\d|$)", re.I)
-_NO_MODEL_NAME = re.compile(r"(loader|data|dl|sched|sampler|warmup|batch|tokenizer|processor|iter|lr)", re.I)
+_NO_MODEL_NAME = re.compile(
+    r"(loader|data|dl|sched|sampler|warmup|batch|tokenizer|processor|iter|lr)", re.I
+)
 _MODEL_CLASS = re.compile(r"(Model|Net|Network|Module|ForCausalLM|For[A-Z]\w+|LMHeadModel)$")
 
 
 def is_module_class(name: str, modules: Collection[str]) -> bool:
-    """Return whether a class is one of modules. ``modules``: those of the script's own classes that are."""
+    """Return whether a class is one of modules. ``modules``: those of the script's own classes that
+    are.
+    """
     return name in modules or name.startswith("torch.nn.") or bool(_MODEL_CLASS.search(name))
 
 
 def is_model(variable: str, maker: str, modules: Collection[str]) -> bool:
-    """Return whether a variable holds a model. ``maker``: the full name of the called maker, "" for unknown."""
+    """Return whether a variable holds a model. ``maker``: the full name of the called maker, "" for
+    unknown.
+    """
     owner, _, last = maker.rpartition(".")
     if is_optimizer(variable, maker) or maker.startswith(("torch.optim.", "torch.utils.data.")):
         return False
@@ -41,10 +48,14 @@ def is_model(variable: str, maker: str, modules: Collection[str]) -> bool:
 
 
 def may_be_model(variable: str, maker: str, modules: Collection[str]) -> bool:
-    """Return whether a variable can hold a model: it does, or nothing says that it holds anything else."""
+    """Return whether a variable can hold a model: it does, or nothing says that it holds anything
+    else.
+    """
     if is_model(variable, maker, modules):
         return True
-    is_other = is_optimizer(variable, maker) or maker.startswith(("torch.optim.", "torch.utils.data."))
+    is_other = is_optimizer(variable, maker) or maker.startswith(
+        ("torch.optim.", "torch.utils.data.")
+    )
     return not is_other and not _NO_MODEL_NAME.search(variable.rpartition(".")[2])
 
 
@@ -52,11 +63,16 @@ def is_optimizer(variable: str, maker: str) -> bool:
     """Return whether a variable holds an optimizer."""
     if maker.startswith("torch.optim.lr_scheduler."):
         return False
-    return maker.startswith("torch.optim.") or bool(_OPTIMIZER_NAME.search(variable.rpartition(".")[2]))
+    return maker.startswith("torch.optim.") or bool(
+        _OPTIMIZER_NAME.search(variable.rpartition(".")[2])
+    )
 
 
-_MISSING = frozenset({"ImportError", "ModuleNotFoundError", "AttributeError", "Exception", "BaseException"})
-"""Whoever catches one of these, or asks one of the following, knows that a name may not be there."""
+_MISSING = frozenset(
+    {"ImportError", "ModuleNotFoundError", "AttributeError", "Exception", "BaseException"}
+)
+"""Whoever catches one of these, or asks one of the following, knows that a name may not be there.
+"""
 
 _ASKS = ("version", "TYPE_CHECKING", "hasattr", "available", "find_spec")
 
@@ -68,7 +84,9 @@ def catches(handler: ast.ExceptHandler) -> bool:
 
 
 def suppresses(context: ast.expr) -> bool:
-    """Return whether a ``with`` is one of ``contextlib.suppress`` for what a missing name raises."""
+    """Return whether a ``with`` is one of ``contextlib.suppress`` for what a missing name
+    raises.
+    """
     if not isinstance(context, ast.Call) or _last_name(context.func) != "suppress":
         return False
     return any(_last_name(error) in _MISSING for error in context.args)
@@ -86,7 +104,11 @@ def constant(node: ast.expr | None, default: object = None) -> object:
 
 def texts(nodes: Iterable[ast.expr]) -> list[str]:
     """Return the texts among expressions."""
-    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 def device_of(words: dict[str, ast.expr]) -> list[ast.expr]:
@@ -100,7 +122,13 @@ def variable(node: ast.expr) -> str:
 
 
 def _last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +145,9 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A call of ``prepare``: the name of the accelerator, and the names of models and optimizers in its arguments."""
+    """A call of ``prepare``: the name of the accelerator, and the names of models and optimizers in
+    its arguments.
+    """
 
     place: SourceLine
     accelerator: str
@@ -147,13 +177,14 @@ class WrappedEarly:
 class Uses:
     """Names and calls that a script uses, each with its places.
 
-    ``taken``: names taken from accelerate. ``made_early`` and ``touched_early``: accelerators and devices at module
-    level. ``launches``: ``notebook_launcher`` with more than one process. ``backwards``: ``loss.backward()``.
-    ``deepspeed``: that it is used, ``plugin_choices``: ``select_deepspeed_plugin``. ``device_maps`` and ``skip_keys``:
-    calls with that argument. ``trusting_loads``: ``torch.load(weights_only=False)``. ``builds``: what needs a compiler.
-    ``options``: the script's own, without dashes, with underscores; None when it reads its command line in a way that
-    is not followed. ``twice`` and ``wrapped``: models that are prepared again, or wrapped before. ``is_guarded``: its
-    Accelerator is the one of ckptfix.
+    ``taken``: names taken from accelerate. ``made_early`` and ``touched_early``: accelerators and
+    devices at module level. ``launches``: ``notebook_launcher`` with more than one process.
+    ``backwards``: ``loss.backward()``. ``deepspeed``: that it is used, ``plugin_choices``:
+    ``select_deepspeed_plugin``. ``device_maps`` and ``skip_keys``: calls with that argument.
+    ``trusting_loads``: ``torch.load(weights_only=False)``. ``builds``: what needs a compiler.
+    ``options``: the script's own, without dashes, with underscores; None when it reads its command
+    line in a way that is not followed. ``twice`` and ``wrapped``: models that are prepared again,
+    or wrapped before. ``is_guarded``: its Accelerator is the one of ckptfix.
     """
 
     taken: tuple[tuple[str, SourceLine], ...] = ()
@@ -184,14 +215,26 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "DDP", "DP")
 _KEEPERS = ("compile", "unwrap_model", "extract_model_from_parallel")
 """Functions that return their argument, or an object around it."""
 
-_RETURNS_ITSELF = ("to", "cuda", "cpu", "train", "eval", "half", "float", "bfloat16", "requires_grad_")
+_RETURNS_ITSELF = (
+    "to",
+    "cuda",
+    "cpu",
+    "train",
+    "eval",
+    "half",
+    "float",
+    "bfloat16",
+    "requires_grad_",
+)
 _LEAVES = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 _EXITS = ("sys.exit", "exit", "quit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
-    """Known facts of an object: where it was prepared, by which accelerator; or wrapped, without an ``owner``."""
+    """Known facts of an object: where it was prepared, by which accelerator; or wrapped, without an
+    ``owner``.
+    """
 
     place: SourceLine
     owner: str
@@ -203,10 +246,11 @@ _Marks: TypeAlias = dict[str, _Mark]
 
 @dataclass()
 class PrepareFlow:
-    """Follower of the statements of one or several trees. ``resolve``: the full name of an expression.
+    """Follower of the statements of one or several trees. ``resolve``: the full name of an
+    expression.
 
-    ``is_accelerator``: whether an expression is an Accelerator, as far as its text shows. ``is_model``: whether a
-    variable may hold a model.
+    ``is_accelerator``: whether an expression is an Accelerator, as far as its text shows.
+    ``is_model``: whether a variable may hold a model.
     """
 
     resolve: Callable[[ast.expr], str]
@@ -278,13 +322,17 @@ class PrepareFlow:
 
     def _class(self, node: ast.ClassDef) -> None:
         """Follow the methods: what ``__init__`` prepares in any case is prepared in all others."""
-        methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+        methods = [
+            one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
         made: _Marks = {}
         for method in methods:
             if method.name == "__init__":
                 marks = self._apart(method.body, {})
                 made = {
-                    name: mark for name, mark in marks.items() if name.startswith("self.") and not mark.path
+                    name: mark
+                    for name, mark in marks.items()
+                    if name.startswith("self.") and not mark.path
                 }
         for method in methods:
             if method.name != "__init__":
@@ -293,7 +341,9 @@ class PrepareFlow:
     def _branches(
         self, bodies: Sequence[Sequence[ast.stmt]], node: ast.stmt, marks: _Marks, path: Path
     ) -> bool:
-        """Follow each branch from the same state, and go on with what those leave that do not return."""
+        """Follow each branch from the same state, and go on with what those leave that do not
+        return.
+        """
         before = dict(marks)
         ways = []
         for number, body in enumerate(bodies):
@@ -304,7 +354,9 @@ class PrepareFlow:
         for name in {name for way in ways for name in way}:
             found = [way[name] for way in ways if name in way]
             if name not in before or len(found) == len(ways):
-                marks[name] = replace(found[0], path=path) if len(found) == len(ways) > 1 else found[0]
+                marks[name] = (
+                    replace(found[0], path=path) if len(found) == len(ways) > 1 else found[0]
+                )
         for name, mark in before.items():
             if name in marks and all(way.get(name) == mark for way in ways):
                 marks[name] = mark
@@ -322,7 +374,9 @@ class PrepareFlow:
         return self._block(node.finalbody, marks, path) or left
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While, marks: _Marks, path: Path) -> None:
-        """Go through a loop's body twice: what it prepares, and does not make anew, it prepares again."""
+        """Go through a loop's body twice: what it prepares, and does not make anew, it prepares
+        again.
+        """
         inside = (*path, id(node))
         if not isinstance(node, ast.While):
             self._value(node.iter, marks, path)
@@ -347,11 +401,15 @@ class PrepareFlow:
     def _value(self, node: ast.expr, marks: _Marks, path: Path) -> _Mark | None:
         """Follow the calls in an expression, and return the mark of what it gives."""
         if isinstance(node, ast.Name | ast.Attribute):
-            inner = node.value if isinstance(node, ast.Attribute) and node.attr == "module" else None
+            inner = (
+                node.value if isinstance(node, ast.Attribute) and node.attr == "module" else None
+            )
             return marks.get(ast.unparse(node)) or (
                 marks.get(ast.unparse(inner)) if inner is not None else None
             )
-        if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        if isinstance(
+            node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+        ):
             return None
         if not isinstance(node, ast.Call):
             for part in ast.iter_child_nodes(node):
@@ -364,7 +422,8 @@ class PrepareFlow:
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         of_owner = self._value(owner, marks, path) if owner is not None else None
         given = [
-            self._value(part, marks, path) for part in (*node.args, *(word.value for word in node.keywords))
+            self._value(part, marks, path)
+            for part in (*node.args, *(word.value for word in node.keywords))
         ]
         last = self.resolve(node.func).rpartition(".")[2] or getattr(node.func, "attr", "")
         if owner is not None and last in _RESETS and self.is_accelerator(owner):
@@ -401,7 +460,9 @@ class PrepareFlow:
             if before is not None and not before.owner:
                 early = WrappedEarly(name=name or "a model", wrapped=before.place, prepared=place)
                 self.wrapped += [early] if early not in self.wrapped else []
-            elif before is not None and before.owner == owner and self._follows(before, place, path):
+            elif (
+                before is not None and before.owner == owner and self._follows(before, place, path)
+            ):
                 again = PreparedTwice(name=name or "a model", first=before.place, second=place)
                 self.twice += [again] if again not in self.twice else []
             if name:
@@ -410,7 +471,9 @@ class PrepareFlow:
         return found
 
     def _follows(self, before: _Mark, place: SourceLine, path: Path) -> bool:
-        """Return whether the earlier call is on every way to this one, or this one on every way from the earlier."""
+        """Return whether the earlier call is on every way to this one, or this one on every way
+        from the earlier.
+        """
         if before.place == place:
             return self._again is None or self._again == path
         if self._again is not None:

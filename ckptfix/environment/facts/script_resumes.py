@@ -1,8 +1,9 @@
 """The way a script saves and resumes, as far as its text shows.
 
-A batch loop is an innermost ``for`` with a ``backward`` in it. A scheduler or loader counts as not prepared only while
-its variable is used for nothing but its own methods, and loops: one that is handed to a function may be prepared there.
-An attribute is not judged where ``setattr`` may replace it by its prepared self.
+A batch loop is an innermost ``for`` with a ``backward`` in it. A scheduler or loader counts as not
+prepared only while its variable is used for nothing but its own methods, and loops: one that is
+handed to a function may be prepared there. An attribute is not judged where ``setattr`` may replace
+it by its prepared self.
 """
 
 import ast
@@ -13,7 +14,9 @@ from dataclasses import field
 from ckptfix.dataclass import dataclass
 from ckptfix.environment.facts.script_prepares import SourceLine, constant, texts
 
-_SCHEDULER = re.compile(r"torch\.optim\.lr_scheduler\.\w+|(.*\.)?get_(\w+_)?(scheduler|schedule\w*)")
+_SCHEDULER = re.compile(
+    r"torch\.optim\.lr_scheduler\.\w+|(.*\.)?get_(\w+_)?(scheduler|schedule\w*)"
+)
 _LOADER = "torch.utils.data.DataLoader"
 _LOADS = ("load_state", "load_state_tolerant", "load_checkpoint_tolerant")
 _READS = re.compile(r"load|load_(?!dataset).*")
@@ -27,7 +30,9 @@ _SKIPS = frozenset(
         "islice",
     ]
 )
-"""Calls and options with which a script passes over used batches: ``skip`` is that of a streamed dataset."""
+"""Calls and options with which a script passes over used batches: ``skip`` is that of a streamed
+dataset.
+"""
 
 _OPTION = re.compile(r"(?!.*(?:wandb|mlflow|comet|[-_]id\b)).*resume.*")
 """Options that resume a training, not the record of a tracker."""
@@ -43,11 +48,12 @@ _ACCUMULATION = ("sync_gradients", "accum")
 class Resuming:
     """Saves and loads of a script, each with its places.
 
-    ``in_epoch``: saves inside a batch loop. ``in_cycle``: those that may cut an accumulation cycle. ``loads``: of a
-    whole state. ``schedulers`` and ``loaders``: those that are made and used, and never prepared. ``skips``: batches of
-    a cut epoch are passed over in some way. ``loads_otherwise``: it reads a checkpoint in another way. ``order``:
-    where it asks for an order of the data by epoch (``use_seedable_sampler``, a dataset's own ``set_epoch``).
-    ``sets_epoch``: it tells the epoch to some object. ``options``: its own that are about resuming.
+    ``in_epoch``: saves inside a batch loop. ``in_cycle``: those that may cut an accumulation cycle.
+    ``loads``: of a whole state. ``schedulers`` and ``loaders``: those that are made and used, and
+    never prepared. ``skips``: batches of a cut epoch are passed over in some way.
+    ``loads_otherwise``: it reads a checkpoint in another way. ``order``: where it asks for an order
+    of the data by epoch (``use_seedable_sampler``, a dataset's own ``set_epoch``). ``sets_epoch``:
+    it tells the epoch to some object. ``options``: its own that are about resuming.
     """
 
     saves: tuple[SourceLine, ...] = ()
@@ -65,12 +71,15 @@ class Resuming:
 
 @dataclass()
 class ResumeScan:
-    """Reader of one or several trees. ``resolve`` and ``is_accelerator`` are those of ``PrepareFlow``."""
+    """Reader of one or several trees. ``resolve`` and ``is_accelerator`` are those of
+    ``PrepareFlow``.
+    """
 
     resolve: Callable[[ast.expr], str]
     is_accelerator: Callable[[ast.expr], bool]
     _places: dict[str, list[SourceLine]] = field(default_factory=dict)
-    _made: dict[str, tuple[str, SourceLine]] = field(default_factory=dict)  # variable -> its kind, where made
+    # Variable -> its kind, where made.
+    _made: dict[str, tuple[str, SourceLine]] = field(default_factory=dict)
     _iterated: set[str] = field(default_factory=set)  # in a batch loop
     _stepped: set[str] = field(default_factory=set)
     _elsewhere: set[str] = field(default_factory=set)  # variables that are handed on
@@ -124,10 +133,15 @@ class ResumeScan:
         )
 
     def _note_made(
-        self, node: ast.Assign | ast.AnnAssign, value: ast.Call, locate: Callable[[int], SourceLine]
+        self,
+        node: ast.Assign | ast.AnnAssign,
+        value: ast.Call,
+        locate: Callable[[int], SourceLine],
     ) -> None:
         maker = self.resolve(value.func)
-        kind = "schedulers" if _SCHEDULER.fullmatch(maker) else "loaders" if maker == _LOADER else ""
+        kind = (
+            "schedulers" if _SCHEDULER.fullmatch(maker) else "loaders" if maker == _LOADER else ""
+        )
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if kind and isinstance(target, ast.Name | ast.Attribute):
                 self._made[ast.unparse(target)] = (kind, locate(node.lineno))
@@ -151,7 +165,9 @@ class ResumeScan:
             loop = next((at for at, one in enumerate(parents) if _is_batch_loop(one)), None)
             if loop is not None:
                 self._add("in_epoch", place)
-                asked = " ".join(ast.unparse(one.test) for one in parents[loop:] if isinstance(one, ast.If))
+                asked = " ".join(
+                    ast.unparse(one.test) for one in parents[loop:] if isinstance(one, ast.If)
+                )
                 if not any(word in asked for word in _ACCUMULATION):
                     self._add("in_cycle", place)
         elif name in _LOADS:
@@ -182,8 +198,12 @@ class ResumeScan:
         self._places.setdefault(kind, []).append(place)
 
 
-def _walk(node: ast.AST, parents: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
-    """Yield every node below, in the order of the text, with those around it, the outermost first."""
+def _walk(
+    node: ast.AST, parents: tuple[ast.AST, ...]
+) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
+    """Yield every node below, in the order of the text, with those around it, the outermost
+    first.
+    """
     around = (*parents, node)
     for child in ast.iter_child_nodes(node):
         yield child, around
@@ -202,6 +222,8 @@ def _is_batch_loop(node: ast.AST) -> bool:
 
 def _has_backward(node: ast.AST) -> bool:
     return any(
-        isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr == "backward"
+        isinstance(one, ast.Call)
+        and isinstance(one.func, ast.Attribute)
+        and one.func.attr == "backward"
         for one in ast.walk(node)
     )

@@ -1,7 +1,7 @@
 """Uses of accelerate and torch in a script, found in its syntax tree.
 
-Names are followed through imports and plain assignments only. What a function does that is called from elsewhere, or
-what a name holds after a branch, is not known: the checks say so.
+Names are followed through imports and plain assignments only. What a function does that is called
+from elsewhere, or what a name holds after a branch, is not known: the checks say so.
 """
 
 import ast
@@ -39,17 +39,20 @@ _ACCELERATORS = frozenset(
 )
 _STATES = ("accelerate.PartialState", "accelerate.state.PartialState")
 _QUERIES = frozenset((
-    "is_available", "device_count", "is_initialized", "amp", "Event", "nvtx", "manual_seed", "manual_seed_all", "seed",
-    "seed_all", "empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-    "get_arch_list",
+    "is_available", "device_count", "is_initialized", "amp", "Event", "nvtx", "manual_seed",
+    "manual_seed_all", "seed", "seed_all", "empty_cache", "memory_allocated",
+    "max_memory_allocated", "memory_reserved", "max_memory_reserved", "get_arch_list",
 ))  # fmt: skip
 """Names of ``torch.cuda`` that a script may use without claiming a device for the process.
 
-They wait until CUDA is started, or do without (``torch/cuda/__init__.py``, ``memory.py`` and ``random.py`` of 2.13).
+They wait until CUDA is started, or do without (``torch/cuda/__init__.py``, ``memory.py`` and
+``random.py`` of 2.13).
 """
 
 _SEVERAL = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Words for maps that may name several devices; transformers makes any other word a map with one entry."""
+"""Words for maps that may name several devices; transformers makes any other word a map with one
+entry.
+"""
 
 _BUILDERS = (
     "torch.compile",
@@ -85,7 +88,8 @@ class Scan(ast.NodeVisitor):
     _roots: set[str] = field(
         default_factory=set
     )  # what "import" alone brought: modules, and nothing that looks like one
-    _devices: set[str] = field(default_factory=set)  # variables that hold a CUDA device, or its name
+    # Variables that hold a CUDA device, or its name.
+    _devices: set[str] = field(default_factory=set)
     _single_maps: set[str] = field(default_factory=set)  # variables that hold a map with one entry
     _locate: Locate = field(default=lambda line: SourceLine(order=(0, line), where="", text=""))
     _flow: PrepareFlow = field(init=False)
@@ -195,7 +199,9 @@ class Scan(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """Note what made a variable, after what it is made of: ``model = accelerator.prepare(model)``."""
+        """Note what made a variable, after what it is made of: ``model =
+        accelerator.prepare(model)``.
+        """
         self.generic_visit(node)
         for target in node.targets:
             name = ast.unparse(target)
@@ -240,7 +246,11 @@ class Scan(ast.NodeVisitor):
             self._add("touched_early", place)
 
     def _note_method(
-        self, function: ast.Attribute, node: ast.Call, words: dict[str, ast.expr], place: SourceLine
+        self,
+        function: ast.Attribute,
+        node: ast.Call,
+        words: dict[str, ast.expr],
+        place: SourceLine,
     ) -> None:
         method = function.attr
         if (
@@ -255,13 +265,17 @@ class Scan(ast.NodeVisitor):
             self._add("plugin_choices", place)
         elif method in ("add_argument", "option"):
             self.options |= {
-                name.lstrip("-").replace("-", "_") for name in texts(node.args) if name.startswith("-")
+                name.lstrip("-").replace("-", "_")
+                for name in texts(node.args)
+                if name.startswith("-")
             }
         elif not self._depth and self._moves(function, [*node.args, *device_of(words)]):
             self._add("touched_early", place)
 
     def _note_prepare(self, owner: ast.expr, arguments: list[ast.expr], place: SourceLine) -> None:
-        names = [ast.unparse(item) for item in arguments if isinstance(item, ast.Name | ast.Attribute)]
+        names = [
+            ast.unparse(item) for item in arguments if isinstance(item, ast.Name | ast.Attribute)
+        ]
         self.prepared.append(
             Prepared(
                 place=place,
@@ -294,10 +308,14 @@ class Scan(ast.NodeVisitor):
         if isinstance(node, ast.JoinedStr):
             return bool(node.values) and self._is_cuda(node.values[0])
         text = constant(node)
-        return (isinstance(text, str) and text.startswith("cuda")) or variable(node) in self._devices
+        return (isinstance(text, str) and text.startswith("cuda")) or variable(
+            node
+        ) in self._devices
 
     def _is_single_map(self, node: ast.expr) -> bool:
-        """Return whether a device map has one entry at most: ``Accelerator.prepare`` then takes it for training."""
+        """Return whether a device map has one entry at most: ``Accelerator.prepare`` then takes it
+        for training.
+        """
         if isinstance(node, ast.Dict):
             return len(node.keys) == 1 and node.keys[0] is not None
         if isinstance(node, ast.Constant):

@@ -29,7 +29,9 @@ _MAX_CONFIG = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie:
-    """Keys of one tensor. ``proof``: the evidence. ``is_proven``: by the bytes, not by the keys alone."""
+    """Keys of one tensor. ``proof``: the evidence. ``is_proven``: by the bytes, not by the keys
+    alone.
+    """
 
     names: tuple[str, ...]
     proof: str
@@ -38,7 +40,9 @@ class Tie:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassPickle:
-    """A file of a role whose intact files hold classes. ``line``: what allows them, "" when nothing does."""
+    """A file of a role whose intact files hold classes. ``line``: what allows them, "" when nothing
+    does.
+    """
 
     path: str
     globals: tuple[str, ...]
@@ -47,7 +51,9 @@ class ClassPickle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """A checkpoint folder. ``names``: keys of its first model, without wrappers. ``config``: its ``config.json``."""
+    """A checkpoint folder. ``names``: keys of its first model, without wrappers. ``config``: its
+    ``config.json``.
+    """
 
     path: str
     refused: tuple[Finding, ...] = ()
@@ -74,7 +80,9 @@ def read_folder(path: str) -> Folder:
     names = _names(group) if group is not None else ()
     return Folder(
         path=path,
-        refused=tuple(finding for finding in found if isinstance(finding, UnloadablePickle | UnsafePickle)),
+        refused=tuple(
+            finding for finding in found if isinstance(finding, UnloadablePickle | UnsafePickle)
+        ),
         with_classes=tuple(_with_classes(folder)),
         names=names,
         model=str(group.members[0].path) if group is not None else "",
@@ -100,7 +108,9 @@ def _with_classes(folder: CheckpointFolder) -> Iterator[ClassPickle]:
     for component in folder.components:
         if component.role in CUSTOM_CLASSES_ALLOWED and isinstance(component.content, TorchFile):
             unknown = [
-                pair for pair in component.content.tree.globals if classify(*pair) is GlobalSafety.UNKNOWN
+                pair
+                for pair in component.content.tree.globals
+                if classify(*pair) is GlobalSafety.UNKNOWN
             ]
             if unknown:
                 yield ClassPickle(
@@ -111,13 +121,21 @@ def _with_classes(folder: CheckpointFolder) -> Iterator[ClassPickle]:
 
 
 def _first_model(folder: CheckpointFolder) -> ModelFiles | None:
-    """Return the files of the first model: accelerate's entry 0 or its shards, else the first file with weights."""
+    """Return the files of the first model: accelerate's entry 0 or its shards, else the first file
+    with weights.
+    """
     groups = [
-        group for group in group_files(folder) if group.members and any(True for _ in _scoped(group.members))
+        group
+        for group in group_files(folder)
+        if group.members and any(True for _ in _scoped(group.members))
     ]
     for roles in ((Role.MODEL,), (Role.MODEL, Role.UNKNOWN)):
         for group in groups:
-            if group.members[0].role in roles and group.members[0].name.index == 0 and not group.is_left_over:
+            if (
+                group.members[0].role in roles
+                and group.members[0].name.index == 0
+                and not group.is_left_over
+            ):
                 return group
     return None
 
@@ -127,7 +145,9 @@ def _scoped(members: Iterable[Component]) -> Iterator[Component]:
 
 
 def _names(group: ModelFiles) -> tuple[str, ...]:
-    names = (name for member in _scoped(group.members) if member.whole for name in member.whole.names)
+    names = (
+        name for member in _scoped(group.members) if member.whole for name in member.whole.names
+    )
     return _bare(dict.fromkeys(names) if group.is_in_parts else names)
 
 
@@ -183,7 +203,10 @@ def _shared(file: TorchFile) -> Iterator[list[str]]:
 
 def _is_encoder(names: tuple[str, ...]) -> bool:
     """Return whether another head is there, so that a missing ``lm_head`` means nothing."""
-    return any(name.split(".")[0] in ("classifier", "score", "pooler", "cls", "qa_outputs") for name in names)
+    return any(
+        name.split(".")[0] in ("classifier", "score", "pooler", "cls", "qa_outputs")
+        for name in names
+    )
 
 
 def _config(root: Path) -> "dict[str, object] | None":
@@ -204,15 +227,17 @@ _MAX_FILE = 16 << 20
 class DeviceMap:
     """A device map. ``source``: the file or argument that holds it.
 
-    ``entries``: module name -> device, in the map's own spelling. The name "" means the model itself. A device is a
-    number, "cpu", "disk", or a type with or without a number.
+    ``entries``: module name -> device, in the map's own spelling. The name "" means the model
+    itself. A device is a number, "cpu", "disk", or a type with or without a number.
     """
 
     source: str
     entries: Mapping[str, int | str]
 
     def device_of(self, name: str) -> int | str | None:
-        """Return the device of a tensor: that of the nearest module above it, as accelerate looks it up, or None."""
+        """Return the device of a tensor: that of the nearest module above it, as accelerate looks
+        it up, or None.
+        """
         while True:
             if name in self.entries:
                 return normal(self.entries[name])
@@ -230,7 +255,8 @@ def normal(device: int | str) -> int | str:
     if isinstance(device, int) or device in ("cpu", "disk", "meta"):
         return device
     index = device.rpartition(":")[2]
-    return int(index) if index.isdecimal() else 0  # "cuda" alone is the current device, the first one
+    # "cuda" alone is the current device, the first one.
+    return int(index) if index.isdecimal() else 0
 
 
 def read_map(path: str) -> DeviceMap:
@@ -255,6 +281,8 @@ def parse_map(values: object, source: str) -> DeviceMap | None:
     """Return the device map that JSON values hold, None when they are none."""
     if not isinstance(values, dict) or not values:
         return None
-    if not all(isinstance(device, int | str) and not isinstance(device, bool) for device in values.values()):
+    if not all(
+        isinstance(device, int | str) and not isinstance(device, bool) for device in values.values()
+    ):
         return None
     return DeviceMap(source=source, entries={str(name): device for name, device in values.items()})

@@ -1,7 +1,8 @@
 """Assignment of saved entries to the objects of a run.
 
-Models come first: what fits what decides, strict fits first, then proven duplicates are set aside; order decides only
-among equals. Optimizers go where their models went, and schedulers where their optimizers went (``follow``).
+Models come first: what fits what decides, strict fits first, then proven duplicates are set aside;
+order decides only among equals. Optimizers go where their models went, and schedulers where their
+optimizers went (``follow``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +21,11 @@ Relation = Sequence[Sequence[bool]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """``pairs``: target -> entry. ``by_position``: targets that others fit as well. ``left``: entries without target.
+    """``pairs``: target -> entry. ``by_position``: targets that others fit as well. ``left``:
+    entries without target.
 
-    ``refusal``: why some targets got nothing although entries fit them, in terms of (targets, entries) that cannot be
-    told apart; None when the assignment is valid.
+    ``refusal``: why some targets got nothing although entries fit them, in terms of (targets,
+    entries) that cannot be told apart; None when the assignment is valid.
     """
 
     pairs: dict[int, int]
@@ -39,9 +41,9 @@ class Assignment:
 def assign(relation: Relation, targets: int) -> Assignment:
     """Give entries to targets where the relation leaves no doubt.
 
-    Entries that fit the same targets form a block with them. A block of as many entries as targets goes by position;
-    one with more or fewer entries is refused, unless it has no entries at all. Where blocks overlap, every entry must
-    fit the target of its own position.
+    Entries that fit the same targets form a block with them. A block of as many entries as targets
+    goes by position; one with more or fewer entries is refused, unless it has no entries at all.
+    Where blocks overlap, every entry must fit the target of its own position.
     """
     rows = [frozenset(t for t in range(targets) if row[t]) for row in relation]
     pairs: dict[int, int] = {}
@@ -56,13 +58,18 @@ def assign(relation: Relation, targets: int) -> Assignment:
                 left=(),
             )
         everything = tuple(sorted(frozenset[int]().union(*rows)))
-        return Assignment(pairs={}, by_position=frozenset(), left=left, refusal=(everything, tuple(fitting)))
+        return Assignment(
+            pairs={}, by_position=frozenset(), left=left, refusal=(everything, tuple(fitting))
+        )
     for block in dict.fromkeys(rows[number] for number in fitting):
         entries = [number for number in fitting if rows[number] == block]
         wanted = sorted(block)
         if len(entries) != len(wanted):
             return Assignment(
-                pairs={}, by_position=frozenset(), left=left, refusal=(tuple(wanted), tuple(entries))
+                pairs={},
+                by_position=frozenset(),
+                left=left,
+                refusal=(tuple(wanted), tuple(entries)),
             )
         pairs.update(zip(wanted, entries, strict=True))
         if len(wanted) > 1:
@@ -71,7 +78,9 @@ def assign(relation: Relation, targets: int) -> Assignment:
 
 
 def best(relations: Sequence[Relation], loosest: Relation, targets: int) -> Assignment | None:
-    """Return the first whole assignment, strictest relation first, whose left entries fit no target even loosely."""
+    """Return the first whole assignment, strictest relation first, whose left entries fit no target
+    even loosely.
+    """
     for relation in relations:
         found = assign(relation, targets)
         if found.is_whole(targets) and not any(any(loosest[entry]) for entry in found.left):
@@ -85,7 +94,9 @@ Reasons = Sequence[Sequence[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
-    """``assignment`` counts among all entries. ``aside``: entry -> the entry it is a proven double of."""
+    """``assignment`` counts among all entries. ``aside``: entry -> the entry it is a proven double
+    of.
+    """
 
     assignment: Assignment
     aside: dict[int, int]
@@ -101,9 +112,10 @@ def settle(
 ) -> Settlement:
     """Decide which entry goes to which target.
 
-    ``exact``: for models, where the names of an entry are the target's own; what the manifest says of classes is heeded
-    as long as that gives every target an entry. Without a complete assignment, proven duplicates with more wrappers
-    are set aside, and then entries equal to another where there are too many for their targets. Raises OSError.
+    ``exact``: for models, where the names of an entry are the target's own; what the manifest says
+    of classes is heeded as long as that gives every target an entry. Without a complete assignment,
+    proven duplicates with more wrappers are set aside, and then entries equal to another where
+    there are too many for their targets. Raises OSError.
     """
     fits = [[not reason for reason in row] for row in reasons]
     count = len(targets)
@@ -114,7 +126,10 @@ def settle(
             return Settlement(assignment=found, aside={})
     aside = doubles(root, entries, wrapped=True) if exact is not None else {}
     while True:
-        for relation, loosest in [*zip(strict, modes, strict=True), *((mode, mode) for mode in modes)]:
+        for relation, loosest in [
+            *zip(strict, modes, strict=True),
+            *((mode, mode) for mode in modes),
+        ]:
             found = best([_without(relation, aside)], _without(loosest, aside), count)
             if found is not None:
                 return Settlement(assignment=_trimmed(found, aside), aside=aside)
@@ -126,23 +141,27 @@ def settle(
 
 
 def settle_by_score(
-    root: Path, entries: Sequence[Entry], targets: Sequence[Target], scores: Sequence[Sequence[int]],
-    aside: dict[int, int],
+    root: Path, entries: Sequence[Entry], targets: Sequence[Target],
+    scores: Sequence[Sequence[int]], aside: dict[int, int],
 ) -> Settlement:  # fmt: skip
     """Decide which entry goes to which target where none fits in full.
 
-    ``scores[entry][target]``: how many of their keys match. An entry goes to the target that matches it best of all,
-    when that target has no better one; otherwise entries that match the same targets go by position. ``aside``: proven
-    duplicates that are known already. Raises OSError.
+    ``scores[entry][target]``: how many of their keys match. An entry goes to the target that
+    matches it best of all, when that target has no better one; otherwise entries that match the
+    same targets go by position. ``aside``: proven duplicates that are known already. Raises
+    OSError.
     """
     count = len(targets)
     modes = _type_modes(entries, targets)
     while True:
-        left = [[0 if number in aside else score for score in row] for number, row in enumerate(scores)]
+        left = [
+            [0 if number in aside else score for score in row] for number, row in enumerate(scores)
+        ]
         columns = [max(column, default=0) for column in zip(*left, strict=True)]
         any_match = [[score > 0 for score in row] for row in left]
         best_match = [
-            [score == max(row) == most > 0 for score, most in zip(row, columns, strict=True)] for row in left
+            [score == max(row) == most > 0 for score, most in zip(row, columns, strict=True)]
+            for row in left
         ]
         for relation in (best_match, any_match):
             for mode in modes:
@@ -157,7 +176,9 @@ def settle_by_score(
 
 
 def _surplus(root: Path, entries: Sequence[Entry], found: Assignment) -> dict[int, int]:
-    """Return the duplicates to set aside where more entries than targets fit, {} when bytes do not say which."""
+    """Return the duplicates to set aside where more entries than targets fit, {} when bytes do not
+    say which.
+    """
     if found.refusal is None or len(found.refusal[1]) <= len(found.refusal[0]):
         return {}
     wanted, block = found.refusal
@@ -171,7 +192,9 @@ def _surplus(root: Path, entries: Sequence[Entry], found: Assignment) -> dict[in
 
 
 def _type_modes(entries: Sequence[Entry], targets: Sequence[Target]) -> list[Relation]:
-    """Return relations of what the manifest says of classes: full names, last names, and no word on it."""
+    """Return relations of what the manifest says of classes: full names, last names, and no word on
+    it.
+    """
     everything = [[True] * len(targets) for _ in entries]
     if not any(entry.recorded is not None and entry.recorded.type for entry in entries):
         return [everything]
@@ -181,9 +204,11 @@ def _type_modes(entries: Sequence[Entry], targets: Sequence[Target]) -> list[Rel
 
 
 def same_class(entry: Entry, target: Target, *, full: bool) -> bool:
-    """Return whether the manifest allows that an entry was saved from an object of this class; True where it is silent.
+    """Return whether the manifest allows that an entry was saved from an object of this class; True
+    where it is silent.
 
-    ``full``: the module must agree as well, which a script that became a module loses (``__main__.Net``).
+    ``full``: the module must agree as well, which a script that became a module loses
+    (``__main__.Net``).
     """
     recorded = entry.recorded.type if entry.recorded is not None else ""
     if not recorded:
@@ -194,26 +219,33 @@ def same_class(entry: Entry, target: Target, *, full: bool) -> bool:
 
 
 def undecided(
-    entries: Sequence[Entry], refusal: tuple[tuple[int, ...], tuple[int, ...]], wanted: str, others: str
+    entries: Sequence[Entry],
+    refusal: tuple[tuple[int, ...], tuple[int, ...]],
+    wanted: str,
+    others: str,
 ) -> str:
     """Say which entries fit which targets in unequal numbers. ``wanted``: the targets in words."""
     targets, fitting = refusal
     names = ", ".join(entries[index].label for index in fitting)
     count = "1 entry" if len(fitting) == 1 else f"{len(fitting)} entries"
     return (
-        f"{count} for {count_of(len(targets), 'object')}, and nothing shows which belongs to which: "
-        f"{names} for {wanted}" + (f" ({others})" if others else "")
+        f"{count} for {count_of(len(targets), 'object')}, and nothing shows which belongs to "
+        f"which: {names} for {wanted}" + (f" ({others})" if others else "")
     )
 
 
 def misfits(entries: Sequence[Entry], reasons: Sequence[str]) -> str:
     """Say why entries do not fit one target, the first three of them."""
-    texts = [f"{entry.label}: {reason}" for entry, reason in zip(entries, reasons, strict=True) if reason]
+    texts = [
+        f"{entry.label}: {reason}" for entry, reason in zip(entries, reasons, strict=True) if reason
+    ]
     return "; ".join(texts[:3])
 
 
 def hidden_by(entries: Sequence[Entry], position: int, number: int, problems: Sequence[str]) -> str:
-    """Return why a target may not get an entry of another position: the one at its own cannot be read, else ""."""
+    """Return why a target may not get an entry of another position: the one at its own cannot be
+    read, else "".
+    """
     if position == number or number >= len(entries) or not problems[number]:
         return ""
     return (
@@ -224,7 +256,8 @@ def hidden_by(entries: Sequence[Entry], position: int, number: int, problems: Se
 
 def _both(one: Relation, other: Relation) -> Relation:
     return [
-        [a and b for a, b in zip(left, right, strict=True)] for left, right in zip(one, other, strict=True)
+        [a and b for a, b in zip(left, right, strict=True)]
+        for left, right in zip(one, other, strict=True)
     ]
 
 
@@ -234,19 +267,24 @@ def _without(relation: Relation, aside: dict[int, int]) -> Relation:
 
 def _trimmed(found: Assignment, aside: dict[int, int]) -> Assignment:
     left = tuple(number for number in found.left if number not in aside)
-    return Assignment(pairs=found.pairs, by_position=found.by_position, left=left, refusal=found.refusal)
+    return Assignment(
+        pairs=found.pairs, by_position=found.by_position, left=left, refusal=found.refusal
+    )
 
 
 Owners = Sequence[tuple[int, ...]]
-"""``owners[number]``: the objects of the part before (its numbers) that an object holds; () when none is known."""
+"""``owners[number]``: the objects of the part before (its numbers) that an object holds; () when
+none is known.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """The targets of the entries of a part. ``pairs``: target -> entry, of those that get one.
 
-    ``aside``: as in ``Settlement``. ``is_moved``: entries went to other positions than they were saved at, without
-    duplicates. ``fits``: of models, target -> the map of its keys to those of its entry.
+    ``aside``: as in ``Settlement``. ``is_moved``: entries went to other positions than they were
+    saved at, without duplicates. ``fits``: of models, target -> the map of its keys to those of its
+    entry.
     """
 
     part: Part
@@ -269,22 +307,31 @@ class Placement:
 
 
 def went_elsewhere(
-    entries: Sequence[Entry], targets: Sequence[Target], pairs: Mapping[int, int], aside: Mapping[int, int]
+    entries: Sequence[Entry],
+    targets: Sequence[Target],
+    pairs: Mapping[int, int],
+    aside: Mapping[int, int],
 ) -> bool:
     """Return whether entries go to other positions than they were saved at.
 
-    Counted among those that a hook left, and among all that are registered: a hook of the script may have taken the
-    same ones away when it saved, or not.
+    Counted among those that a hook left, and among all that are registered: a hook of the script
+    may have taken the same ones away when it saved, or not.
     """
-    kept = {entry: rank for rank, entry in enumerate(n for n in range(len(entries)) if n not in aside)}
+    kept = {
+        entry: rank for rank, entry in enumerate(n for n in range(len(entries)) if n not in aside)
+    }
     among_kept = all(kept.get(entry) == number for number, entry in pairs.items())
-    among_all = all(entries[entry].index == targets[number].index for number, entry in pairs.items())
+    among_all = all(
+        entries[entry].index == targets[number].index for number, entry in pairs.items()
+    )
     return not (among_kept or among_all)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """``reasons``: why an entry does not fit a target, with what its place says. ``by_order``: no manifest said it."""
+    """``reasons``: why an entry does not fit a target, with what its place says. ``by_order``: no
+    manifest said it.
+    """
 
     reasons: list[list[str]]
     held: Owners = ()
@@ -298,12 +345,16 @@ class Links:
 
 
 def follow(
-    reasons: list[list[str]], entries: Sequence[Entry], before: Placement, owners: Callable[[], Owners]
+    reasons: list[list[str]],
+    entries: Sequence[Entry],
+    before: Placement,
+    owners: Callable[[], Owners],
 ) -> Links:
     """Let entries fit only where the objects that they belong to went.
 
-    The manifest says what belongs together. Without it, and where the part before moved, entries that fit several
-    targets go by the order of both parts; where that says nothing, they fit none. ``owners`` is asked for only then.
+    The manifest says what belongs together. Without it, and where the part before moved, entries
+    that fit several targets go by the order of both parts; where that says nothing, they fit none.
+    ``owners`` is asked for only then.
     """
     recorded = [_recorded(entry, before) for entry in entries]
     if not before.is_moved and not any(recorded):
@@ -327,7 +378,8 @@ def follow(
         text = _not_here(before, None if place is None else place[number])
         meant = None if place is None else _holder(before.got().get(place[number]), held)
         result[number] = [
-            reason or ("" if target == meant else text) for target, reason in enumerate(result[number])
+            reason or ("" if target == meant else text)
+            for target, reason in enumerate(result[number])
         ]
     by_order = frozenset(doubtful if place is not None else ())
     return Links(reasons=result, held=held, by_order=by_order)
@@ -343,7 +395,9 @@ def _recorded(entry: Entry, before: Placement) -> frozenset[int]:
 
 
 def _apart(before: Placement, belongs: frozenset[int], held: tuple[int, ...]) -> str:
-    """Return why an entry does not belong to a target that holds these; an entry without a target never is a reason."""
+    """Return why an entry does not belong to a target that holds these; an entry without a target
+    never is a reason.
+    """
     if not belongs or not held:
         return ""
     got = before.got()
@@ -352,15 +406,23 @@ def _apart(before: Placement, belongs: frozenset[int], held: tuple[int, ...]) ->
             return _not_here(before, entry)
     for number in held:
         entry = before.pairs.get(number, -1)
-        if entry >= 0 and not {entry, *(d for d, one in before.aside.items() if one == entry)} & belongs:
-            return f"it does not belong to {before.entries[entry].label}, which {before.name(number)} gets"
+        if (
+            entry >= 0
+            and not {entry, *(d for d, one in before.aside.items() if one == entry)} & belongs
+        ):
+            return (
+                f"it does not belong to {before.entries[entry].label}, which {before.name(number)} "
+                "gets"
+            )
     return ""
 
 
 def _by_order(entries: Sequence[Entry], before: Placement, held: Owners) -> list[int] | None:
-    """Return for each entry the one of the part before that was saved at its position, None when that says nothing.
+    """Return for each entry the one of the part before that was saved at its position, None when
+    that says nothing.
 
-    It does when there are as many of both, in the folder and in the run, and each object holds one of the other part.
+    It does when there are as many of both, in the folder and in the run, and each object holds one
+    of the other part.
     """
     if sorted(held) != [(number,) for number in range(len(before.targets))]:
         return None
@@ -369,7 +431,9 @@ def _by_order(entries: Sequence[Entry], before: Placement, held: Owners) -> list
         return None
     alone = [number for number in everything if number not in before.aside]
     positions = [entry.index for entry in entries]
-    return next((place for place in (everything, alone) if positions == list(range(len(place)))), None)
+    return next(
+        (place for place in (everything, alone) if positions == list(range(len(place)))), None
+    )
 
 
 def _holder(number: int | None, held: Owners) -> int | None:
@@ -381,8 +445,8 @@ def _not_here(before: Placement, entry: int | None) -> str:
     word = before.part.value
     if entry is None:
         return (
-            f"the {word} are in another order here than in the folder, and nothing shows which of them it belongs to; "
-            f"next: prepare the {word} in the order of the run that saved"
+            f"the {word} are in another order here than in the folder, and nothing shows which of "
+            f"them it belongs to; next: prepare the {word} in the order of the run that saved"
         )
     number = before.got().get(entry)
     where = "nothing of this run gets" if number is None else f"{before.name(number)} gets"

@@ -1,4 +1,6 @@
-"""Checks that a state suits the object that shall get it: each function returns the reason why it does not, or ""."""
+"""Checks that a state suits the object that shall get it: each function returns the reason why it
+does not, or "".
+"""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,15 @@ SHAPED = frozenset(_SHAPED_TEXT.split())
 """State of torch's own optimizers that has one element for each element of the parameter."""
 
 _ADDED_LATER = frozenset(
-    ("foreach", "capturable", "differentiable", "fused", "maximize", "decoupled_weight_decay", "amsgrad")
+    (
+        "foreach",
+        "capturable",
+        "differentiable",
+        "fused",
+        "maximize",
+        "decoupled_weight_decay",
+        "amsgrad",
+    )
 )
 """Options that some version of torch added to an optimizer, so that an older file lacks them."""
 
@@ -37,7 +47,10 @@ def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
         return f"it has {len(saved)} parameter groups, the optimizer here has {len(own)}"
     for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
         if len(theirs["params"]) != len(ours["params"]):
-            return f"its group {number} has {len(theirs['params'])} parameters, here it has {len(ours['params'])}"
+            return (
+                f"its group {number} has {len(theirs['params'])} parameters, here it has "
+                f"{len(ours['params'])}"
+            )
         if reason := options_problem(theirs, target.inner):
             return f"group {number}: {reason}"
         names, mine = theirs.get("param_names"), ours.get("param_names")
@@ -52,7 +65,8 @@ def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
     if reason := _shapes_problem(state, target.inner):
         return reason
     recorded = entry.recorded.keys if entry.recorded is not None else ""
-    if recorded and recorded != parameter_shapes(target.inner):  # all that tells where no state was saved
+    # All that tells where no state was saved.
+    if recorded and recorded != parameter_shapes(target.inner):
         return "by the manifest its parameters had other shapes than those of the optimizer here"
     return ""
 
@@ -68,20 +82,23 @@ def class_problem(state: Any, entry: Entry, target: Target) -> str:
 
 
 def options_problem(theirs: Mapping[str, Any], optimizer: Any) -> str:
-    """Return why a parameter group was saved from another class of torch's optimizers, by the options that it has."""
+    """Return why a parameter group was saved from another class of torch's optimizers, by the
+    options that it has.
+    """
     if not _is_torchs(optimizer):
         return ""  # others may fill in what is lacking
     lacking = sorted(optimizer.defaults.keys() - theirs.keys() - _ADDED_LATER)
     if lacking:
         return (
-            f"it has no {', '.join(lacking)}: it was saved from another class than {type(optimizer).__name__}"
+            f"it has no {', '.join(lacking)}: it was saved from another class than "
+            f"{type(optimizer).__name__}"
         )
     decoupled = optimizer.defaults.get("decoupled_weight_decay")
     saved = theirs.get("decoupled_weight_decay")
     if decoupled is not None and saved is not None and bool(decoupled) != bool(saved):
         return (
-            f"decoupled_weight_decay is {saved}, here {decoupled}: it was saved from another class than "
-            f"{type(optimizer).__name__}"
+            f"decoupled_weight_decay is {saved}, here {decoupled}: it was saved from another class "
+            f"than {type(optimizer).__name__}"
         )
     return ""
 
@@ -89,8 +106,12 @@ def options_problem(theirs: Mapping[str, Any], optimizer: Any) -> str:
 def _shapes_problem(state: Mapping[str, Any], optimizer: Any) -> str:
     """Compare shapes: of torch's own optimizers by name, of others with the state they have now."""
     is_torch = _is_torchs(optimizer)
-    for number, (theirs, ours) in enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True)):
-        for place, (key, parameter) in enumerate(zip(theirs["params"], ours["params"], strict=True)):
+    for number, (theirs, ours) in enumerate(
+        zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ):
+        for place, (key, parameter) in enumerate(
+            zip(theirs["params"], ours["params"], strict=True)
+        ):
             saved = state["state"].get(key)
             for name, value in saved.items() if isinstance(saved, Mapping) else ():
                 if not isinstance(value, torch.Tensor):
@@ -104,14 +125,16 @@ def _shapes_problem(state: Mapping[str, Any], optimizer: Any) -> str:
                     continue
                 if tuple(value.shape) != shape:
                     return (
-                        f"{name} of parameter {place} in group {number} has the shape {list(value.shape)}, "
-                        f"the parameter here has {list(shape)}"
+                        f"{name} of parameter {place} in group {number} has the shape "
+                        f"{list(value.shape)}, the parameter here has {list(shape)}"
                     )
     return ""
 
 
 def scheduler_problem(state: Any, entry: Entry, target: Target) -> str:
-    """Return why a scheduler cannot take a state: another class, by the manifest or by the names it holds."""
+    """Return why a scheduler cannot take a state: another class, by the manifest or by the names it
+    holds.
+    """
     if not isinstance(state, Mapping):
         return f"it is not a scheduler's state but a {type(state).__name__}"
     if not same_class(entry, target, full=False):
@@ -122,28 +145,40 @@ def scheduler_problem(state: Any, entry: Entry, target: Target) -> str:
     own = target.inner.state_dict()
     # Private names and "verbose" came and went with versions of torch.
     theirs, ours = (
-        {name for name in names if not str(name).startswith("_")} - {"verbose"} for names in (state, own)
+        {name for name in names if not str(name).startswith("_")} - {"verbose"}
+        for names in (state, own)
     )
     if lacking := sorted(ours - theirs):
-        return f"it has no {', '.join(map(str, lacking))}: it was saved from another class than {target.what}"
+        return (
+            f"it has no {', '.join(map(str, lacking))}: it was saved from another class than "
+            f"{target.what}"
+        )
     if extra := sorted(theirs - ours):
-        return f"it also has {', '.join(map(str, extra))}: it was saved from another class than {target.what}"
+        return (
+            f"it also has {', '.join(map(str, extra))}: it was saved from another class than "
+            f"{target.what}"
+        )
     return ""
 
 
 def custom_problem(state: Any, entry: Entry, target: Target) -> str:
-    """Return why a registered object cannot take a state, as far as its class is known: a scheduler of torch's."""
+    """Return why a registered object cannot take a state, as far as its class is known: a scheduler
+    of torch's.
+    """
     is_scheduler = isinstance(target.inner, torch.optim.lr_scheduler.LRScheduler)
     return scheduler_problem(state, entry, target) if is_scheduler else ""
 
 
 def scaler_problem(state: Any, scaler: Any) -> str:
-    """Return why a gradient scaler cannot take a state. torch raises for an empty one, saved from a disabled scaler."""
+    """Return why a gradient scaler cannot take a state. torch raises for an empty one, saved from a
+    disabled scaler.
+    """
     if not isinstance(state, Mapping):
         return f"it is not a scaler's state but a {type(state).__name__}"
     if scaler.is_enabled():
         lacking = sorted(
-            {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} - set(state)
+            {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+            - set(state)
         )
         if lacking:
             return f"it has no {', '.join(lacking)}"
@@ -151,7 +186,9 @@ def scaler_problem(state: Any, scaler: Any) -> str:
 
 
 def random_problem(states: Any) -> str:
-    """Return why generators cannot be set from the states of a rank: they are tried on generators of their own."""
+    """Return why generators cannot be set from the states of a rank: they are tried on generators
+    of their own.
+    """
     if not isinstance(states, Mapping):
         return f"it holds no states but a {type(states).__name__}"
     trials = (
@@ -164,7 +201,14 @@ def random_problem(states: Any) -> str:
             return f"it has no {name}"
         try:
             attempt(states[name])
-        except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+        ) as error:
             return f"{name} cannot be set: {error}"
     return ""
 
@@ -177,7 +221,9 @@ def dtype_problem(value: torch.Tensor, own: torch.Tensor) -> str:
 
 
 def dtype_change(pairs: Sequence[tuple[torch.dtype, torch.dtype]]) -> str:
-    """Return in words which dtypes are converted, "" for none; pairs are (in the file, in the model)."""
+    """Return in words which dtypes are converted, "" for none; pairs are (in the file, in the
+    model).
+    """
     changes = dict.fromkeys(f"{_short(old)} to {_short(new)}" for old, new in pairs if old != new)
     return f"dtype {', '.join(changes)}" if changes else ""
 

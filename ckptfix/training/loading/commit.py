@@ -1,7 +1,7 @@
 """The commit of a load: all ranks load, or all roll back.
 
-They agree, modify everything in the order of ``Accelerator.load_state``, or undo it. Only hooks of the script, and
-loads that are delegated to accelerate, modify anything elsewhere.
+They agree, modify everything in the order of ``Accelerator.load_state``, or undo it. Only hooks of
+the script, and loads that are delegated to accelerate, modify anything elsewhere.
 """
 
 import copy
@@ -38,7 +38,8 @@ from ckptfix.training.ranks import Ranks
 
 
 def may_refuse(part: Part, action: Action) -> bool:
-    """Return whether code of the script, or of another library, runs in an action, so that it can fail half way.
+    """Return whether code of the script, or of another library, runs in an action, so that it can
+    fail half way.
 
     Classes of torch and accelerate are given only what was found to suit them.
     """
@@ -69,14 +70,17 @@ def _loads_itself(thing: Any) -> bool:
 
 
 class Tensors:
-    """The parameters and buffers of models, copied to the CPU: both the objects in their places and their values.
+    """The parameters and buffers of models, copied to the CPU: both the objects in their places and
+    their values.
 
     Changes of submodules, and of weights that are kept offloaded on a disk, are not undone.
     """
 
     def __init__(self, models: Sequence[Any], slots: Sequence[Slot] = ()) -> None:
         self._before: list[tuple[dict[str, Any], str, Any, torch.Tensor | None]] = []
-        modules = {id(module): module for target in distinct(models) for module in target.thing.modules()}
+        modules = {
+            id(module): module for target in distinct(models) for module in target.thing.modules()
+        }
         copies: dict[int, torch.Tensor | None] = {}
         for module in modules.values():
             for registry in (module._parameters, module._buffers):
@@ -85,7 +89,9 @@ class Tensors:
                         is_here = tensor is not None and tensor.device.type != "meta"
                         copies[id(tensor)] = copied(tensor) if is_here else None
                     self._before.append((registry, name, tensor, copies[id(tensor)]))
-        self._slots = [(slot, copied(slot.read())) for slot in slots if isinstance(slot, MemorySlot)]
+        self._slots = [
+            (slot, copied(slot.read())) for slot in slots if isinstance(slot, MemorySlot)
+        ]
 
     def restore(self) -> None:
         """Put every tensor back in its place, with its value."""
@@ -99,7 +105,9 @@ class Tensors:
 
 
 def can_be_kept(slots: Sequence[Slot]) -> bool:
-    """Return whether ``Tensors`` covers these slots: what lies on a disk is there because memory is short."""
+    """Return whether ``Tensors`` covers these slots: what lies on a disk is there because memory is
+    short.
+    """
     return all(isinstance(slot, MemorySlot | EmptySlot) for slot in slots)
 
 
@@ -110,8 +118,11 @@ class State:
         self._thing = thing
         self._inner = innermost(thing)
         self._attributes = dict(getattr(self._inner, "__dict__", {}))
-        # torch's optimizers make a new state of what they load, and let go of the old one untouched.
-        self._is_replaced = isinstance(self._inner, torch.optim.Optimizer) and not _loads_itself(thing)
+        # torch's optimizers make a new state of what they load, and let go of the old one
+        # untouched.
+        self._is_replaced = isinstance(self._inner, torch.optim.Optimizer) and not _loads_itself(
+            thing
+        )
         self._state: Any = None
         self._is_known = True
         if not self._is_replaced:
@@ -158,13 +169,17 @@ def copied(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two states are equal; NaN equals NaN, and objects that do not compare have equal attributes."""
+    """Return whether two states are equal; NaN equals NaN, and objects that do not compare have
+    equal attributes.
+    """
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and same_bytes(one.to("cpu"), other.to("cpu"))
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(
+            same(value, other[key]) for key, value in one.items()
+        )
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, numpy.ndarray):
@@ -196,14 +211,17 @@ _ORDER = (
     Part.STEP,
     Part.CUSTOM,
 )
-"""The order of ``accelerate.checkpointing.load_accelerator_state``, then step and custom objects."""
+"""The order of ``accelerate.checkpointing.load_accelerator_state``, then step and custom objects.
+"""
 
 
 class Commit:
-    """The actions of a draft, and the way back from them where code of the script may stop it half way.
+    """The actions of a draft, and the way back from them where code of the script may stop it half
+    way.
 
-    Without such code nothing is kept: then only a failure of the machine can stop it. ``tensors``: what hooks of the
-    script began to modify already. ``refused``: the part of the object that raised.
+    Without such code nothing is kept: then only a failure of the machine can stop it. ``tensors``:
+    what hooks of the script began to modify already. ``refused``: the part of the object that
+    raised.
     """
 
     def __init__(self, draft: Draft, accelerator: Any, tensors: Tensors | None = None) -> None:
@@ -242,7 +260,9 @@ class Commit:
                 self._samplers[number] = action.dataloader.get_sampler()
 
     def run(self) -> None:
-        """Do every action. Raises LoadError when one fails; what was done until then is not undone here."""
+        """Do every action. Raises LoadError when one fails; what was done until then is not undone
+        here.
+        """
         for report, action in self._planned:
             self._attempted += 1
             try:
@@ -250,7 +270,8 @@ class Commit:
             except Exception as error:  # load_state_dict of a class of the script raises anything
                 self.refused = report.part
                 raise LoadError(
-                    f"{self._draft.path}: {report.name} refused its state: {type(error).__name__}: {error}",
+                    f"{self._draft.path}: {report.name} refused its state: {type(error).__name__}: "
+                    f"{error}",
                     report=self._draft.report(),
                     modified=True,
                 ) from error
@@ -288,7 +309,9 @@ class Commit:
 def commit_on_all(
     ranks: Ranks, draft: Draft, accelerator: Any = None, tensors: Tensors | None = None
 ) -> None:
-    """Do what was planned on every rank, or undo it on every rank and raise LoadError. ``tensors``: see ``Commit``."""
+    """Do what was planned on every rank, or undo it on every rank and raise LoadError. ``tensors``:
+    see ``Commit``.
+    """
     error: Exception | None = None
     commit: Commit | None = None
     try:
@@ -315,13 +338,17 @@ def _lost_of(tensors: Tensors | None) -> list[str]:
 def _undo_on_all(
     ranks: Ranks, commit: Commit | None, tensors: Tensors | None, failure: LoadError
 ) -> LoadError:
-    """Undo a commit on every rank after it failed on any; return the error to raise, which says how that went.
+    """Undo a commit on every rank after it failed on any; return the error to raise, which says how
+    that went.
 
-    ``commit``: None on a rank that did not come to begin; hooks may have modified its models before.
+    ``commit``: None on a rank that did not come to begin; hooks may have modified its models
+    before.
     """
     everyone = ranks.gather((ranks.rank, _lost_of(tensors) if commit is None else commit.undo()))
     lost = [
-        f"rank {rank}: {', '.join(names)}" if rank else ", ".join(names) for rank, names in everyone if names
+        f"rank {rank}: {', '.join(names)}" if rank else ", ".join(names)
+        for rank, names in everyone
+        if names
     ]
     ending = "everything was undone, nothing is modified"
     refused = None if commit is None else commit.refused
@@ -335,8 +362,8 @@ def _undo_on_all(
 def agree(ranks: Ranks, error: BaseException | None, outline: Outline = ()) -> None:
     """Raise on every rank when any rank failed, or when ranks would load different things.
 
-    Every rank must call it, failed or not. A rank's own error is raised as it is, others see a LoadError that names the
-    rank.
+    Every rank must call it, failed or not. A rank's own error is raised as it is, others see a
+    LoadError that names the rank.
     """
     own = None if error is None else f"{type(error).__name__}: {error}"
     everyone = ranks.gather((ranks.rank, own, bool(getattr(error, "modified", False)), outline))
@@ -358,7 +385,9 @@ def agree(ranks: Ranks, error: BaseException | None, outline: Outline = ()) -> N
 
 
 def outline(draft: Draft) -> Outline:
-    """Return what must be the same on every rank: component, status, files, their sizes in bytes, and what is left."""
+    """Return what must be the same on every rank: component, status, files, their sizes in bytes,
+    and what is left.
+    """
     sizes = {str(member.path): member.size for entry in draft.used for member in entry.members}
     return tuple(
         (
@@ -374,9 +403,11 @@ def outline(draft: Draft) -> Outline:
 
 
 def go_on_numbering(accelerator: Any, path: Path) -> None:
-    """Let automatic numbers go on after the checkpoint that was loaded, and after all that are there.
+    """Let automatic numbers go on after the checkpoint that was loaded, and after all that are
+    there.
 
-    Stock ``save_state`` refuses a number that is taken, and ``load_state`` leaves it at 0. Every rank must call it.
+    Stock ``save_state`` refuses a number that is taken, and ``load_state`` leaves it at 0. Every
+    rank must call it.
     """
     config = accelerator.project_configuration
     if not config.automatic_checkpoint_naming:
@@ -416,11 +447,14 @@ def perform(action: Action, accelerator: Any) -> None:
 
 
 def _load_model(action: LoadModel) -> None:
-    """Load a model's tensors, those on the meta device into their slots, and check that each name was taken."""
+    """Load a model's tensors, those on the meta device into their slots, and check that each name
+    was taken.
+    """
     state = action.state
     values = {name: state[name] for name in action.slots if name in state}
     for name in action.slots:
-        if name not in values:  # tied to a tensor that is in the file, and may be kept apart from it
+        # Tied to a tensor that is in the file, and may be kept apart from it.
+        if name not in values:
             tied = next(other for other in action.target.ties[name] if other in state)
             values[name] = state[tied]
     for name in values:

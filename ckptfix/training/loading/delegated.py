@@ -14,8 +14,21 @@ from ckptfix.formats.pickle_globals import unsafe_globals
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.storage.reading import open_reader
 from ckptfix.training.loading.commit import agree, go_on_numbering, perform
-from ckptfix.training.loading.draft import Draft, SetRandom, SetStep, as_load_error, stop_if_failed, warn_of
-from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Part, Requirement
+from ckptfix.training.loading.draft import (
+    Draft,
+    SetRandom,
+    SetStep,
+    as_load_error,
+    stop_if_failed,
+    warn_of,
+)
+from ckptfix.training.loading.load_report import (
+    LoadError,
+    LoadPolicy,
+    LoadReport,
+    Part,
+    Requirement,
+)
 from ckptfix.training.loading.states import (
     current_random,
     has_sampler,
@@ -35,10 +48,11 @@ class _Step(int):
 
 
 def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadReport:
-    """Refuse damaged files and pickles that can run code, on all ranks alike; then call ``accelerator.load_state``.
+    """Refuse damaged files and pickles that can run code, on all ranks alike; then call
+    ``accelerator.load_state``.
 
-    Of the policy ``trust``, ``rng`` and ``step`` count. What sharded loading itself does cannot be staged: when it
-    fails, parts may be modified. Raises LoadError.
+    Of the policy ``trust``, ``rng`` and ``step`` count. What sharded loading itself does cannot be
+    staged: when it fails, parts may be modified. Raises LoadError.
     """
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     ranks = Ranks(accelerator)
@@ -47,9 +61,10 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
     try:
         if policy.models is Requirement.PARTIAL:
             raise LoadError(
-                f"{root}: LoadPolicy(models='partial') is not possible with {kind}: accelerate's own load_state loads "
-                f"its models, all keys or none; next: load_checkpoint_tolerant(model, path, "
-                f"policy=LoadPolicy(models='partial')) before accelerator.prepare(model)"
+                f"{root}: LoadPolicy(models='partial') is not possible with {kind}: accelerate's "
+                "own load_state loads its models, all keys or none; next: "
+                "load_checkpoint_tolerant(model, path, policy=LoadPolicy(models='partial')) "
+                "before accelerator.prepare(model)"
             )
         _check(draft, root)
         plan_random(draft, root, read_manifest(root), ranks.rank, accelerator.num_processes)
@@ -73,7 +88,9 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
 
 
 def _check(draft: Draft, root: Path) -> None:
-    """Raise LoadError for a folder that must not be loaded; warn of code in a pickle that the policy trusts."""
+    """Raise LoadError for a folder that must not be loaded; warn of code in a pickle that the
+    policy trusts.
+    """
     if not root.is_dir():
         raise LoadError(f"{root} is not a folder")
     if problem := mixed(root):
@@ -85,11 +102,13 @@ def _check(draft: Draft, root: Path) -> None:
         warn_caller(f"code in a pickle is executed, because trust=True: {text}")
 
 
-def _set_random_and_step(draft: Draft, accelerator: Any, before: Any, step: _Step, *, failed: bool) -> None:
+def _set_random_and_step(
+    draft: Draft, accelerator: Any, before: Any, step: _Step, *, failed: bool
+) -> None:
     """Set what accelerate lost, and put back what the policy ignores or what is wrong.
 
-    It swallows what goes wrong with the generators, and with a file that it cannot read it loses the step, too
-    (accelerate#4283).
+    It swallows what goes wrong with the generators, and with a file that it cannot read it loses
+    the step, too (accelerate#4283).
     """
     is_lost = accelerator.step is step
     if is_lost:
@@ -109,7 +128,9 @@ def _set_random_and_step(draft: Draft, accelerator: Any, before: Any, step: _Ste
 
 
 def _report(draft: Draft, accelerator: Any, kind: str) -> None:
-    reason = f"by accelerator.load_state ({kind}); its files were looked at, its keys were not mapped"
+    reason = (
+        f"by accelerator.load_state ({kind}); its files were looked at, its keys were not mapped"
+    )
 
     registries = (
         (Part.MODELS, accelerator._models),
@@ -123,8 +144,11 @@ def _report(draft: Draft, accelerator: Any, kind: str) -> None:
     for index, dataloader in enumerate(accelerator._dataloaders):
         name = f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
         target = Target(index=index, thing=dataloader, inner=dataloader)
-        if is_stateful(dataloader) and not (draft.path / name).exists():  # which accelerate passes over
-            draft.cannot(Part.DATALOADERS, f"{draft.path / name} is missing", target=target, missing=True)
+        # Which accelerate passes over.
+        if is_stateful(dataloader) and not (draft.path / name).exists():
+            draft.cannot(
+                Part.DATALOADERS, f"{draft.path / name} is missing", target=target, missing=True
+            )
         elif is_stateful(dataloader) or has_sampler(dataloader):
             draft.restored_by_others(Part.DATALOADERS, target, "", reason)
     if accelerator.scaler is not None:
@@ -132,19 +156,24 @@ def _report(draft: Draft, accelerator: Any, kind: str) -> None:
 
 
 def _look(folder: CheckpointFolder) -> tuple[list[str], list[str]]:
-    """Return in words which files are damaged, and which need code: stock accelerate unpickles some of them in full."""
+    """Return in words which files are damaged, and which need code: stock accelerate unpickles some
+    of them in full.
+    """
     damage, code = [], []
     for component in folder.components:
         if component.role is Role.UNKNOWN or component.name.is_of_trainer:
             continue  # a file that load_state never reads
         if component.problem is not None:
-            damage.append(f"{component.path}: {component.problem.kind.value}: {component.problem.message}")
+            damage.append(
+                f"{component.path}: {component.problem.kind.value}: {component.problem.message}"
+            )
         elif isinstance(component.content, TorchFile):
             _, refused = resolve(component.content.tree.globals)
             named = ", ".join(f"{module}.{name}" for module, name in sorted(refused))
             if named:
                 code.append(
-                    f"{component.path} needs {named}; next, when you trust it: LoadPolicy(trust=True)"
+                    f"{component.path} needs {named}; next, when you trust it: "
+                    "LoadPolicy(trust=True)"
                 )
     for name, what in folder.subfolders.items():
         if what == PLAIN_FOLDER:
@@ -159,7 +188,9 @@ def _look(folder: CheckpointFolder) -> tuple[list[str], list[str]]:
 
 
 def _unsafe(file: Path) -> list[str]:
-    """Look for code in a file of DCP or DeepSpeed, whose own classes are fine. Raises FormatError."""
+    """Look for code in a file of DCP or DeepSpeed, whose own classes are fine. Raises
+    FormatError.
+    """
     with open_reader(file) as reader:
         tree = read_torch_file(reader).tree
     unsafe = [f"{module}.{name}" for module, name in unsafe_globals(tree)]

@@ -1,4 +1,6 @@
-"""Plan of a load: its actions are collected before anything is modified, and judged by the policy."""
+"""Plan of a load: its actions are collected before anything is modified, and judged by the
+policy.
+"""
 
 from dataclasses import field
 from pathlib import Path
@@ -22,7 +24,9 @@ from ckptfix.training.loading.targets import Fit, ModelTarget, Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadModel:
-    """Load ``state``, in the model's own names, into a model; ``slots`` are its tensors on the meta device."""
+    """Load ``state``, in the model's own names, into a model; ``slots`` are its tensors on the meta
+    device.
+    """
 
     target: ModelTarget
     state: Any
@@ -82,8 +86,8 @@ class Draft:
     used: list[Entry] = field(default_factory=list)
 
     def do(
-        self, part: Part, action: Action, *, target: Target | None = None, what: str = "", entry: Entry | None = None,
-        status: Status | None = None, reason: str = "", **details: Any,
+        self, part: Part, action: Action, *, target: Target | None = None, what: str = "",
+        entry: Entry | None = None, status: Status | None = None, reason: str = "", **details: Any,
     ) -> None:  # fmt: skip
         """Add what will be done, from the files of an entry. ``details``: see ``ComponentReport``.
 
@@ -98,7 +102,8 @@ class Draft:
         self, part: Part, reason: str, *, target: Target | None = None, files: tuple[str, ...] = (),
         what: str = "", missing: bool = False,
     ) -> None:  # fmt: skip
-        """Record that an object gets nothing: SKIPPED where nothing is there for it, FAILED where that is wrong.
+        """Record that an object gets nothing: SKIPPED where nothing is there for it, FAILED where
+        that is wrong.
 
         A required part then fails the whole load.
         """
@@ -119,10 +124,14 @@ class Draft:
 
     def leave(self, part: Part, files: tuple[str, ...], reason: str) -> None:
         """Record files that no object gets."""
-        self.others.append(ComponentReport(part=part, status=Status.SKIPPED, files=files, reason=reason))
+        self.others.append(
+            ComponentReport(part=part, status=Status.SKIPPED, files=files, reason=reason)
+        )
 
     def to_warn_of(self) -> tuple[ComponentReport, ...]:
-        """Return the objects that were left as they were, or in part, although the policy did not say ignore."""
+        """Return the objects that were left as they were, or in part, although the policy did not
+        say ignore.
+        """
         return tuple(report for report, _ in self.planned if not report.is_in_full) + tuple(
             report
             for report in self.others
@@ -151,15 +160,22 @@ def stop_if_failed(draft: Draft, root: Path) -> None:
     """Raise LoadError when something required is not there, or a file is not what was scanned."""
     if draft.failures:
         order = list(Part)
-        failures = sorted(draft.failures.items(), key=lambda failure: order.index(failure[1][0].part))
-        lines = [f"{', '.join(report.name for report in reports)}: {reason}" for reason, reports in failures]
+        failures = sorted(
+            draft.failures.items(), key=lambda failure: order.index(failure[1][0].part)
+        )
+        lines = [
+            f"{', '.join(report.name for report in reports)}: {reason}"
+            for reason, reports in failures
+        ]
         raise LoadError(
             f"{draft.path} was not loaded, nothing was modified:\n  " + "\n  ".join(lines),
             report=draft.report(),
         )
     changed = changed_files(root, draft.used)
     if changed:
-        raise LoadError(f"{draft.path}: {', '.join(changed)} changed while it was read; load it again")
+        raise LoadError(
+            f"{draft.path}: {', '.join(changed)} changed while it was read; load it again"
+        )
 
 
 def as_load_error(problem: Exception, draft: Draft) -> LoadError:

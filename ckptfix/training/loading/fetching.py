@@ -1,7 +1,9 @@
-"""Checkpoints in a store, fetched to this disk before anything of them is loaded, compared, and once per machine.
+"""Checkpoints in a store, fetched to this disk before anything of them is loaded, compared, and
+once per machine.
 
-Loaders read files, and a load must not begin before all of it is here. The processes of one machine share a copy: the
-first one fetches it under a lock, the others wait for that, and the last one removes it. A kill leaves no lock.
+Loaders read files, and a load must not begin before all of it is here. The processes of one machine
+share a copy: the first one fetches it under a lock, the others wait for that, and the last one
+removes it. A kill leaves no lock.
 """
 
 import fcntl
@@ -16,7 +18,14 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, OperationError, UsageError
-from ckptfix.storage.markers import COMMITTED, UPLOAD, Uploaded, not_committed, parse_begun, parse_commit
+from ckptfix.storage.markers import (
+    COMMITTED,
+    UPLOAD,
+    Uploaded,
+    not_committed,
+    parse_begun,
+    parse_commit,
+)
 from ckptfix.storage.object_journal import is_replacing
 from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.staged import STAGING_VARIABLE, staging_folder
@@ -31,14 +40,18 @@ _AT_ONCE = 16
 _COMPLETE = "complete"
 
 _OF_A_CHANGE = re.compile(rf"{re.escape(JOURNAL)}/(?:\d+\.objects|new-[^/]*)/")
-"""Folders that a repair keeps for its undo, or a killed upload left: as large as a checkpoint, never loaded."""
+"""Folders that a repair keeps for its undo, or a killed upload left: as large as a checkpoint,
+never loaded.
+"""
 
 _log = logging.getLogger("ckptfix")
 
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
-    """A checkpoint, or one file, in a store: its objects, and what the commit marker says of them."""
+    """A checkpoint, or one file, in a store: its objects, and what the commit marker says of
+    them.
+    """
 
     store: Store
     objects: Mapping[str, ObjectInfo]
@@ -57,10 +70,12 @@ class _Remote:
 
 @contextmanager
 def fetched(path: str | os.PathLike[str], ranks: Ranks | None = None) -> Iterator[Path]:
-    """Yield a path on this disk: the one that is given, or a copy of what a URL holds, which is removed at the end.
+    """Yield a path on this disk: the one that is given, or a copy of what a URL holds, which is
+    removed at the end.
 
-    ``ranks``: the processes that load together: where one of them cannot fetch it, all raise. Raises UsageError where
-    the URL holds no complete checkpoint, OperationError when it cannot be fetched.
+    ``ranks``: the processes that load together: where one of them cannot fetch it, all raise.
+    Raises UsageError where the URL holds no complete checkpoint, OperationError when it cannot be
+    fetched.
     """
     if not is_url(path):
         yield Path(path).expanduser()
@@ -131,7 +146,9 @@ class _Lock:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[_Lock]:
-    """Yield the lock of a copy, which this process has together with others: they wait for each other afterwards."""
+    """Yield the lock of a copy, which this process has together with others: they wait for each
+    other afterwards.
+    """
     path = folder / "lock"
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
@@ -147,12 +164,16 @@ def _locked(folder: Path) -> Iterator[_Lock]:
 
 
 def _sweep(current: Path) -> None:
-    """Remove the copies of other checkpoints that killed processes left: nobody holds their locks any more."""
+    """Remove the copies of other checkpoints that killed processes left: nobody holds their locks
+    any more.
+    """
     for folder in current.parent.iterdir():
         with suppress(OSError):
             if folder == current:
                 continue
-            fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(
+                folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
             try:
                 lock = _Lock(folder / "lock", fd)
                 if lock.is_last() and lock.is_current():
@@ -162,15 +183,17 @@ def _sweep(current: Path) -> None:
 
 
 def _own_folder() -> Path:
-    """Return the folder of this user's copies. A pickle in it would be executed, so nobody else may write there."""
+    """Return the folder of this user's copies. A pickle in it would be executed, so nobody else may
+    write there.
+    """
     folder = staging_folder() / f"ckptfix-loads-{os.geteuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = os.lstat(folder)
     if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise OperationError(
-            f"{folder} can be changed by other users, so nothing is loaded from there; next: export "
-            f"{STAGING_VARIABLE}=FOLDER, a folder of your own"
+            f"{folder} can be changed by other users, so nothing is loaded from there; next: "
+            f"export {STAGING_VARIABLE}=FOLDER, a folder of your own"
         )
     return folder
 
@@ -182,7 +205,9 @@ def _look(url: str) -> _Remote:
     if not objects and (one := store.stat("")) is not None:
         return _Remote(store, {"": one}, {})
     if not objects:
-        raise UsageError(f"{store.name()} holds no object; next: ckptfix check -r {os.path.dirname(url)}")
+        raise UsageError(
+            f"{store.name()} holds no object; next: ckptfix check -r {os.path.dirname(url)}"
+        )
     for key in objects:
         parts = key.split("/")
         if (
@@ -190,7 +215,9 @@ def _look(url: str) -> _Remote:
             or "\0" in key
             or max(map(len, map(os.fsencode, parts))) > 255
         ):
-            raise OperationError(f"{store.name(key)}: no file can have this name; nothing was fetched")
+            raise OperationError(
+                f"{store.name(key)}: no file can have this name; nothing was fetched"
+            )
     commit = None
     if COMMITTED in objects:
         commit = parse_commit(_whole(store, COMMITTED, objects[COMMITTED]))
@@ -199,13 +226,13 @@ def _look(url: str) -> _Remote:
         if commit is None or commit.upload != begun.upload:
             sizes = {key: info.size for key, info in objects.items()}
             raise UsageError(
-                f"{store.name()} is not a complete checkpoint: {not_committed(begun, sizes)}; next: "
-                f"ckptfix.latest_checkpoint({os.path.dirname(url)!r})"
+                f"{store.name()} is not a complete checkpoint: {not_committed(begun, sizes)}; "
+                f"next: ckptfix.latest_checkpoint({os.path.dirname(url)!r})"
             )
     if is_replacing(store, objects):
         raise UsageError(
-            f"{store.name()}: a repair was interrupted, or is running, so some objects are changed and others not; "
-            f"next: ckptfix repair {shell_path(url)}"
+            f"{store.name()}: a repair was interrupted, or is running, so some objects are changed "
+            f"and others not; next: ckptfix repair {shell_path(url)}"
         )
     needed = {key: info for key, info in objects.items() if not _OF_A_CHANGE.match(key)}
     return _Remote(store, needed, {} if commit is None else commit.objects)
@@ -216,12 +243,15 @@ def _whole(store: Store, key: str, info: ObjectInfo) -> bytes:
 
 
 def _fetch(remote: _Remote, target: Path) -> None:
-    """Fetch all objects into a folder, or the one object into a file. Raises OperationError, ChangedError, OSError."""
+    """Fetch all objects into a folder, or the one object into a file. Raises OperationError,
+    ChangedError, OSError.
+    """
     store, free = remote.store, shutil.disk_usage(target.parent).free
     if remote.nbytes > free:
         raise OperationError(
-            f"{store.name()}: {human_size(remote.nbytes)} are to be fetched, and {human_size(free)} are free in "
-            f"{target.parent}; next: export {STAGING_VARIABLE}=FOLDER, a folder on a larger disk, and load again"
+            f"{store.name()}: {human_size(remote.nbytes)} are to be fetched, and "
+            f"{human_size(free)} are free in {target.parent}; next: export "
+            f"{STAGING_VARIABLE}=FOLDER, a folder on a larger disk, and load again"
         )
     _log.info("%s: fetching %s to %s", store.name(), human_size(remote.nbytes), target)
     ranges: list[tuple[str, int, int]] = []
@@ -230,7 +260,9 @@ def _fetch(remote: _Remote, target: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.truncate(info.size)
-        ranges += ((key, begin, min(_RANGE, info.size - begin)) for begin in range(0, info.size, _RANGE))
+        ranges += (
+            (key, begin, min(_RANGE, info.size - begin)) for begin in range(0, info.size, _RANGE)
+        )
 
     def one(part: tuple[str, int, int]) -> None:
         key, begin, length = part
@@ -252,7 +284,9 @@ def _fetch(remote: _Remote, target: Path) -> None:
 
 
 def _compare(remote: _Remote, key: str, target: Path) -> None:
-    """Raise ChangedError when a file that nobody changed since its upload, by its ETag, has other bytes than then."""
+    """Raise ChangedError when a file that nobody changed since its upload, by its ETag, has other
+    bytes than then.
+    """
     sent = remote.committed[key]
     if (remote.objects[key].size, remote.objects[key].etag) != (sent.size, sent.etag):
         return  # repaired or sealed since
@@ -262,6 +296,7 @@ def _compare(remote: _Remote, key: str, target: Path) -> None:
             digest.update(block)
     if digest.hexdigest() != sent.sha256:
         raise ChangedError(
-            f"{remote.store.name(key)}: sha256 {sent.sha256} was uploaded, and {digest.hexdigest()} arrived; next: "
-            "load again, and if it comes again: an older checkpoint"
+            f"{remote.store.name(key)}: sha256 {sent.sha256} was uploaded, and "
+            f"{digest.hexdigest()} arrived; next: load again, and if it comes again: an older "
+            "checkpoint"
         )

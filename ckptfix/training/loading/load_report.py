@@ -1,4 +1,6 @@
-"""The requirements of a load, and its results: a policy for each part of a checkpoint, a report of each object."""
+"""The requirements of a load, and its results: a policy for each part of a checkpoint, a report of
+each object.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,7 +17,9 @@ Word = TypeVar("Word", bound=Enum)
 
 
 class Part(Enum):
-    """A part of a checkpoint. The value is the name of its field in ``LoadPolicy``, and the word used in reports."""
+    """A part of a checkpoint. The value is the name of its field in ``LoadPolicy``, and the word
+    used in reports.
+    """
 
     MODELS = "models"
     OPTIMIZERS = "optimizers"
@@ -28,10 +32,12 @@ class Part(Enum):
 
 
 class Requirement(Enum):
-    """REQUIRE: missing or wrong, nothing is loaded at all. WARN: then it is left as it was, with one UserWarning.
+    """REQUIRE: missing or wrong, nothing is loaded at all. WARN: then it is left as it was, with
+    one UserWarning.
 
-    IGNORE: its files are not read and its objects are left as they are. PARTIAL: for models only; each key that matches
-    in name and shape is loaded, the others are listed in one UserWarning. Without any match nothing is loaded at all.
+    IGNORE: its files are not read and its objects are left as they are. PARTIAL: for models only;
+    each key that matches in name and shape is loaded, the others are listed in one UserWarning.
+    Without any match nothing is loaded at all.
     """
 
     REQUIRE = "require"
@@ -44,10 +50,11 @@ class Requirement(Enum):
 class LoadPolicy:
     """The strictness of a load, part by part; strings such as ``"warn"`` are taken as well.
 
-    The defaults require what stock ``load_state`` fails without. An optimizer is loaded only when the weights of its
-    models are, unless ``models`` says ignore; with ``models="partial"`` it gets the moments of the parameters that are
-    loaded. ``trust``: a pickle that holds globals outside the allow-list is unpickled in full, which can run any code
-    in it; a UserWarning says so. Raises ValueError for any other word.
+    The defaults require what stock ``load_state`` fails without. An optimizer is loaded only when
+    the weights of its models are, unless ``models`` says ignore; with ``models="partial"`` it gets
+    the moments of the parameters that are loaded. ``trust``: a pickle that holds globals outside
+    the allow-list is unpickled in full, which can run any code in it; a UserWarning says so. Raises
+    ValueError for any other word.
     """
 
     models: Requirement = Requirement.REQUIRE
@@ -66,7 +73,9 @@ class LoadPolicy:
             where = f"LoadPolicy({field.name}={value!r})"
             if field.name != "trust":
                 words = [
-                    one for one in Requirement if one is not Requirement.PARTIAL or field.name == "models"
+                    one
+                    for one in Requirement
+                    if one is not Requirement.PARTIAL or field.name == "models"
                 ]
                 object.__setattr__(self, field.name, _member(words, value, where))
             elif not isinstance(value, bool):  # "False" is true
@@ -82,10 +91,10 @@ class LoadPolicy:
 class Status(Enum):
     """The result of loading one component.
 
-    RESTORED: exactly as ``Accelerator.load_state`` would. ADAPTED: restored, but names, positions or dtypes were
-    mapped; the reason says which. SKIPPED: left as it was, because there is nothing for it or the policy says so.
-    FAILED: left as it was, because what is there is wrong. PARTIAL: some of its keys or moments were loaded, the others
-    are as they were; the report lists them.
+    RESTORED: exactly as ``Accelerator.load_state`` would. ADAPTED: restored, but names, positions
+    or dtypes were mapped; the reason says which. SKIPPED: left as it was, because there is nothing
+    for it or the policy says so. FAILED: left as it was, because what is there is wrong. PARTIAL:
+    some of its keys or moments were loaded, the others are as they were; the report lists them.
     """
 
     RESTORED = "restored"
@@ -107,7 +116,8 @@ class _Plain(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch(_Plain):
-    """A tensor in both the file and the model that does not fit: another shape, or numbers of another kind.
+    """A tensor in both the file and the model that does not fit: another shape, or numbers of
+    another kind.
 
     ``key``: its key in the model. ``name``: its key in the file, which may have a wrapper's prefix.
     """
@@ -129,12 +139,14 @@ class Mismatch(_Plain):
 class ComponentReport(_Plain):
     """One object of the run, or one file of the checkpoint that no object got.
 
-    ``index``: position of the object in its registry; None for a file left aside, and for parts of which there is one.
-    ``what``: the class of the object, "" where there is none. ``files``: what was read for it, relative to the folder.
-    ``by_position``: several objects fitted equally, so the order alone decided.
+    ``index``: position of the object in its registry; None for a file left aside, and for parts of
+    which there is one. ``what``: the class of the object, "" where there is none. ``files``: what
+    was read for it, relative to the folder. ``by_position``: several objects fitted equally, so the
+    order alone decided.
 
-    Of a partial load: ``fresh`` are keys of a model that the file lacks, or parameters whose moments start empty;
-    ``unused`` are keys, or moments, that only the file has; ``mismatched`` are keys in both that were not loaded.
+    Of a partial load: ``fresh`` are keys of a model that the file lacks, or parameters whose
+    moments start empty; ``unused`` are keys, or moments, that only the file has; ``mismatched`` are
+    keys in both that were not loaded.
     """
 
     json_keys: ClassVar = "part index what status files by_position reason fresh unused mismatched"
@@ -163,7 +175,11 @@ class ComponentReport(_Plain):
         return f"{self.part.value} {self.index}" + (f" ({self.what})" if self.what else "")
 
     def __str__(self) -> str:
-        source = f" from {', '.join(self.files)}" if self.files and self.name != ", ".join(self.files) else ""
+        source = (
+            f" from {', '.join(self.files)}"
+            if self.files and self.name != ", ".join(self.files)
+            else ""
+        )
         position = " by position" if self.by_position else ""
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.name} {self.status.value}{source}{position}{reason}"
@@ -194,9 +210,13 @@ class LoadReport(_Plain):
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every object of the run was restored or adapted; files left aside do not count."""
+        """Return whether every object of the run was restored or adapted; files left aside do not
+        count.
+        """
         done = (Status.RESTORED, Status.ADAPTED)
-        return all(component.status in done for component in self.components if not _is_file(component))
+        return all(
+            component.status in done for component in self.components if not _is_file(component)
+        )
 
     def __iter__(self) -> Iterator[ComponentReport]:
         return iter(self.components)
@@ -207,24 +227,31 @@ class LoadReport(_Plain):
 
     def __str__(self) -> str:
         inexact = [f"  not bit-exact: {'; '.join(self.inexact)}"] if self.inexact else []
-        return "\n".join([f"{self.path}:", *(f"  {component}" for component in self.components), *inexact])
+        return "\n".join(
+            [f"{self.path}:", *(f"  {component}" for component in self.components), *inexact]
+        )
 
 
 class LoadError(OperationError):
     """A checkpoint could not be loaded as the policy requires.
 
-    ``modified``: whether anything in memory is changed; False unless an object itself refused its state and something
-    could not be undone. ``report``: what was found until then, None when the folder could not be looked at.
+    ``modified``: whether anything in memory is changed; False unless an object itself refused its
+    state and something could not be undone. ``report``: what was found until then, None when the
+    folder could not be looked at.
     """
 
-    def __init__(self, message: str, *, report: LoadReport | None = None, modified: bool = False) -> None:
+    def __init__(
+        self, message: str, *, report: LoadReport | None = None, modified: bool = False
+    ) -> None:
         super().__init__(message)
         self.report = report
         self.modified = modified
 
 
 def _member(words: Iterable[Word], given: object, where: str) -> Word:
-    """Return the member that is given, by itself or by its value. Raises ValueError, which lists the values."""
+    """Return the member that is given, by itself or by its value. Raises ValueError, which lists
+    the values.
+    """
     known = list(words)
     for word in known:
         if given is word or given == word.value:

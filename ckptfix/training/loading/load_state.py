@@ -1,4 +1,5 @@
-"""``load_state_tolerant`` and ``load_checkpoint_tolerant``: look at everything, read everything, agree, then modify.
+"""``load_state_tolerant`` and ``load_checkpoint_tolerant``: look at everything, read everything,
+agree, then modify.
 
 A load restores what ``load_report.Part`` lists, in the order of ``commit``.
 """
@@ -11,7 +12,13 @@ from typing import Any
 
 import torch
 
-from ckptfix.checkpoint.entries import Entry, all_state_dicts, believed, model_entries, state_entries
+from ckptfix.checkpoint.entries import (
+    Entry,
+    all_state_dicts,
+    believed,
+    model_entries,
+    state_entries,
+)
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
@@ -54,18 +61,21 @@ from ckptfix.training.saving.save_manifest import driven_optimizer, held_models
 def load_state_tolerant(
     accelerator: Any, path: str | os.PathLike[str], *, policy: LoadPolicy | None = None
 ) -> LoadReport:
-    """Load a checkpoint folder of ``save_state`` into everything an accelerator holds; the folder is not changed.
+    """Load a checkpoint folder of ``save_state`` into everything an accelerator holds; the folder
+    is not changed.
 
-    Takes what ``Accelerator.load_state`` takes, and folders it fails on or loads wrongly: doubled or moved entries,
-    nested names, other containers, sharded weights, another number of ranks, missing and extra components. On a healthy
-    folder the result is that of ``load_state``, bit for bit. On a distributed run every rank must call it.
+    Takes what ``Accelerator.load_state`` takes, and folders it fails on or loads wrongly: doubled
+    or moved entries, nested names, other containers, sharded weights, another number of ranks,
+    missing and extra components. On a healthy folder the result is that of ``load_state``, bit for
+    bit. On a distributed run every rank must call it.
 
-    Raises LoadError, on every rank, when a part that the policy requires is missing or wrong on any rank, or when an
-    object refuses its own state. Nothing is modified then, unless ``error.modified``: the error names what could not be
-    undone. ValueError for a policy that is none.
+    Raises LoadError, on every rank, when a part that the policy requires is missing or wrong on any
+    rank, or when an object refuses its own state. Nothing is modified then, unless
+    ``error.modified``: the error names what could not be undone. ValueError for a policy that is
+    none.
 
-    For the way back the weights are copied to the CPU, if objects with a ``load_state_dict`` that is not torch's are
-    to be loaded. With automatic naming, numbers go on after the checkpoint.
+    For the way back the weights are copied to the CPU, if objects with a ``load_state_dict`` that
+    is not torch's are to be loaded. With automatic naming, numbers go on after the checkpoint.
     """
     policy = policy or LoadPolicy()
     if cannot_agree(accelerator):
@@ -84,19 +94,26 @@ def _load_tolerant(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
         report = _load(accelerator, root, policy, Ranks(accelerator))
         go_on_numbering(accelerator, root)
     inexact = run_state.go_on_and_report(accelerator, root, left=left_by(report))
-    missing = (str(one) for one in report.components if one.part.value in left_by(report) and is_left(one))
+    missing = (
+        str(one) for one in report.components if one.part.value in left_by(report) and is_left(one)
+    )
     return replace(report, inexact=(*missing, *inexact))
 
 
 def left_by(report: LoadReport) -> frozenset[str]:
     """Return the parts that a run state must leave as a load made them.
 
-    A run state lists states by number. Where a load gave them to objects with other numbers, it would undo that.
+    A run state lists states by number. Where a load gave them to objects with other numbers, it
+    would undo that.
     """
     left = {one.part.value for one in report.components if is_left(one)}
     for one in report.components:
-        numbers = {parsed.index for name in one.files if (parsed := parse_file_name(name)) is not None}
-        is_numbered = one.part in (Part.OPTIMIZERS, Part.SCHEDULERS, Part.CUSTOM) and one.index is not None
+        numbers = {
+            parsed.index for name in one.files if (parsed := parse_file_name(name)) is not None
+        }
+        is_numbered = (
+            one.part in (Part.OPTIMIZERS, Part.SCHEDULERS, Part.CUSTOM) and one.index is not None
+        )
         if is_numbered and numbers and numbers != {one.index}:
             left.add(one.part.value)
     return frozenset(left)
@@ -110,7 +127,8 @@ def is_left(component: ComponentReport) -> bool:
 
 
 def load_here(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadReport:
-    """Load as ``load_state_tolerant`` does, and wait for no other process: some scripts load on some of them only.
+    """Load as ``load_state_tolerant`` does, and wait for no other process: some scripts load on
+    some of them only.
 
     Raises LoadError; what was modified until then is undone.
     """
@@ -124,7 +142,8 @@ def _load(accelerator: Any, root: Path, policy: LoadPolicy, ranks: Ranks) -> Loa
     try:
         folder, manifest = _look(root)
         offers = _plan_before_hooks(draft, accelerator, folder, manifest)
-    except Exception as problem:  # told to the other ranks, then raised: a rank that leaves alone hangs them
+    # Told to the other ranks, then raised: a rank that leaves alone hangs them.
+    except Exception as problem:
         error = as_load_error(problem, draft)
     agree(ranks, error)
     try:  # a rank without hooks goes the same way, as one with hooks will wait for it
@@ -148,19 +167,30 @@ def _load(accelerator: Any, root: Path, policy: LoadPolicy, ranks: Ranks) -> Loa
 
 
 def _look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
-    """Return what a folder holds, by headers and opcodes. Raises LoadError, OSError, FormatError."""
+    """Return what a folder holds, by headers and opcodes. Raises LoadError, OSError,
+    FormatError.
+    """
     if not root.is_dir():
-        kind = "is a file; next: load_checkpoint_tolerant(model, path)" if root.exists() else "does not exist"
+        kind = (
+            "is a file; next: load_checkpoint_tolerant(model, path)"
+            if root.exists()
+            else "does not exist"
+        )
         raise LoadError(f"{root} {kind}")
     if problem := mixed(root):
         raise LoadError(problem)
     folder = scan_folder(root, wanted=not_of_a_rank)
     if not folder.components and not ranks_in(root):
-        numbered = sorted(str(name) for name in folder.subfolders if str(name).startswith("checkpoint_"))
+        numbered = sorted(
+            str(name) for name in folder.subfolders if str(name).startswith("checkpoint_")
+        )
         hint = f"; it holds checkpoints: {', '.join(numbered[:3])}" if numbered else ""
-        others = ", ".join(f"{name} is {what}" for name, what in list(folder.subfolders.items())[:3])
+        others = ", ".join(
+            f"{name} is {what}" for name, what in list(folder.subfolders.items())[:3]
+        )
         raise LoadError(
-            f"{root} is not a checkpoint: no file of save_state is there{hint or (others and f'; {others}')}"
+            f"{root} is not a checkpoint: no file of save_state is "
+            f"there{hint or (others and f'; {others}')}"
         )
     return folder, read_manifest(root)
 
@@ -168,19 +198,35 @@ def _look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
 def _plan_before_hooks(
     draft: Draft, accelerator: Any, folder: CheckpointFolder, manifest: Manifest | None
 ) -> tuple[SavedStates, SavedStates, SavedStates]:
-    """Plan what does not depend on where models go; return what optimizers, schedulers and custom objects may get.
+    """Plan what does not depend on where models go; return what optimizers, schedulers and custom
+    objects may get.
 
-    Hooks of the script may modify anything, so with hooks LoadError is raised now for all that can be known.
+    Hooks of the script may modify anything, so with hooks LoadError is raised now for all that can
+    be known.
     """
     root = folder.root
     said = believed(manifest, folder) or Manifest(versions={}, world_size=0, step=0)
     parts = (
-        (Part.OPTIMIZERS, Role.OPTIMIZER, said.optimizers, accelerator._optimizers, optimizer_problem),
-        (Part.SCHEDULERS, Role.SCHEDULER, said.schedulers, accelerator._schedulers, scheduler_problem),
+        (
+            Part.OPTIMIZERS,
+            Role.OPTIMIZER,
+            said.optimizers,
+            accelerator._optimizers,
+            optimizer_problem,
+        ),
+        (
+            Part.SCHEDULERS,
+            Role.SCHEDULER,
+            said.schedulers,
+            accelerator._schedulers,
+            scheduler_problem,
+        ),
         (Part.CUSTOM, Role.CUSTOM, said.custom, accelerator._custom_objects, custom_problem),
     )
     optimizers, schedulers, custom = (
-        read_states(draft, part, root, state_entries(folder, role, recorded), distinct(things), check)
+        read_states(
+            draft, part, root, state_entries(folder, role, recorded), distinct(things), check
+        )
         for part, role, recorded, things, check in parts
     )
     plan_dataloaders(draft, folder, accelerator._dataloaders)
@@ -189,7 +235,8 @@ def _plan_before_hooks(
     if accelerator._load_model_state_pre_hook:
         trial = Draft(path=root, policy=draft.policy, failures=dict(draft.failures))
         for offer in (optimizers, schedulers, custom):
-            # Which moments a model that is loaded in part leaves in use is known only after the hooks.
+            # Which moments a model that is loaded in part leaves in use is known only after the
+            # hooks.
             depends = offer.part is Part.OPTIMIZERS and draft.policy.models is Requirement.PARTIAL
             if not depends and is_hopeless(trial, offer):
                 plan_states(trial, root, offer)
@@ -198,10 +245,12 @@ def _plan_before_hooks(
 
 
 def _plan(
-    draft: Draft, accelerator: Any, left: Sequence[Any], folder: CheckpointFolder, manifest: Manifest | None,
-    offers: tuple[SavedStates, SavedStates, SavedStates],
+    draft: Draft, accelerator: Any, left: Sequence[Any], folder: CheckpointFolder,
+    manifest: Manifest | None, offers: tuple[SavedStates, SavedStates, SavedStates],
 ) -> None:  # fmt: skip
-    """Add to the draft what models get, and what follows them. ``left``: the models that hooks left to load."""
+    """Add to the draft what models get, and what follows them. ``left``: the models that hooks left
+    to load.
+    """
     root = folder.root
     optimizers, schedulers, custom = offers
     placed = _plan_models(draft, accelerator, left, folder, manifest)
@@ -218,7 +267,11 @@ def _plan(
 
 
 def _plan_models(
-    draft: Draft, accelerator: Any, models: Sequence[Any], folder: CheckpointFolder, manifest: Manifest | None
+    draft: Draft,
+    accelerator: Any,
+    models: Sequence[Any],
+    folder: CheckpointFolder,
+    manifest: Manifest | None,
 ) -> Placement:
     if draft.policy.models is Requirement.IGNORE:
         for target in distinct(models):
@@ -238,13 +291,16 @@ def _driven(schedulers: SavedStates, optimizers: Placement) -> Owners:
 def load_checkpoint_tolerant(
     model: Any, path: str | os.PathLike[str], *, policy: LoadPolicy | None = None
 ) -> LoadReport:
-    """Load the weights of one model from a file, an index, a folder, or a training dict that holds a state dict.
+    """Load the weights of one model from a file, an index, a folder, or a training dict that holds
+    a state dict.
 
-    All names must be found, and none be left over; wrappers are taken off and put back as the model has them. Of a
-    folder the one entry that fits is taken; of several that fit, equal ones count once, others are refused by name.
-    Only ``models`` and ``trust`` of the policy count. No rank speaks with another.
+    All names must be found, and none be left over; wrappers are taken off and put back as the model
+    has them. Of a folder the one entry that fits is taken; of several that fit, equal ones count
+    once, others are refused by name. Only ``models`` and ``trust`` of the policy count. No rank
+    speaks with another.
 
-    Raises LoadError when nothing fits or can be read; the model is then as it was, unless ``error.modified``.
+    Raises LoadError when nothing fits or can be read; the model is then as it was, unless
+    ``error.modified``.
     """
     if is_url(path):
         with fetched(path) as copy:

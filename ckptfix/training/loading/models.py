@@ -1,4 +1,6 @@
-"""Plans of what each model of a run gets: which entry, under which names, and that it really arrives."""
+"""Plans of what each model of a run gets: which entry, under which names, and that it really
+arrives.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,19 +33,28 @@ Fits = list[list[Fit | str]]
 
 
 def plan_models(
-    draft: Draft, root: Path, entries: Sequence[Entry], targets: Sequence[ModelTarget], device: torch.device
+    draft: Draft,
+    root: Path,
+    entries: Sequence[Entry],
+    targets: Sequence[ModelTarget],
+    device: torch.device,
 ) -> Placement:
-    """Add to the draft what every model gets. Reads tensors onto the CPU, modifies nothing. Raises OSError.
+    """Add to the draft what every model gets. Reads tensors onto the CPU, modifies nothing. Raises
+    OSError.
 
     ``device``: where tensors go that are on the meta device and that no hook looks after.
     """
-    fits: Fits = [[entry.problem or fit(entry.shapes, target) for target in targets] for entry in entries]
+    fits: Fits = [
+        [entry.problem or fit(entry.shapes, target) for target in targets] for entry in entries
+    ]
     reasons = [[found if isinstance(found, str) else "" for found in row] for row in fits]
     exact = [[isinstance(found, Fit) and found.is_exact for found in row] for row in fits]
     settled = settle(root, entries, targets, reasons, exact=exact)
     if draft.policy.models is Requirement.PARTIAL and not settled.assignment.is_whole(len(targets)):
         fits = [[_as_far_as_it_goes(entry, target) for target in targets] for entry in entries]
-        scores = [[len(found.names) if isinstance(found, Fit) else 0 for found in row] for row in fits]
+        scores = [
+            [len(found.names) if isinstance(found, Fit) else 0 for found in row] for row in fits
+        ]
         settled = settle_by_score(root, entries, targets, scores, settled.aside)
     assignment = settled.assignment
     pairs: dict[int, int] = {}
@@ -60,7 +71,14 @@ def plan_models(
         assert isinstance(found, Fit)
         moved = position != number
         arrives = _load(
-            draft, root, entries[position], target, found, device, number in assignment.by_position, moved
+            draft,
+            root,
+            entries[position],
+            target,
+            found,
+            device,
+            number in assignment.by_position,
+            moved,
         )
         if arrives is not None:
             pairs[number], loaded[number] = position, arrives
@@ -69,7 +87,9 @@ def plan_models(
         draft.leave(Part.MODELS, entries[double].files, reason)
     for number in assignment.left:
         draft.leave(
-            Part.MODELS, entries[number].files, entries[number].problem or "it fits no model of this run"
+            Part.MODELS,
+            entries[number].files,
+            entries[number].problem or "it fits no model of this run",
         )
     return Placement(
         part=Part.MODELS,
@@ -83,7 +103,9 @@ def plan_models(
 
 
 def run_hooks(accelerator: Any, path: str, draft: Draft) -> list[Any]:
-    """Call the hooks with the list of models, as ``load_state`` does, and return the models they left in it."""
+    """Call the hooks with the list of models, as ``load_state`` does, and return the models they
+    left in it.
+    """
     models = list(accelerator._models)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, path)
@@ -116,8 +138,8 @@ def _nothing_for(
         reason = f"no entry of {draft.path} fits: {others or 'others took those that do'}"
         if draft.policy.models is Requirement.PARTIAL:
             reason += (
-                '; no key matches in name and shape; next: policy=LoadPolicy(models="warn", optimizers="warn") leaves '
-                "it as it is"
+                '; no key matches in name and shape; next: policy=LoadPolicy(models="warn", '
+                'optimizers="warn") leaves it as it is'
             )
         else:
             reason += _partial_advice(entries, target)
@@ -134,7 +156,9 @@ def _as_far_as_it_goes(entry: Entry, target: ModelTarget) -> Fit | str:
 
 def _partial_advice(entries: Sequence[Entry], target: ModelTarget) -> str:
     """Return what to pass so that what matches is loaded, "" when nothing does."""
-    counts = [len(partial_fit(entry.shapes, target).names) for entry in entries if not entry.problem]
+    counts = [
+        len(partial_fit(entry.shapes, target).names) for entry in entries if not entry.problem
+    ]
     if not max(counts, default=0):
         return ""
     return (
@@ -146,7 +170,9 @@ def _partial_advice(entries: Sequence[Entry], target: ModelTarget) -> str:
 def _read(
     draft: Draft, root: Path, entry: Entry, target: ModelTarget, found: Fit
 ) -> tuple[Fit, "OrderedDict[str, Any]", str] | str:
-    """Return the fit with the values that arrive, in the model's names, and which dtypes change; or why none does."""
+    """Return the fit with the values that arrive, in the model's names, and which dtypes change; or
+    why none does.
+    """
     try:
         weights = read_weights(root, entry, trust=draft.policy.trust)
     except Unreadable as error:
@@ -161,23 +187,33 @@ def _read(
         if not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor):
             continue
         if type(own).__name__ == "DTensor":
-            return f"{ours!r}: the model's tensor is sharded over ranks; next: accelerator.load_state(path)"
+            return (
+                f"{ours!r}: the model's tensor is sharded over ranks; next: "
+                "accelerator.load_state(path)"
+            )
         shapes = tuple(value.shape), tuple(own.shape)
         reason = dtype_problem(value, own)
         if not reason and shapes[0] == shapes[1]:
             pairs.append((value.dtype, own.dtype))
         elif draft.policy.models is Requirement.PARTIAL:
             mismatched.append(
-                Mismatch(key=ours, name=name, file_shape=shapes[0], model_shape=shapes[1], reason=reason)
+                Mismatch(
+                    key=ours, name=name, file_shape=shapes[0], model_shape=shapes[1], reason=reason
+                )
             )
         else:
-            reason = reason or f"the shape is {list(shapes[0])} in the file, {list(shapes[1])} in the model"
+            reason = (
+                reason
+                or f"the shape is {list(shapes[0])} in the file, {list(shapes[1])} in the model"
+            )
             return f"{entry.label}: {ours!r}: {reason}"
     if mismatched:
         found = without(found, mismatched, target)
         if not found.names:
             return f"{entry.label}: no key matches: {mismatched[0]}"
-    state: OrderedDict[str, Any] = OrderedDict((ours, weights[name]) for name, ours in found.names.items())
+    state: OrderedDict[str, Any] = OrderedDict(
+        (ours, weights[name]) for name, ours in found.names.items()
+    )
     _metadata(weights, state, found)
     return found, state, dtype_change(pairs)
 
@@ -186,16 +222,23 @@ def _load(
     draft: Draft, root: Path, entry: Entry, target: ModelTarget, found: Fit, device: torch.device,
     by_position: bool, moved: bool,
 ) -> Fit | None:  # fmt: skip
-    """Read an entry for a model, and add its loading or the reason against it. Return how it is loaded."""
+    """Read an entry for a model, and add its loading or the reason against it. Return how it is
+    loaded.
+    """
     read = _read(draft, root, entry, target, found)
     if isinstance(read, str):
         draft.cannot(Part.MODELS, read, target=target, files=entry.files)
         return None
     found, state, change = read
-    slots, wrong = find_slots(target.thing, [name for name in target.meta if name not in found.kept], device)
-    kept_slots, _ = find_slots(target.thing, [name for name in target.meta if name in found.kept], device)
+    slots, wrong = find_slots(
+        target.thing, [name for name in target.meta if name not in found.kept], device
+    )
+    kept_slots, _ = find_slots(
+        target.thing, [name for name in target.meta if name in found.kept], device
+    )
     wrong += [
-        f"{name!r} is on the meta device, without a value that it could keep, and the file has none for it"
+        f"{name!r} is on the meta device, without a value that it could keep, and the file has "
+        "none for it"
         for name, slot in kept_slots.items()
         if isinstance(slot, EmptySlot)
     ]
@@ -246,7 +289,9 @@ def _metadata(weights: Any, state: Any, found: Fit) -> None:
     """Give a state dict the versions of modules, under the names that the model gives them."""
     metadata = getattr(weights, "_metadata", None)
     if metadata is not None:
-        state._metadata = OrderedDict((found.modules.module(name), value) for name, value in metadata.items())
+        state._metadata = OrderedDict(
+            (found.modules.module(name), value) for name, value in metadata.items()
+        )
 
 
 def _renamed(entry: Entry, found: Fit) -> str:

@@ -1,8 +1,10 @@
-"""Moments of optimizers whose models are loaded in part: each parameter that is loaded keeps its own.
+"""Moments of optimizers whose models are loaded in part: each parameter that is loaded keeps its
+own.
 
-An optimizer's file numbers parameters in the order in which the run that saved gave them to it. A layer that is new in
-the middle of a model shifts all numbers behind it. Names come from ``param_names`` where the file has them, else from
-the order of the keys that both runs have (``certain_pairs``), where no other order agrees with the shapes.
+An optimizer's file numbers parameters in the order in which the run that saved gave them to it. A
+layer that is new in the middle of a model shifts all numbers behind it. Names come from
+``param_names`` where the file has them, else from the order of the keys that both runs have
+(``certain_pairs``), where no other order agrees with the shapes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +26,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A member that the other sequence should have. ``optional``: it may lack it. ``shape``: None when unknown."""
+    """A member that the other sequence should have. ``optional``: it may lack it. ``shape``: None
+    when unknown.
+    """
 
     shape: Shape | None
     optional: bool = False
@@ -33,10 +37,11 @@ class Expected:
 def certain_pairs(
     saved: Sequence[Shape | None], expected: Sequence[Expected], spare: Collection[Shape]
 ) -> dict[int, int] | None:
-    """Return expected -> saved for the pairs that every alignment has; None when there is no alignment.
+    """Return expected -> saved for the pairs that every alignment has; None when there is no
+    alignment.
 
-    An alignment pairs members of one shape in the order of both sequences; an unknown shape pairs with any. It leaves
-    out only what is optional, and saved members whose shape is ``spare``.
+    An alignment pairs members of one shape in the order of both sequences; an unknown shape pairs
+    with any. It leaves out only what is optional, and saved members whose shape is ``spare``.
     """
     width = len(expected)
     optional = _bits(number for number, one in enumerate(expected) if one.optional)
@@ -51,7 +56,9 @@ def certain_pairs(
     if not before[-1] >> width & 1:
         return None
     backward = _reachable(
-        [_mirrored(bits, width) for bits in reversed(alike)], extra[::-1], _mirrored(optional, width)
+        [_mirrored(bits, width) for bits in reversed(alike)],
+        extra[::-1],
+        _mirrored(optional, width),
     )
     after = [_mirrored(bits, width + 1) for bits in reversed(backward)]
     once = twice = left_out = 0
@@ -63,13 +70,19 @@ def certain_pairs(
     for reached, rest in zip(before, after, strict=True):
         left_out |= reached & optional & rest >> 1
     certain = once & ~twice & ~left_out
-    return {place: number for number, pairs in enumerate(possible) for place in _members(pairs & certain)}
+    return {
+        place: number
+        for number, pairs in enumerate(possible)
+        for place in _members(pairs & certain)
+    }
 
 
 def _reachable(alike: Sequence[int], extra: Sequence[bool], optional: int) -> list[int]:
-    """Return, for each number of saved members, the bit set of how many expected ones can be done with by then.
+    """Return, for each number of saved members, the bit set of how many expected ones can be done
+    with by then.
 
-    Sets of numbers are bits of one int: 10,000 parameters on either side take a second, not minutes.
+    Sets of numbers are bits of one int: 10,000 parameters on either side take a second, not
+    minutes.
     """
     reached = [_past_optional(1, optional)]
     for bits, is_extra in zip(alike, extra, strict=True):
@@ -79,7 +92,9 @@ def _reachable(alike: Sequence[int], extra: Sequence[bool], optional: int) -> li
 
 
 def _past_optional(reached: int, optional: int) -> int:
-    """Add what is reached by leaving out optional members: the carry of an addition runs through a run of ones."""
+    """Add what is reached by leaving out optional members: the carry of an addition runs through a
+    run of ones.
+    """
     return reached | (optional + (reached & optional)) ^ optional
 
 
@@ -110,10 +125,11 @@ Number = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarriedMoments:
-    """A state for an optimizer's ``load_state_dict``, with the moments that belong to loaded parameters.
+    """A state for an optimizer's ``load_state_dict``, with the moments that belong to loaded
+    parameters.
 
-    ``count``: how many parameters get moments. ``fresh``: parameters whose moments start empty. ``unused``: saved
-    parameters whose moments nobody gets.
+    ``count``: how many parameters get moments. ``fresh``: parameters whose moments start empty.
+    ``unused``: saved parameters whose moments nobody gets.
     """
 
     state: Any
@@ -125,9 +141,11 @@ class CarriedMoments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Own:
-    """A parameter of this run. ``place``: where its key is in the order of the file; ``here``: in that of the model.
+    """A parameter of this run. ``place``: where its key is in the order of the file; ``here``: in
+    that of the model.
 
-    ``shape``: what it has in the file, None for one that is not in the file. ``is_loaded``: its weights are.
+    ``shape``: what it has in the file, None for one that is not in the file. ``is_loaded``: its
+    weights are.
     """
 
     name: str
@@ -156,12 +174,14 @@ def carry(
     if named is not None:
         pairs = _by_name(named, _named(optimizer.param_groups), own)
     elif len(saved) == len(own):
-        shapes = [[_shape_of(state["state"].get(key)) for key in group["params"]] for group in saved]
+        shapes = [
+            [_shape_of(state["state"].get(key)) for key in group["params"]] for group in saved
+        ]
         pairs = _by_order(shapes, own, known.outside(optimizer), known)
     else:
         return (
-            f"it has {count_of(len(saved), 'parameter group')} without param_names, the optimizer here has {len(own)}: "
-            f"which moments belong to which parameter is not known"
+            f"it has {count_of(len(saved), 'parameter group')} without param_names, the optimizer "
+            f"here has {len(own)}: which moments belong to which parameter is not known"
         )
     return _carried(state, optimizer, own, pairs, named)
 
@@ -169,8 +189,9 @@ def carry(
 class _Known:
     """The keys of models and of their files, as far as they are parameters of an optimizer.
 
-    ``unused``: place and shape of the keys that only the files have. ``is_ordered``: places are those of the run that
-    saved. Only a file of torch.save keeps the order of its keys: safetensors sorts them, and shards are merged.
+    ``unused``: place and shape of the keys that only the files have. ``is_ordered``: places are
+    those of the run that saved. Only a file of torch.save keeps the order of its keys: safetensors
+    sorts them, and shards are merged.
     """
 
     def __init__(self, models: Placement, held: Sequence[int]) -> None:
@@ -217,33 +238,43 @@ class _Known:
 
     def outside(self, optimizer: torch.optim.Optimizer) -> list[_Own]:
         """Return the parameters that the files have and the optimizer lacks, as frozen ones."""
-        inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        inside = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
         found = (self._best(names) for key, names in self._names.items() if key not in inside)
         return [one for one in found if one.shape is not None]
 
     def _own(self, parameter: torch.Tensor, otherwise: str) -> _Own:
         names = self._names.get(id(parameter))
-        # A parameter that is of no model is in no file of weights, but the optimizer that was saved had it as well.
+        # A parameter that is of no model is in no file of weights, but the optimizer that was saved
+        # had it as well.
         return self._best(names) if names else _Own(name=otherwise, shape=tuple(parameter.shape))
 
     def _best(self, names: Sequence[tuple[int, str]]) -> _Own:
         """Return what a parameter has under the best of its names; tied ones have several."""
         return max(
-            (self._keys[name] for name in names), key=lambda one: (one.is_loaded, one.shape is not None)
+            (self._keys[name] for name in names),
+            key=lambda one: (one.is_loaded, one.shape is not None),
         )
 
 
 def _named(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
-    """Return the names that an optimizer was given for its parameters, None when it was given none."""
+    """Return the names that an optimizer was given for its parameters, None when it was given
+    none.
+    """
     found = [list(map(str, group.get("param_names") or ())) for group in groups]
-    is_complete = all(len(names) == len(group["params"]) for names, group in zip(found, groups, strict=True))
+    is_complete = all(
+        len(names) == len(group["params"]) for names, group in zip(found, groups, strict=True)
+    )
     return found if is_complete else None
 
 
 def _by_name(
     saved: list[list[str]], given: list[list[str]] | None, own: list[list[_Own]]
 ) -> dict[Number, Number]:
-    """Return own parameter -> saved one of the same name; wrappers do not count, and a name that two have is none."""
+    """Return own parameter -> saved one of the same name; wrappers do not count, and a name that
+    two have is none.
+    """
     claims: dict[str, set[Number]] = {}
     for names in (given, [[one.name for one in group] for group in own]):
         for name, number in _numbered(names or []):
@@ -253,7 +284,9 @@ def _by_name(
         sources.setdefault(name, []).append(number)
     found: dict[Number, set[Number]] = {}
     for name, numbers in sources.items():
-        for target in claims.get(name, ()) if len(numbers) == len(claims.get(name, ())) == 1 else ():
+        for target in (
+            claims.get(name, ()) if len(numbers) == len(claims.get(name, ())) == 1 else ()
+        ):
             found.setdefault(target, set()).add(numbers[0])
     return {target: numbers.pop() for target, numbers in found.items() if len(numbers) == 1}
 
@@ -271,19 +304,26 @@ def _by_order(
 ) -> dict[Number, Number]:
     """Return own parameter -> saved one, of those whose order leaves no doubt.
 
-    The numbers tell what the optimizer that was saved had: all parameters in the files, or those that this run's
-    optimizer has and those that only the files have. Where neither adds up, any may have been left out.
+    The numbers tell what the optimizer that was saved had: all parameters in the files, or those
+    that this run's optimizer has and those that only the files have. Where neither adds up, any may
+    have been left out.
     """
     count = sum(map(len, saved))
     here = sum(one.shape is not None for group in own for one in group) + len(known.unused)
-    attempts = [([], True)] if count == here else [(outside, True)] if count == here + len(outside) else []
+    attempts = (
+        [([], True)] if count == here else [(outside, True)] if count == here + len(outside) else []
+    )
     for others, are_all in [*attempts, (outside, False)]:
         strangers = [
-            (one.place, one.shape) for one in others if one.place is not None and one.shape is not None
+            (one.place, one.shape)
+            for one in others
+            if one.place is not None and one.shape is not None
         ]
         found: dict[Number, Number] = {}
         for number, (shapes, group) in enumerate(zip(saved, own, strict=True)):
-            pairs = _in_group(shapes, group, strangers, known, are_all=are_all, is_alone=len(saved) == 1)
+            pairs = _in_group(
+                shapes, group, strangers, known, are_all=are_all, is_alone=len(saved) == 1
+            )
             if pairs is None:
                 break
             found |= {(number, place): (number, source) for place, source in pairs.items()}
@@ -293,12 +333,13 @@ def _by_order(
 
 
 def _in_group(
-    saved: list[Shape | None], group: list[_Own], outside: list[tuple[Number, Shape]], known: _Known,
-    *, are_all: bool, is_alone: bool,
+    saved: list[Shape | None], group: list[_Own], outside: list[tuple[Number, Shape]],
+    known: _Known, *, are_all: bool, is_alone: bool,
 ) -> dict[int, int] | None:  # fmt: skip
     """Return own place -> saved place within one group, None when no order agrees with the shapes.
 
-    ``outside``: parameters that the group may have had as well. ``are_all``: none of those was left out.
+    ``outside``: parameters that the group may have had as well. ``are_all``: none of those was left
+    out.
     """
     places = [place for place, one in enumerate(group) if one.shape is not None]
     line: list[tuple[Number, int | None, Expected]] = []
@@ -309,10 +350,13 @@ def _in_group(
         order += [one.here] if one.here else []
         line.append((last, place, Expected(shape=one.shape, optional=not are_all)))
     spare = {shape for _, shape in known.unused}
-    if order == sorted(order):  # as model.parameters() gives them: so were those of the run that saved
+    # As model.parameters() gives them: so were those of the run that saved.
+    if order == sorted(order):
         strangers = outside + (known.unused if known.is_ordered else [])
         is_optional = not (are_all and is_alone)
-        line += [(place, None, Expected(shape=shape, optional=is_optional)) for place, shape in strangers]
+        line += [
+            (place, None, Expected(shape=shape, optional=is_optional)) for place, shape in strangers
+        ]
         line.sort(key=lambda item: item[0])
         spare = set() if known.is_ordered else spare
     else:
@@ -329,12 +373,16 @@ def _in_group(
 
 
 def _carried(
-    state: Any, optimizer: torch.optim.Optimizer, own: list[list[_Own]], pairs: Mapping[Number, Number],
-    named: list[list[str]] | None,
+    state: Any, optimizer: torch.optim.Optimizer, own: list[list[_Own]],
+    pairs: Mapping[Number, Number], named: list[list[str]] | None,
 ) -> CarriedMoments | str:  # fmt: skip
     """Return the state of those pairs, in the numbers of this run."""
     saved, moments = state["param_groups"], state["state"]
-    keys = {(g, place): key for g, group in enumerate(saved) for place, key in enumerate(group["params"])}
+    keys = {
+        (g, place): key
+        for g, group in enumerate(saved)
+        for place, key in enumerate(group["params"])
+    }
     known = set(keys.values())
     found: dict[Any, Any] = {key: value for key, value in moments.items() if key not in known}
     groups: list[dict[str, Any]] = []
@@ -357,7 +405,8 @@ def _carried(
             else:
                 (unsure if one.is_loaded else fresh).append(one.name)
             if total + place not in found and isinstance(optimizer, torch.optim.Adagrad):
-                found[total + place] = dict(optimizer.state[parameter])  # it makes its state when it is made
+                # It makes its state when it is made.
+                found[total + place] = dict(optimizer.state[parameter])
         theirs = g if len(saved) == len(own) else sources.pop() if len(sources) == 1 else None
         if theirs is not None and (reason := options_problem(saved[theirs], optimizer)):
             return f"group {theirs}: {reason}"
@@ -380,7 +429,9 @@ def _carried(
     if fresh:
         words.append(f"start empty, as their weights are not loaded: {list_names(fresh)}")
     if unsure:
-        words.append(f"start empty, as it is not certain which moments are theirs: {list_names(unsure)}")
+        words.append(
+            f"start empty, as it is not certain which moments are theirs: {list_names(unsure)}"
+        )
     if unused:
         words.append(f"moments of {count_of(len(unused), 'saved parameter')} unused")
     return CarriedMoments(

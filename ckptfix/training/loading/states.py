@@ -1,5 +1,5 @@
-"""Plans for optimizers, schedulers, custom objects, dataloaders, the gradient scaler and random number
-generators.
+"""Plans for optimizers, schedulers, custom objects, dataloaders, the gradient scaler and random
+number generators.
 """
 
 import importlib
@@ -15,7 +15,13 @@ import numpy
 import torch
 
 from ckptfix.checkpoint.entries import Entry, component_at, single_entry
-from ckptfix.checkpoint.filenames import OF_ONE_RANK, FileName, Role, parse_file_name, random_states_name
+from ckptfix.checkpoint.filenames import (
+    OF_ONE_RANK,
+    FileName,
+    Role,
+    parse_file_name,
+    random_states_name,
+)
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.dataclass import dataclass
@@ -46,12 +52,15 @@ Check = Callable[[Any, Entry, Target], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedStates:
-    """The states of a numbered part, read. ``problems``: why an entry cannot be read, "" when it can.
+    """The states of a numbered part, read. ``problems``: why an entry cannot be read, "" when it
+    can.
 
-    ``reasons``: why an entry does not fit a target. All three are empty where the policy ignores the part.
+    ``reasons``: why an entry does not fit a target. All three are empty where the policy ignores
+    the part.
 
-    Of optimizers: ``carried`` are the states to load instead of those that are saved, by entry and target; ``withheld``
-    says of a target why it gets nothing, whatever fits it; ``remark`` is added to what is said of all others.
+    Of optimizers: ``carried`` are the states to load instead of those that are saved, by entry and
+    target; ``withheld`` says of a target why it gets nothing, whatever fits it; ``remark`` is added
+    to what is said of all others.
     """
 
     part: Part
@@ -84,11 +93,15 @@ def read_states(
 
 
 def is_hopeless(draft: Draft, offer: SavedStates) -> bool:
-    """Return whether a part that is required lacks a state for some object, wherever the models will go."""
+    """Return whether a part that is required lacks a state for some object, wherever the models
+    will go.
+    """
     if draft.policy.requirement(offer.part) is not Requirement.REQUIRE:
         return False
     fitting = [row for row in offer.reasons if "" in row]
-    return len(fitting) < len(offer.targets) or any(all(column) for column in zip(*fitting, strict=True))
+    return len(fitting) < len(offer.targets) or any(
+        all(column) for column in zip(*fitting, strict=True)
+    )
 
 
 def after_models(
@@ -96,8 +109,9 @@ def after_models(
 ) -> SavedStates:
     """Return what optimizers may get once it is known which weights are loaded.
 
-    ``owners`` says which of the models each optimizer has parameters of; it is asked for only where some model is not
-    loaded, or in part. An optimizer of a model that is not loaded gets nothing: its moments belong to other weights.
+    ``owners`` says which of the models each optimizer has parameters of; it is asked for only where
+    some model is not loaded, or in part. An optimizer of a model that is not loaded gets nothing:
+    its moments belong to other weights.
     """
     if draft.policy.models is Requirement.IGNORE:
         return replace(offer, remark="its weights are not loaded, as the policy says")
@@ -125,7 +139,9 @@ def after_models(
             for position, entry in enumerate(offer.entries)
             if not offer.problems[position]
         }
-        most = max((one.count for one in found.values() if isinstance(one, CarriedMoments)), default=0)
+        most = max(
+            (one.count for one in found.values() if isinstance(one, CarriedMoments)), default=0
+        )
         for position, one in found.items():
             if isinstance(one, str):
                 reasons[position][number] = f"{one}; next: {_policy(offer.part)}"
@@ -157,7 +173,8 @@ def plan_states(
 ) -> Placement:
     """Add to the draft what every object of a numbered part gets. Modifies nothing. Raises OSError.
 
-    ``before``: where the objects went that these belong to; ``owners`` says which of them each holds.
+    ``before``: where the objects went that these belong to; ``owners`` says which of them each
+    holds.
     """
     part, entries, targets = offer.part, offer.entries, offer.targets
     before = before or Placement(part=part)
@@ -208,7 +225,9 @@ def plan_states(
             unused=carried.unused if carried else (),
         )
     for double, original in settled.aside.items():
-        draft.leave(part, entries[double].files, f"the same state again as {entries[original].label}")
+        draft.leave(
+            part, entries[double].files, f"the same state again as {entries[original].label}"
+        )
     for number in assignment.left:
         draft.leave(part, entries[number].files, next(iter(followed.reasons[number]), ""))
     return Placement(
@@ -234,13 +253,16 @@ def plan_scaler(draft: Draft, folder: CheckpointFolder, scaler: Any) -> None:
         draft.ignore(Part.SCALER, what=what)
         return
     _plan_file(
-        draft, folder, Part.SCALER, "scaler.pt", component, lambda state: LoadState(thing=scaler, state=state),
-        what=what, check=lambda state: scaler_problem(state, scaler),
+        draft, folder, Part.SCALER, "scaler.pt", component,
+        lambda state: LoadState(thing=scaler, state=state), what=what,
+        check=lambda state: scaler_problem(state, scaler),
     )  # fmt: skip
 
 
 def plan_dataloaders(draft: Draft, folder: CheckpointFolder, dataloaders: Sequence[Any]) -> None:
-    """Add what the samplers and stateful dataloaders get; others save nothing. By position, as ``load_state`` does."""
+    """Add what the samplers and stateful dataloaders get; others save nothing. By position, as
+    ``load_state`` does.
+    """
     for index, dataloader in enumerate(dataloaders):
         target = Target(index=index, thing=dataloader, inner=dataloader)
         if draft.policy.dataloaders is Requirement.IGNORE:
@@ -251,11 +273,15 @@ def plan_dataloaders(draft: Draft, folder: CheckpointFolder, dataloaders: Sequen
             _plan_dataloader(draft, folder, Role.SAMPLER, "sampler", target)
         if is_stateful(dataloader):
             _plan_dataloader(draft, folder, Role.DATALOADER, "dl_state_dict", target)
-    used = {file for report in (*(r for r, _ in draft.planned), *draft.others) for file in report.files}
+    used = {
+        file for report in (*(r for r, _ in draft.planned), *draft.others) for file in report.files
+    }
     for component in folder.components:
         if component.role in (Role.SAMPLER, Role.DATALOADER) and str(component.path) not in used:
             draft.leave(
-                Part.DATALOADERS, (str(component.path),), "no dataloader of this run saves such a state"
+                Part.DATALOADERS,
+                (str(component.path),),
+                "no dataloader of this run saves such a state",
             )
 
 
@@ -272,25 +298,33 @@ def is_stateful(dataloader: Any) -> bool:
     return bool(getattr(dataloader, "use_stateful_dataloader", False))
 
 
-def _plan_dataloader(draft: Draft, folder: CheckpointFolder, role: Role, stem: str, target: Target) -> None:
+def _plan_dataloader(
+    draft: Draft, folder: CheckpointFolder, role: Role, stem: str, target: Target
+) -> None:
     def action(state: Any) -> SetSampler | LoadState:
         if role is Role.SAMPLER:
             return SetSampler(dataloader=target.thing, sampler=state)
         return LoadState(thing=target.thing, state=state)
 
     name = f"{stem}_{target.index}.bin" if target.index else f"{stem}.bin"
-    found = (one for one in folder.components if one.role is role and one.name.index == target.index)
+    found = (
+        one for one in folder.components if one.role is role and one.name.index == target.index
+    )
     _plan_file(draft, folder, Part.DATALOADERS, name, next(found, None), action, target=target)
 
 
 def _plan_file(
     draft: Draft, folder: CheckpointFolder, part: Part, name: str, component: Component | None,
-    action: Callable[[Any], SetSampler | LoadState], *, target: Target | None = None, what: str = "",
-    check: Callable[[Any], str] = lambda state: "",
+    action: Callable[[Any], SetSampler | LoadState], *, target: Target | None = None,
+    what: str = "", check: Callable[[Any], str] = lambda state: "",
 ) -> None:  # fmt: skip
-    """Add what one object gets from the one file that is its own. ``name``: the file's, also where it is missing."""
+    """Add what one object gets from the one file that is its own. ``name``: the file's, also where
+    it is missing.
+    """
     if component is None:
-        draft.cannot(part, f"{folder.root / name} is missing", target=target, what=what, missing=True)
+        draft.cannot(
+            part, f"{folder.root / name} is missing", target=target, what=what, missing=True
+        )
         return
     entry = single_entry(component)
     state, problem = _read(draft, folder.root, entry)
@@ -316,7 +350,10 @@ def _nothing_for(
     part, entries = offer.part, offer.entries
     if not entries:
         draft.cannot(
-            part, f"{draft.path} has no file for it; next: {_policy(part)}", target=target, missing=True
+            part,
+            f"{draft.path} has no file for it; next: {_policy(part)}",
+            target=target,
+            missing=True,
         )
         return
     others = misfits(entries, reasons)
@@ -352,11 +389,17 @@ def ranks_in(root: Path) -> list[int]:
     """Return the ranks whose random states a folder holds."""
     names = (parse_file_name(name) for name in os.listdir(root))
     found = (name for name in names if name is not None and not name.is_of_trainer)
-    return sorted(name.rank for name in found if name.rank is not None and name.role is Role.RNG_STATE)
+    return sorted(
+        name.rank for name in found if name.rank is not None and name.role is Role.RNG_STATE
+    )
 
 
-def plan_random(draft: Draft, root: Path, manifest: Manifest | None, rank: int, world_size: int) -> None:
-    """Add generators and step. The step comes from this rank's file, else from another rank's, or the manifest."""
+def plan_random(
+    draft: Draft, root: Path, manifest: Manifest | None, rank: int, world_size: int
+) -> None:
+    """Add generators and step. The step comes from this rank's file, else from another rank's, or
+    the manifest.
+    """
     if draft.policy.rng is Requirement.IGNORE and draft.policy.step is Requirement.IGNORE:
         draft.ignore(Part.RNG, what=f"rank {rank}")
         draft.ignore(Part.STEP, what="step")
@@ -368,7 +411,8 @@ def plan_random(draft: Draft, root: Path, manifest: Manifest | None, rank: int, 
     elif own is None:
         have = f"{count_of(len(ranks), 'rank')} saved theirs" if ranks else "no rank saved any"
         reason = (
-            f"there is no {random_states_name(rank)}: {have}, this run has {count_of(world_size, 'rank')}"
+            f"there is no {random_states_name(rank)}: {have}, this run has "
+            f"{count_of(world_size, 'rank')}"
         )
         draft.cannot(Part.RNG, reason, what=f"rank {rank}", missing=True)
     else:
@@ -397,7 +441,9 @@ def _read_generators(draft: Draft, root: Path, rank: int) -> tuple[Entry, Any, s
     name = random_states_name(rank)
     component = next(iter(scan_folder(root, name).components), None)
     if component is None:
-        raise LoadError(f"{root / name} is a folder, or is gone since the folder was listed; load it again")
+        raise LoadError(
+            f"{root / name} is a folder, or is gone since the folder was listed; load it again"
+        )
     try:
         return single_entry(component), read_pickle(root, component, trust=draft.policy.trust), ""
     except Unreadable as error:
@@ -405,7 +451,9 @@ def _read_generators(draft: Draft, root: Path, rank: int) -> tuple[Entry, Any, s
 
 
 def current_random() -> dict[str, Any]:
-    """Return the states of the generators as ``save_state`` names them, of devices that are in use only."""
+    """Return the states of the generators as ``save_state`` names them, of devices that are in use
+    only.
+    """
     states: dict[str, Any] = {
         "random_state": random.getstate(),
         "numpy_random_seed": numpy.random.get_state(),
@@ -413,13 +461,19 @@ def current_random() -> dict[str, Any]:
     }
     for device in _DEVICES:
         module = getattr(torch, device, None)
-        if module is not None and module.is_available() and getattr(module, "is_initialized", bool)():
+        if (
+            module is not None
+            and module.is_available()
+            and getattr(module, "is_initialized", bool)()
+        ):
             states[f"torch_{device}_manual_seed"] = module.get_rng_state_all()
     return states
 
 
 def set_random(states: Any) -> str:
-    """Set the generators of Python, numpy, torch and its devices. Returns what was left out, in words."""
+    """Set the generators of Python, numpy, torch and its devices. Returns what was left out, in
+    words.
+    """
     random.setstate(states["random_state"])
     numpy.random.set_state(states["numpy_random_seed"])
     torch.set_rng_state(states["torch_manual_seed"])
@@ -447,8 +501,11 @@ def _set_xla(seed: Any) -> list[str]:
 
 def _plan_generators(draft: Draft, entry: Entry, states: Any, problem: str, rank: int) -> None:
     what = f"rank {rank}"
-    if isinstance(states, Mapping) and states.keys() == {"step"}:  # as migrate writes it for more processes
-        reason = f"{random_states_name(rank)} holds the step alone: no such rank took part in the save"
+    # As migrate writes it for more processes.
+    if isinstance(states, Mapping) and states.keys() == {"step"}:
+        reason = (
+            f"{random_states_name(rank)} holds the step alone: no such rank took part in the save"
+        )
         draft.cannot(Part.RNG, reason, what=what, missing=True)
         return
     if reason := problem or random_problem(states):

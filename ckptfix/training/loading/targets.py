@@ -1,4 +1,6 @@
-"""The objects of a run that can be loaded into, and which tensor of a file is which tensor of a model."""
+"""The objects of a run that can be loaded into, and which tensor of a file is which tensor of a
+model.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
@@ -7,7 +9,12 @@ from typing import Any
 import torch
 
 from ckptfix.checkpoint.entries import Shapes
-from ckptfix.checkpoint.keys import KeyMap, common_wrappers, inner_wrappers, without_private_wrappers
+from ckptfix.checkpoint.keys import (
+    KeyMap,
+    common_wrappers,
+    inner_wrappers,
+    without_private_wrappers,
+)
 from ckptfix.dataclass import dataclass
 from ckptfix.devices.offloaded import offloaded_ties
 from ckptfix.training.loading.load_report import Mismatch
@@ -17,7 +24,9 @@ from ckptfix.wording import count_of, list_names
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """One registered object. ``index``: its first position. ``thing``: as it is registered. ``inner``: unwrapped."""
+    """One registered object. ``index``: its first position. ``thing``: as it is registered.
+    ``inner``: unwrapped.
+    """
 
     index: int
     thing: Any
@@ -37,7 +46,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelTarget(Target):
-    """A model. ``state``: its ``state_dict()``, called once. ``ties``: name -> names whose bytes cover its bytes.
+    """A model. ``state``: its ``state_dict()``, called once. ``ties``: name -> names whose bytes
+    cover its bytes.
 
     ``meta``: names of tensors on the meta device, which ``load_state_dict`` cannot fill.
     """
@@ -48,7 +58,9 @@ class ModelTarget(Target):
 
 
 def distinct(things: Iterable[Any]) -> tuple[Target, ...]:
-    """Return the registered objects, without those that are another one again or a wrapper of it."""
+    """Return the registered objects, without those that are another one again or a wrapper of
+    it.
+    """
     found: dict[int, Target] = {}
     for index, thing in enumerate(things):
         inner = innermost(thing)
@@ -56,13 +68,18 @@ def distinct(things: Iterable[Any]) -> tuple[Target, ...]:
     return tuple(found.values())
 
 
-def model_targets(models: Iterable[Any], registered: Iterable[Any] | None = None) -> tuple[ModelTarget, ...]:
+def model_targets(
+    models: Iterable[Any], registered: Iterable[Any] | None = None
+) -> tuple[ModelTarget, ...]:
     """Return models with what their ``state_dict()`` says. Calls ``state_dict`` once a model.
 
-    ``registered``: all models of the run, when hooks took some away; positions are those among them.
+    ``registered``: all models of the run, when hooks took some away; positions are those among
+    them.
     """
     known = {id(target.inner): target.index for target in distinct(registered or ())}
-    return tuple(_model(target, known.get(id(target.inner), target.index)) for target in distinct(models))
+    return tuple(
+        _model(target, known.get(id(target.inner), target.index)) for target in distinct(models)
+    )
 
 
 def _model(target: Target, index: int) -> ModelTarget:
@@ -80,14 +97,17 @@ def _model(target: Target, index: int) -> ModelTarget:
 
 
 def _shared(tensors: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:
-    """Return, for each tensor that shares its storage, the contiguous ones in which all of its bytes lie."""
+    """Return, for each tensor that shares its storage, the contiguous ones in which all of its
+    bytes lie.
+    """
     groups: dict[tuple[torch.device, int], list[tuple[str, int, int, bool]]] = {}
     for name, value in tensors.items():
         if value.device.type != "meta" and value.layout is torch.strided and value.numel():
             try:
                 pointer = value.untyped_storage().data_ptr()
             except (RuntimeError, NotImplementedError):
-                continue  # tensor subclasses without a storage of their own are never taken for tied
+                # Tensor subclasses without a storage of their own are never taken for tied.
+                continue
             if pointer:
                 begin, end = _extent(value)
                 groups.setdefault((value.device, pointer), []).append(
@@ -116,13 +136,16 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A map from the keys of a file to those of a model. ``is_exact``: they are the same, and in the same places.
+    """A map from the keys of a file to those of a model. ``is_exact``: they are the same, and in
+    the same places.
 
-    ``names``: name in the file -> name in the model. ``modules``: the map for ``_metadata``, which holds the names of
-    modules. ``absent``: names of the model that the file lacks, and may lack, because they are tied to others.
+    ``names``: name in the file -> name in the model. ``modules``: the map for ``_metadata``, which
+    holds the names of modules. ``absent``: names of the model that the file lacks, and may lack,
+    because they are tied to others.
 
-    Of a partial fit: ``kept`` are names of the model that nothing fills, ``fresh`` those of them that the file lacks;
-    ``unused`` are names of the file alone; ``mismatched`` are in both, and do not fit.
+    Of a partial fit: ``kept`` are names of the model that nothing fills, ``fresh`` those of them
+    that the file lacks; ``unused`` are names of the file alone; ``mismatched`` are in both, and do
+    not fit.
     """
 
     names: Mapping[str, str]
@@ -151,8 +174,8 @@ class Fit:
 def fit(shapes: Shapes, target: ModelTarget) -> Fit | str:
     """Return how the names of an entry lead to those of a model, or in words why they do not.
 
-    Names are tried as they are, then without the wrappers that are common to all, the model's own wrappers put in
-    their place; private wrapper segments inside names are skipped on both sides.
+    Names are tried as they are, then without the wrappers that are common to all, the model's own
+    wrappers put in their place; private wrapper segments inside names are skipped on both sides.
     """
     as_is = {name: name for name in shapes}
     if as_is.keys() <= target.state.keys() and not _lacking(as_is, target)[0]:
@@ -175,7 +198,9 @@ def fit(shapes: Shapes, target: ModelTarget) -> Fit | str:
 
 
 def partial_fit(shapes: Shapes, target: ModelTarget) -> Fit:
-    """Return the fit of all keys that match in key and shape, under the names that ``fit`` tries."""
+    """Return the fit of all keys that match in key and shape, under the names that ``fit``
+    tries.
+    """
     ways = [({name: name for name in shapes if name in target.state}, KeyMap(remove=()))]
     bare = _without_wrappers(shapes, target)
     if not isinstance(bare, str):
@@ -206,7 +231,9 @@ def _mismatch(name: str, ours: str, shapes: Shapes, target: ModelTarget) -> Mism
 
 
 def _without_wrappers(shapes: Shapes, target: ModelTarget) -> tuple[dict[str, str], KeyMap] | str:
-    """Return name in the file -> name in the model of those that are equal without wrappers, and the map of modules."""
+    """Return name in the file -> name in the model of those that are equal without wrappers, and
+    the map of modules.
+    """
     bare_file, bare_model = _bare(shapes), _bare(target.state)
     if isinstance(bare_file, str) or isinstance(bare_model, str):
         return bare_file if isinstance(bare_file, str) else str(bare_model)

@@ -1,4 +1,5 @@
-"""Known causes of a resumed run that diverges, each with its evidence and the line of a script that ends it.
+"""Known causes of a resumed run that diverges, each with its evidence and the line of a script that
+ends it.
 
 The table is read from the top: the first cause whose evidence is there explains a difference.
 """
@@ -27,10 +28,11 @@ class Relation(Enum):
 class Evidence:
     """Everything that is known about one difference.
 
-    ``is_first``: it is in the first step after the resume. ``in_later_pass``: in a later pass through the data than the
-    first of the resumed run. ``before``, ``after``: facts of the dataloader in the uninterrupted and the resumed run.
-    ``saved``: facts of the save. ``files``: names in the checkpoint, None where it cannot be read. ``loaded_other``:
-    another checkpoint was loaded than the one that was saved last. ``is_swapped``: the values belong to other names.
+    ``is_first``: it is in the first step after the resume. ``in_later_pass``: in a later pass
+    through the data than the first of the resumed run. ``before``, ``after``: facts of the
+    dataloader in the uninterrupted and the resumed run. ``saved``: facts of the save. ``files``:
+    names in the checkpoint, None where it cannot be read. ``loaded_other``: another checkpoint was
+    loaded than the one that was saved last. ``is_swapped``: the values belong to other names.
     ``is_rank_0s``: the values of rank 0.
     """
 
@@ -65,9 +67,10 @@ class Evidence:
 class Cause:
     """A cause. ``words``: the reason; ``change``: the line to change, or what else to do.
 
-    ``is_restored``: a run that ckptfix guards saves and restores this, so that the script can stay as it is.
-    ``trainer_words``, ``trainer_change``: what a script with a Trainer is told instead, "" for the same; the Trainer
-    makes the calls itself that the others name. ``is_left_to_trainer``: the guard of a Trainer does not restore it.
+    ``is_restored``: a run that ckptfix guards saves and restores this, so that the script can stay
+    as it is. ``trainer_words``, ``trainer_change``: what a script with a Trainer is told instead,
+    "" for the same; the Trainer makes the calls itself that the others name.
+    ``is_left_to_trainer``: the guard of a Trainer does not restore it.
     """
 
     code: str
@@ -94,7 +97,9 @@ def _of_data(one: Evidence) -> bool:
 
 
 def _has_other_content(one: Evidence) -> bool:
-    follows_epoch = one.before.get("seedable") and one.before.get("set_epoch") and one.after.get("set_epoch")
+    follows_epoch = (
+        one.before.get("seedable") and one.before.get("set_epoch") and one.after.get("set_epoch")
+    )
     has_order = one.before.get("sampler") == "SequentialSampler" or follows_epoch
     fresh = one.relation is Relation.NEW and one.is_first and has_order
     return _of_data(one) and bool(one.relation is Relation.SAME_SAMPLES or fresh)
@@ -120,9 +125,12 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "nothing-loaded",
         lambda one: not one.was_loaded and one.state in _RESTORED,
-        "load_state was not called in the resumed run, and the script's own load does not restore this",
+        "load_state was not called in the resumed run, and the script's own load does not restore "
+        "this",
         "accelerator.load_state(folder), after prepare() and before the training loop",
-        trainer_words="the resumed run loaded no checkpoint, and the script's own load does not restore this",
+        trainer_words=(
+            "the resumed run loaded no checkpoint, and the script's own load does not restore this"
+        ),
         trainer_change="trainer.train(resume_from_checkpoint=True)",
     ),
     Cause(
@@ -130,7 +138,9 @@ CAUSES: tuple[Cause, ...] = (
         lambda one: one.state == "moments" and bool(one.saved.get("unsaved_optimizers")),
         "the optimizer was not given to prepare(), so save_state leaves it out",
         "optimizer = accelerator.prepare(optimizer)",
-        trainer_words="the script steps an optimizer that is not the Trainer's, so no checkpoint has it",
+        trainer_words=(
+            "the script steps an optimizer that is not the Trainer's, so no checkpoint has it"
+        ),
         trainer_change="Trainer(..., optimizers=(optimizer, scheduler))",
     ),
     Cause(
@@ -140,7 +150,8 @@ CAUSES: tuple[Cause, ...] = (
             and bool(one.saved.get("trainer"))
             and one.lacks("optimizer.pt", "optimizer.bin")
         ),
-        "the checkpoint has no optimizer.pt; Trainer then loads neither optimizer nor scheduler, and says nothing",
+        "the checkpoint has no optimizer.pt; Trainer then loads neither optimizer nor scheduler, "
+        "and says nothing",
         "save_only_model=False in TrainingArguments, and resume from a complete checkpoint",
     ),
     Cause(
@@ -150,16 +161,23 @@ CAUSES: tuple[Cause, ...] = (
             and bool(one.saved.get("trainer"))
             and one.lacks("scheduler.pt")
         ),
-        "the checkpoint has no scheduler.pt; Trainer then loads neither optimizer nor scheduler, and says nothing",
+        "the checkpoint has no scheduler.pt; Trainer then loads neither optimizer nor scheduler, "
+        "and says nothing",
         "resume from a complete checkpoint",
     ),
     Cause(
         "scheduler-not-prepared",
-        lambda one: one.state in ("scheduler", "learning rate") and bool(one.saved.get("unsaved_schedulers")),
+        lambda one: (
+            one.state in ("scheduler", "learning rate")
+            and bool(one.saved.get("unsaved_schedulers"))
+        ),
         "the scheduler was not given to prepare(), so save_state leaves it out",
-        "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler)",
+        "scheduler = accelerator.prepare(scheduler), or "
+        "accelerator.register_for_checkpointing(scheduler)",
         is_restored=True,
-        trainer_words="the script made a scheduler that is not the Trainer's, so no checkpoint has it",
+        trainer_words=(
+            "the script made a scheduler that is not the Trainer's, so no checkpoint has it"
+        ),
         trainer_change="Trainer(..., optimizers=(optimizer, scheduler))",
         is_left_to_trainer=True,
     ),
@@ -169,8 +187,13 @@ CAUSES: tuple[Cause, ...] = (
         "the schedulers of the ranks differ, and save_state writes that of the main process alone",
         "step the scheduler with a value that all ranks share: accelerator.reduce(loss, 'mean')",
         is_restored=True,
-        trainer_words="the schedulers of the ranks differ, and the Trainer saves that of the main process alone",
-        trainer_change="step the scheduler with a value that all ranks share, such as metric_for_best_model",
+        trainer_words=(
+            "the schedulers of the ranks differ, and the Trainer saves that of the main process "
+            "alone"
+        ),
+        trainer_change=(
+            "step the scheduler with a value that all ranks share, such as metric_for_best_model"
+        ),
         is_left_to_trainer=True,
     ),
     Cause(
@@ -187,7 +210,8 @@ CAUSES: tuple[Cause, ...] = (
             and one.is_first
             and one.lacks(one.generator_file)
         ),
-        "the checkpoint has no file with the generators of this rank; accelerate and transformers go on without",
+        "the checkpoint has no file with the generators of this rank; accelerate and transformers "
+        "go on without",
         "call save_state on every process, not on the main process alone",
         trainer_change="resume from a complete checkpoint",
     ),
@@ -203,7 +227,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "scaler-stepped",
         lambda one: one.state == "scaler" and one.saved.get("distributed") == "FSDP",
-        "torch steps the optimizer once while FSDP sets its state, and that step updates the scaler",
+        "torch steps the optimizer once while FSDP sets its state, and that step updates the "
+        "scaler",
         "load the scaler again after load_state: accelerator.scaler.load_state_dict(...)",
         trainer_change="bf16=True in TrainingArguments, which needs no scaler",
     ),
@@ -214,7 +239,9 @@ CAUSES: tuple[Cause, ...] = (
         "gather what the ranks hold into one object before the save",
         is_restored=True,
         trainer_words="the Trainer saves no custom objects of its accelerator",
-        trainer_change="keep the state in a callback with state(): ExportableState of transformers",
+        trainer_change=(
+            "keep the state in a callback with state(): ExportableState of transformers"
+        ),
         is_left_to_trainer=True,
     ),
     Cause(
@@ -226,8 +253,10 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "loader-not-prepared",
         lambda one: _of_data(one) and not one.before.get("prepared", True),
-        "the dataloader was not given to prepare(), so neither its order nor its position is restored",
-        "loader = accelerator.prepare(loader), and accelerator.skip_first_batches(loader, n) after a resume",
+        "the dataloader was not given to prepare(), so neither its order nor its position is "
+        "restored",
+        "loader = accelerator.prepare(loader), and accelerator.skip_first_batches(loader, n) after "
+        "a resume",
         trainer_words="the script's own dataloader is not prepared, so its order is not restored",
         trainer_change="return self.accelerator.prepare(loader) from get_train_dataloader()",
     ),
@@ -239,16 +268,21 @@ CAUSES: tuple[Cause, ...] = (
             and bool(one.before.get("dispatched"))
             and one.world > 1
         ),
-        "every rank writes its own position to the one file dl_state_dict.bin, and the last writer wins",
-        "DataLoaderConfiguration(dispatch_batches=False), or use_stateful_dataloader=False with skip_first_batches",
+        "every rank writes its own position to the one file dl_state_dict.bin, and the last writer "
+        "wins",
+        "DataLoaderConfiguration(dispatch_batches=False), or use_stateful_dataloader=False with "
+        "skip_first_batches",
         is_restored=True,
     ),
     Cause(
         "stateful-repeats-epoch",
         lambda one: (
-            _of_data(one) and bool(one.before.get("stateful")) and bool(one.saved.get("last_of_pass"))
+            _of_data(one)
+            and bool(one.before.get("stateful"))
+            and bool(one.saved.get("last_of_pass"))
         ),
-        "the save was in the last iteration of an epoch, and the stateful dataloader then repeats the epoch",
+        "the save was in the last iteration of an epoch, and the stateful dataloader then repeats "
+        "the epoch",
         "save after the loop over the epoch",
         is_restored=True,
     ),
@@ -260,7 +294,8 @@ CAUSES: tuple[Cause, ...] = (
             and bool(one.before.get("workers"))
             and _is_shuffled(one)
         ),
-        "the workers of a stateful dataloader draw the order of the data in prepare(), before load_state",
+        "the workers of a stateful dataloader draw the order of the data in prepare(), before "
+        "load_state",
         "num_workers=0",
         is_restored=True,
     ),
@@ -281,7 +316,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "augmentation",
         lambda one: _has_other_content(one) and not one.before.get("iterable"),
-        "accelerate fetches one batch ahead, so the random transform of this batch was drawn before the save",
+        "accelerate fetches one batch ahead, so the random transform of this batch was drawn "
+        "before the save",
         "seed the transform from the sample's index and the epoch",
         is_restored=True,
     ),
@@ -290,7 +326,9 @@ CAUSES: tuple[Cause, ...] = (
         lambda one: (
             _of_data(one)
             and bool(one.before.get("iterable"))
-            and not (one.is_first and one.relation is Relation.EARLIER and not one.after.get("skips"))
+            and not (
+                one.is_first and one.relation is Relation.EARLIER and not one.after.get("skips")
+            )
         ),
         "the order of an IterableDataset comes from generators that no checkpoint holds",
         "give the dataset a set_epoch(epoch) that seeds its own generator",
@@ -321,10 +359,15 @@ CAUSES: tuple[Cause, ...] = (
             and one.world > 1
             and not (_is_shuffled(one) and one.relation in (Relation.NEW, Relation.REORDERED))
         ),
-        "skip_first_batches skips single batches of a DataLoaderDispatcher, which takes one for each process",
-        "accelerator.skip_first_batches(loader, n * accelerator.num_processes), or dispatch_batches=False",
+        "skip_first_batches skips single batches of a DataLoaderDispatcher, which takes one for "
+        "each process",
+        "accelerator.skip_first_batches(loader, n * accelerator.num_processes), or "
+        "dispatch_batches=False",
         is_restored=True,
-        trainer_words="the Trainer skips single batches of a DataLoaderDispatcher, which takes one for each process",
+        trainer_words=(
+            "the Trainer skips single batches of a DataLoaderDispatcher, which takes one for each "
+            "process"
+        ),
         trainer_change="accelerator_config={'dispatch_batches': False} in TrainingArguments",
     ),
     Cause(
@@ -335,19 +378,29 @@ CAUSES: tuple[Cause, ...] = (
             and not one.after.get("set_epoch")
             and one.in_later_pass
         ),
-        "skip_first_batches made a loader that counted the epoch, and the script's own loader did not hear of it",
+        "skip_first_batches made a loader that counted the epoch, and the script's own loader did "
+        "not hear of it",
         "loader.set_epoch(epoch) before the loop over each epoch",
         is_restored=True,
-        trainer_words="the loader that skips batches counted the epoch, and the Trainer's loader did not hear of it",
-        trainer_change="give the loader of get_train_dataloader() a set_epoch(epoch), which the Trainer calls",
+        trainer_words=(
+            "the loader that skips batches counted the epoch, and the Trainer's loader did not "
+            "hear of it"
+        ),
+        trainer_change=(
+            "give the loader of get_train_dataloader() a set_epoch(epoch), which the Trainer calls"
+        ),
     ),
     Cause(
         "epoch-not-set",
-        lambda one: _of_data(one) and bool(one.before.get("seedable")) and not one.after.get("set_epoch"),
+        lambda one: (
+            _of_data(one) and bool(one.before.get("seedable")) and not one.after.get("set_epoch")
+        ),
         "a SeedableRandomSampler draws the order from the number of the epoch, which is not saved",
         "loader.set_epoch(epoch) before the loop over each epoch",
         is_restored=True,
-        trainer_change="give the loader of get_train_dataloader() a set_epoch(epoch), which the Trainer calls",
+        trainer_change=(
+            "give the loader of get_train_dataloader() a set_epoch(epoch), which the Trainer calls"
+        ),
     ),
     Cause(
         "order-not-saved",
@@ -361,8 +414,11 @@ CAUSES: tuple[Cause, ...] = (
         "other-number-skipped",
         lambda one: _of_data(one) and one.relation in (Relation.EARLIER, Relation.LATER),
         "the resumed run goes on at another place in the data",
-        "skip as many batches of the epoch as were used before the save: batches, not optimizer steps",
-        trainer_change="resume with the batch size, gradient_accumulation_steps and processes of the save",
+        "skip as many batches of the epoch as were used before the save: batches, not optimizer "
+        "steps",
+        trainer_change=(
+            "resume with the batch size, gradient_accumulation_steps and processes of the save"
+        ),
     ),
     Cause(
         "other-length",
@@ -373,27 +429,42 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "generators-restored-too-early",
-        lambda one: one.state == "generators" and one.was_loaded and bool(one.saved.get("inside_pass")),
-        "load_state restores the generators, and the new iterator of the dataloader then draws from them",
+        lambda one: (
+            one.state == "generators" and one.was_loaded and bool(one.saved.get("inside_pass"))
+        ),
+        "load_state restores the generators, and the new iterator of the dataloader then draws "
+        "from them",
         "save between two epochs",
         is_restored=True,
-        trainer_words="the Trainer restores the generators after it has fetched batches, for which the dataset drew",
-        trainer_change="draw in the dataset from a generator seeded by the sample's index and the epoch",
+        trainer_words=(
+            "the Trainer restores the generators after it has fetched batches, for which the "
+            "dataset drew"
+        ),
+        trainer_change=(
+            "draw in the dataset from a generator seeded by the sample's index and the epoch"
+        ),
     ),
     Cause(
         "generators-not-loaded",
         lambda one: one.state == "generators" and not one.was_loaded,
         "load_state was not called in the resumed run, and it alone restores the generators",
         "accelerator.load_state(folder)",
-        trainer_words="the resumed run loaded no checkpoint, and the Trainer restores the generators from it alone",
+        trainer_words=(
+            "the resumed run loaded no checkpoint, and the Trainer restores the generators from it "
+            "alone"
+        ),
         trainer_change="trainer.train(resume_from_checkpoint=True)",
     ),
     Cause(
         "generators-drawn-from",
         lambda one: one.state == "generators",
-        "one run draws random numbers or seeds between the save (or load_state) and the next batch, the other does not",
+        "one run draws random numbers or seeds between the save (or load_state) and the next "
+        "batch, the other does not",
         "evaluate before the save, not after it; seed before load_state, and draw nothing after it",
-        trainer_words="one run draws random numbers or seeds between the save and the next batch, the other does not",
+        trainer_words=(
+            "one run draws random numbers or seeds between the save and the next batch, the other "
+            "does not"
+        ),
         trainer_change="draw and seed in no callback between the save and the next step",
     ),
 )
@@ -401,6 +472,8 @@ CAUSES: tuple[Cause, ...] = (
 
 
 def cause_of(evidence: Evidence) -> Cause | None:
-    """Return the first cause whose evidence is there, in the words for this kind of script; None if none is known."""
+    """Return the first cause whose evidence is there, in the words for this kind of script; None if
+    none is known.
+    """
     found = next((one for one in CAUSES if one.applies(evidence)), None)
     return found.of_trainer() if found is not None and evidence.saved.get("trainer") else found

@@ -1,4 +1,5 @@
-"""Certificate of a resume: the verdict, what was compared, the first difference with its cause; as text and as a page.
+"""Certificate of a resume: the verdict, what was compared, the first difference with its cause; as
+text and as a page.
 
 The page has a strip chart: states down, steps across, green where both runs agree.
 """
@@ -10,11 +11,20 @@ from typing import Any
 from ckptfix.reports import Serialized
 from ckptfix.training.resume_proofs.recorded_runs import STATES, RankRuns
 from ckptfix.training.resume_proofs.resume_verdict import Comparison, Difference
-from ckptfix.wording import Line, Printable, Span, count_of, html_document, html_text, line, unchecked_line
+from ckptfix.wording import (
+    Line,
+    Printable,
+    Span,
+    count_of,
+    html_document,
+    html_text,
+    line,
+    unchecked_line,
+)
 
 _PLURALS = {
-    "batch": "batches", "learning rate": "learning rates", "scheduler": "schedulers", "generators": "generators",
-    "loss": "losses", "scaler": "gradient scaler",
+    "batch": "batches", "learning rate": "learning rates", "scheduler": "schedulers",
+    "generators": "generators", "loss": "losses", "scaler": "gradient scaler",
 }  # fmt: skip
 _FOLLOWS = ("loss", "gradients", "weights")
 
@@ -43,8 +53,8 @@ class ShownDifference(Serialized):
         cause = one.cause
         return cls(
             one.step, one.rank, one.state, one.words, one.names, one.expected, one.found,
-            cause.code if cause else None, cause.words if cause else None, cause.change if cause else None,
-            one.is_restored,
+            cause.code if cause else None, cause.words if cause else None,
+            cause.change if cause else None, one.is_restored,
         )  # fmt: skip
 
     def headline(self, ranks: int) -> str:
@@ -57,10 +67,9 @@ class ShownDifference(Serialized):
 class Certificate(Serialized, Printable):
     """Result of ``prove-resume``.
 
-    ``verdict``: "exact", "not exact" or "not deterministic". ``differences``: those of the first step that differs, and
-    later ones that do not follow from them.
-    ``first_steps``: state -> first step in which it differs. ``strips``: for each state, whether it agrees in each of
-    ``steps``.
+    ``verdict``: "exact", "not exact" or "not deterministic". ``differences``: those of the first
+    step that differs, and later ones that do not follow from them. ``first_steps``: state -> first
+    step in which it differs. ``strips``: for each state, whether it agrees in each of ``steps``.
     """
 
     script: str
@@ -81,8 +90,8 @@ class Certificate(Serialized, Printable):
     commands: Mapping[str, str] = field(default_factory=dict)
 
     json_keys = (
-        "script verdict saved_at checkpoint ranks steps states differences first_steps not_compared versions guarded "
-        "seconds kept commands"
+        "script verdict saved_at checkpoint ranks steps states differences first_steps "
+        "not_compared versions guarded seconds kept commands"
     )
 
     @property
@@ -93,24 +102,34 @@ class Certificate(Serialized, Printable):
     def lines(self) -> Iterator[Line]:
         """Yield the verdict, the difference and its cause, and what was not compared."""
         colour = "green" if self.status == 0 else "red"
-        yield Line((Span(self.verdict.upper(), colour, True), Span(f": {self.script}: {self._about()}")))
+        yield Line(
+            (Span(self.verdict.upper(), colour, True), Span(f": {self.script}: {self._about()}"))
+        )
         named: set[str | None] = {None}
         for at, one in enumerate(self.differences):
-            yield line(f"  {'also ' if at else ''}{one.headline(self.ranks)}", colour=None if at else "red")
+            yield line(
+                f"  {'also ' if at else ''}{one.headline(self.ranks)}",
+                colour=None if at else "red",
+            )
             if one.code not in named:
                 named.add(one.code)
                 yield line(f"    cause: {one.cause}")
                 yield line(f"    change: {one.change}")
                 if one.guard and not self.guarded:
-                    yield line("    or: ckptfix run SCRIPT, which saves and restores this; --guard proves it")
+                    yield line(
+                        "    or: ckptfix run SCRIPT, which saves and restores this; --guard "
+                        "proves it"
+                    )
         if self.status == 1:
             yield from self._consequences()
             if self.differences and self.differences[0].cause is None:
-                yield line("  cause: not known; compare the two runs with --keep FOLDER and ckptfix diff")
+                yield line(
+                    "  cause: not known; compare the two runs with --keep FOLDER and ckptfix diff"
+                )
         if self.status == 2:
             yield line(
-                "  help: seed every generator (accelerate.utils.set_seed), set PYTHONHASHSEED, and use deterministic "
-                "kernels (torch.use_deterministic_algorithms)"
+                "  help: seed every generator (accelerate.utils.set_seed), set PYTHONHASHSEED, and "
+                "use deterministic kernels (torch.use_deterministic_algorithms)"
             )
         if self.steps:
             yield line(f"  compared: {self.compared}")
@@ -127,7 +146,8 @@ class Certificate(Serialized, Printable):
             return f"killed after step {self.saved_at} and resumed, the run continues bit for bit"
         if self.verdict == "not exact":
             return (
-                f"killed after step {self.saved_at} and resumed, the run diverges from the uninterrupted one"
+                f"killed after step {self.saved_at} and resumed, the run diverges from the "
+                "uninterrupted one"
             )
         return "two runs without a resume already differ; nothing can be said about the resume"
 
@@ -141,7 +161,8 @@ class Certificate(Serialized, Printable):
             yield line(f"  other {', '.join(follows)}")
         elif self.first_steps:
             yield line(
-                "  losses, gradients and weights agree in every compared step: nothing has used it yet"
+                "  losses, gradients and weights agree in every compared step: nothing has used "
+                "it yet"
             )
 
 
@@ -155,9 +176,13 @@ def certificate_of(
     stopped: bool,
     **about: Any,
 ) -> Certificate:
-    """Return the certificate of a comparison. ``stopped``: the runs were ended before the script's own end."""
+    """Return the certificate of a comparison. ``stopped``: the runs were ended before the script's
+    own end.
+    """
     is_unsteady = comparison.control is not None
-    differences = (comparison.control,) if comparison.control is not None else comparison.differences
+    differences = (
+        (comparison.control,) if comparison.control is not None else comparison.differences
+    )
     verdict = "not deterministic" if is_unsteady else "not exact" if differences else "exact"
     return Certificate(
         script=script,
@@ -170,7 +195,9 @@ def certificate_of(
         differences=tuple(map(ShownDifference.of, differences)),
         first_steps=comparison.first_steps,
         strips=comparison.strips,
-        not_compared=tuple(_not_compared(comparison, reference, stopped)) if not is_unsteady else (),
+        not_compared=(
+            tuple(_not_compared(comparison, reference, stopped)) if not is_unsteady else ()
+        ),
         versions=reference[0].versions if reference else {},
         guarded=guarded,
         **about,
@@ -194,7 +221,10 @@ def _not_compared(comparison: Comparison, reference: RankRuns, stopped: bool) ->
     if comparison.steps and not comparison.passes_begun and "batch" in strips:
         yield "the order of the next epoch: no epoch begins in the compared steps; raise --steps"
     if any("sampled" in one.notes for one in reference):
-        yield "every byte of large tensors: evenly spaced blocks and the sum of all bits were compared"
+        yield (
+            "every byte of large tensors: evenly spaced blocks and the sum of all bits were "
+            "compared"
+        )
     others = [note for one in reference for note in one.notes if note != "sampled"]
     yield from dict.fromkeys(others)
 
@@ -272,10 +302,15 @@ def _chart(certificate: Certificate) -> Iterator[str]:
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
     if len(certificate.steps) > _MOST_STEPS:
-        yield f"<p>not shown: {len(certificate.steps) - _MOST_STEPS} more steps; --json lists all</p>"
+        yield (
+            f"<p>not shown: {len(certificate.steps) - _MOST_STEPS} more steps; --json lists all</p>"
+        )
 
 
 def _cell(state: str, step: int, agrees: bool | None, is_first: bool) -> str:
     css, sign = _SIGNS[agrees]
-    title = f"{state}, step {step}: {'equal' if agrees else 'not there' if agrees is None else 'different'}"
+    title = (
+        f"{state}, step {step}: "
+        f"{'equal' if agrees else 'not there' if agrees is None else 'different'}"
+    )
     return f'<td class="{css}{" first" if is_first else ""}" title="{html_text(title)}">{sign}</td>'

@@ -1,7 +1,8 @@
 """Rows that a recorder writes, one JSON object a line, and the runs that are read from them.
 
-A run of several processes has one file for each rank. The rows are in the order in which things happened: the passes
-through a dataloader, the entries (states when the first loss of the process arrives), optimizer steps, saves, loads.
+A run of several processes has one file for each rank. The rows are in the order in which things
+happened: the passes through a dataloader, the entries (states when the first loss of the process
+arrives), optimizer steps, saves, loads.
 """
 
 import json
@@ -40,9 +41,10 @@ Named = Mapping[str, str]
 class Settings:
     """Settings of the recorder of one run.
 
-    ``folder``: where the rows go. ``base``: optimizer steps before the checkpoint that is resumed. ``kill_at``: stop at
-    the first batch after the first save at this step or later; None to save without an end. ``entry_at``: the step
-    after which every loss is an entry. ``last_step``: stop after it. ``parent``: process that starts and ends the run.
+    ``folder``: where the rows go. ``base``: optimizer steps before the checkpoint that is resumed.
+    ``kill_at``: stop at the first batch after the first save at this step or later; None to save
+    without an end. ``entry_at``: the step after which every loss is an entry. ``last_step``: stop
+    after it. ``parent``: process that starts and ends the run.
     """
 
     folder: str
@@ -68,8 +70,8 @@ class Settings:
 class Batch:
     """A batch as the script got it.
 
-    ``leaves``: path of each tensor or value in it -> digest. ``samples``: digests of its first samples, each over all
-    tensors. ``passing``: number of the pass through the dataloader.
+    ``leaves``: path of each tensor or value in it -> digest. ``samples``: digests of its first
+    samples, each over all tensors. ``passing``: number of the pass through the dataloader.
     """
 
     leaves: Named
@@ -94,8 +96,8 @@ class Loss:
 class Step:
     """One step of one optimizer, with all that led to it.
 
-    ``number``: steps of the run so far. ``states``: state -> names -> digests, for the states other than the batch, the
-    loss and the generators.
+    ``number``: steps of the run so far. ``states``: state -> names -> digests, for the states other
+    than the batch, the loss and the generators.
     """
 
     number: int
@@ -120,7 +122,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Save:
-    """A save. ``rows``: steps before it; ``batches``, ``losses``: those of the step that it interrupts.
+    """A save. ``rows``: steps before it; ``batches``, ``losses``: those of the step that it
+    interrupts.
 
     ``facts``: what explains a difference, such as objects that the save leaves out.
     """
@@ -135,7 +138,9 @@ class Save:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of the training loop through a dataloader. ``facts``: its kind, sampler and settings."""
+    """One pass of the training loop through a dataloader. ``facts``: its kind, sampler and
+    settings.
+    """
 
     number: int
     passing: int
@@ -152,7 +157,9 @@ class Load:
 
 @dataclass(frozen=True)
 class RankRun:
-    """Everything that one process of a run recorded. ``end``: why the recording ended, "" if it was cut off."""
+    """Everything that one process of a run recorded. ``end``: why the recording ended, "" if it was
+    cut off.
+    """
 
     rank: int = 0
     world: int = 1
@@ -176,12 +183,17 @@ RankRuns = Sequence[RankRun]
 
 
 def read_run(folder: Path) -> list[RankRun]:
-    """Return the processes of a run by rank; raises OperationError if two of them trained as the same rank."""
+    """Return the processes of a run by rank; raises OperationError if two of them trained as the
+    same rank.
+    """
     runs = [rank_run(_rows(path)) for path in sorted(folder.glob("rank-*.jsonl"))]
-    runs = sorted((one for one in runs if one.steps or one.saves or one.entries), key=lambda one: one.rank)
+    runs = sorted(
+        (one for one in runs if one.steps or one.saves or one.entries), key=lambda one: one.rank
+    )
     if len({one.rank for one in runs}) < len(runs):
         raise OperationError(
-            f"{folder}: two processes trained as the same rank; give a command that trains once, without restarts"
+            f"{folder}: two processes trained as the same rank; give a command that trains once, "
+            "without restarts"
         )
     return runs
 
@@ -194,20 +206,26 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def rank_run(rows: Iterable[Mapping[str, Any]]) -> RankRun:
     """Return what rows say about one process."""
-    found: dict[str, list[Any]] = {name: [] for name in ("step", "entry", "save", "pass", "load", "note")}
+    found: dict[str, list[Any]] = {
+        name: [] for name in ("step", "entry", "save", "pass", "load", "note")
+    }
     about: dict[str, Any] = {}
     for row in rows:
         kind, values = row["row"], {key: value for key, value in row.items() if key != "row"}
         if kind in ("run", "end"):
             about |= values
         elif kind == "step":
-            batches = tuple(Batch(**{**one, "samples": tuple(one["samples"])}) for one in values["batches"])
+            batches = tuple(
+                Batch(**{**one, "samples": tuple(one["samples"])}) for one in values["batches"]
+            )
             losses = tuple(Loss(**one) for one in values["losses"])
             found[kind].append(Step(**{**values, "batches": batches, "losses": losses}))
         elif kind == "note":
             found[kind].append(values["words"])
         else:
-            found[kind].append({"entry": Entry, "save": Save, "pass": Pass, "load": Load}[kind](**values))
+            found[kind].append(
+                {"entry": Entry, "save": Save, "pass": Pass, "load": Load}[kind](**values)
+            )
     return RankRun(
         **about,
         steps=tuple(found["step"]),
@@ -220,6 +238,8 @@ def rank_run(rows: Iterable[Mapping[str, Any]]) -> RankRun:
 
 
 def settings_of_process() -> Settings | None:
-    """Return the settings that the environment of this process asks for, None if it is not to be recorded."""
+    """Return the settings that the environment of this process asks for, None if it is not to be
+    recorded.
+    """
     text = os.environ.get(SETTINGS)
     return Settings.from_variable(text) if text else None

@@ -1,7 +1,9 @@
-"""Recorder of a training run, in the process of the script: digests of every state at every step, on every rank.
+"""Recorder of a training run, in the process of the script: digests of every state at every step,
+on every rank.
 
-It replaces methods of accelerate, torch and transformers by ones that call them and write down what they did. Nothing
-that the script computes changes: no random number is drawn, no tensor is written to.
+It replaces methods of accelerate, torch and transformers by ones that call them and write down what
+they did. Nothing that the script computes changes: no random number is drawn, no tensor is written
+to.
 """
 
 import atexit
@@ -25,7 +27,10 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckptfix.checkpoint.keys import PRIVATE_WRAPPERS
@@ -47,7 +52,9 @@ _UNRELATED = {"_get_lr_called_within_step", "_is_initial", "verbose", "_schedule
 
 
 def record_process(settings: Settings) -> None:
-    """Record what this process does from now on; ``settings.guard`` guards its Accelerators first."""
+    """Record what this process does from now on; ``settings.guard`` guards its Accelerators
+    first.
+    """
     if settings.guard:
         from ckptfix.training.accelerator import patch_accelerate
 
@@ -58,7 +65,9 @@ def record_process(settings: Settings) -> None:
 
 
 def _wait_for_the_end(settings: Settings) -> None:
-    """Wait until the parent kills this process, so that all ranks end at the same place; never outlive the parent."""
+    """Wait until the parent kills this process, so that all ranks end at the same place; never
+    outlive the parent.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -73,7 +82,9 @@ def _wait_for_the_end(settings: Settings) -> None:
 
 
 class _Passing:
-    """One pass through a dataloader: its number and its facts once it trained, and whether it has ended."""
+    """One pass through a dataloader: its number and its facts once it trained, and whether it has
+    ended.
+    """
 
     def __init__(self, loader: Any, facts: Mapping[str, Any]) -> None:
         self.loader = loader
@@ -111,7 +122,9 @@ class _ObservedIterator:
 
 
 class Recorder:
-    """Writes the rows of one process. ``rest`` is called when the recording is over, and need not return."""
+    """Writes the rows of one process. ``rest`` is called when the recording is over, and need not
+    return.
+    """
 
     def __init__(self, settings: Settings, rest: Callable[[Settings], None]) -> None:
         self._settings = settings
@@ -162,7 +175,9 @@ class Recorder:
         when_imported("transformers.trainer", self._install_trainer)
 
     def remove(self) -> None:
-        """Put the methods back, and close the file; where others patched them since, the recorder does nothing."""
+        """Put the methods back, and close the file; where others patched them since, the recorder
+        does nothing.
+        """
         self._end = "removed"
         for handle in self._handles:
             handle.remove()
@@ -175,7 +190,9 @@ class Recorder:
             self._file = None
 
     def script_ended(self) -> None:
-        """Note the end of a script that no exception ended: gloo's threads may still abort the process after it."""
+        """Note the end of a script that no exception ended: gloo's threads may still abort the
+        process after it.
+        """
         if self._file is not None and not self._end and getattr(sys, "last_value", None) is None:
             self._write("end", end="script")
 
@@ -190,7 +207,9 @@ class Recorder:
         setattr(owner, name, stand_in)
 
     def _go_outside(self, kind: type[Any]) -> None:
-        """Put the recorder in front of patches that came after it, so that it sees what the script sees."""
+        """Put the recorder in front of patches that came after it, so that it sees what the script
+        sees.
+        """
         for owner, name, make in (
             (kind, "save_state", self._saving(lambda self, given, result: str(result or given))),
             (kind, "load_state", self._loading),
@@ -211,7 +230,9 @@ class Recorder:
                     ("_save_checkpoint", self._saving(_folder_of_trainer)),
                     ("_load_from_checkpoint", self._loading),
                 ):
-                    home = next((base for base in type(trainer).__mro__ if name in vars(base)), None)
+                    home = next(
+                        (base for base in type(trainer).__mro__ if name in vars(base)), None
+                    )
                     if home is None:
                         self._note(f"{name} of this version of transformers is not observed")
                     else:
@@ -223,7 +244,9 @@ class Recorder:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[bool]:
-        """Enter a method that may call itself through others; yield whether this is the outermost call."""
+        """Enter a method that may call itself through others; yield whether this is the outermost
+        call.
+        """
         self._depth[name] += 1
         try:
             yield self._depth[name] == 1
@@ -270,7 +293,9 @@ class Recorder:
         return method
 
     def drawn(self, passing: _Passing, batch: Any) -> None:
-        """Note a batch; it counts as one that was trained on when a loss follows before its pass ends."""
+        """Note a batch; it counts as one that was trained on when a loss follows before its pass
+        ends.
+        """
         self._rest_if_due()
         if torch.is_grad_enabled() and not self._end:
             self._pending = [one for one in self._pending if not one[0].has_ended]
@@ -336,8 +361,11 @@ class Recorder:
     def _enter(self) -> None:
         """Write the states with which a loss is met, where the run begins and where it is saved."""
         settings = self._settings
-        if not self._entries or (settings.entry_at is not None and self._number == settings.entry_at):
-            # An optimizer that was replaced is part of a cycle, and lives until the collector comes by: not by chance.
+        if not self._entries or (
+            settings.entry_at is not None and self._number == settings.entry_at
+        ):
+            # An optimizer that was replaced is part of a cycle, and lives until the collector comes
+            # by: not by chance.
             if self._collected_at != self._number:
                 gc.collect()
                 self._collected_at = self._number
@@ -370,7 +398,9 @@ class Recorder:
             self._after_step(optimizer)
 
     def _is_training(self) -> bool:
-        """Return whether a step is one of the script: torch steps an optimizer itself while it saves or loads it."""
+        """Return whether a step is one of the script: torch steps an optimizer itself while it
+        saves or loads it.
+        """
         return not self._end and not self._depth["save"] and not self._depth["load"]
 
     def _before_step(self) -> None:
@@ -399,7 +429,9 @@ class Recorder:
 
     # Saves, loads and the end.
 
-    def _saving(self, folder_of: Callable[[Any, Any, Any], str]) -> Callable[..., Callable[..., Any]]:
+    def _saving(
+        self, folder_of: Callable[[Any, Any, Any], str]
+    ) -> Callable[..., Callable[..., Any]]:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def method(thing: Any, *args: Any, **kwargs: Any) -> Any:
                 with self.inside("save") as is_first:
@@ -454,7 +486,9 @@ class Recorder:
             self._rest(settings)
 
     def _has_been_saved(self) -> bool:
-        """Return whether another rank, perhaps the only one that saves, saved at this place or at one before it."""
+        """Return whether another rank, perhaps the only one that saves, saved at this place or at
+        one before it.
+        """
         try:
             text = (Path(self._settings.folder) / "saved").read_text()
         except OSError:
@@ -465,11 +499,19 @@ class Recorder:
     # States.
 
     def _find_prepared(self) -> None:
-        """Add what accelerate holds and no constructor of torch made: optimizers and schedulers of other classes."""
+        """Add what accelerate holds and no constructor of torch made: optimizers and schedulers of
+        other classes.
+        """
         for _, accelerator in self._living(self._accelerators):
             for things, found in (
-                (self._optimizers, [getattr(one, "optimizer", None) for one in accelerator._optimizers]),
-                (self._schedulers, [getattr(one, "scheduler", None) for one in accelerator._schedulers]),
+                (
+                    self._optimizers,
+                    [getattr(one, "optimizer", None) for one in accelerator._optimizers],
+                ),
+                (
+                    self._schedulers,
+                    [getattr(one, "scheduler", None) for one in accelerator._schedulers],
+                ),
             ):
                 for one in found:
                     if one is not None and all(known() is not one for known in things):
@@ -486,7 +528,9 @@ class Recorder:
         return models
 
     def _parameters(self) -> dict[int, tuple[str, Any]]:
-        """Return the parameters of prepared models and of optimizers by their identity, each with its name."""
+        """Return the parameters of prepared models and of optimizers by their identity, each with
+        its name.
+        """
         self._find_prepared()
         found: dict[int, tuple[str, Any]] = {}
         models = self._models()
@@ -500,7 +544,8 @@ class Recorder:
                     found.setdefault(id(one), (words, one))
         # Weights, gradients and two moments: four tensors a parameter share what is read in a step.
         sizes = [
-            4 * local.numel() * local.element_size() for local in (_local(one) for _, one in found.values())
+            4 * local.numel() * local.element_size()
+            for local in (_local(one) for _, one in found.values())
         ]
         limit = self._settings.whole_bytes
         self._share = limit if sum(sizes) <= limit else max(limit // (4 * len(sizes)), _LEAST)
@@ -540,7 +585,9 @@ class Recorder:
             for group_at, group in enumerate(getattr(optimizer, "param_groups", ())):
                 for key in ("lr", "momentum", "betas", "weight_decay"):
                     if key in group:
-                        states["learning rate"][f"{key} of group {group_at}{of}"] = _value(group[key])
+                        states["learning rate"][f"{key} of group {group_at}{of}"] = _value(
+                            group[key]
+                        )
         for at, scheduler in self._living(self._schedulers):
             of = f" of {type(scheduler).__name__}{f' {at}' if len(self._schedulers) > 1 else ''}"
             for key, value in scheduler.state_dict().items():
@@ -550,13 +597,17 @@ class Recorder:
         for _, accelerator in self._living(self._accelerators):
             scaler = accelerator.scaler
             if scaler is not None and hasattr(scaler, "state_dict"):
-                states["scaler"] |= {key: _value(value) for key, value in scaler.state_dict().items()}
+                states["scaler"] |= {
+                    key: _value(value) for key, value in scaler.state_dict().items()
+                }
             cycle = accelerator.gradient_accumulation_steps
             if cycle > 1:
                 states["counters"]["step of the accumulation"] = str(accelerator.step % cycle)
             for at, thing in enumerate(accelerator._custom_objects):
                 with suppress(Exception):  # a state_dict of the user's
-                    states["custom objects"][f"{type(thing).__name__} {at}"] = fingerprint(thing.state_dict())
+                    states["custom objects"][f"{type(thing).__name__} {at}"] = fingerprint(
+                        thing.state_dict()
+                    )
         trainer = self._trainer() if self._trainer is not None else None
         if trainer is not None:
             states["counters"] |= {"global_step of Trainer": str(trainer.state.global_step)}
@@ -566,11 +617,22 @@ class Recorder:
     def _save_facts(self) -> dict[str, Any]:
         saved: set[int] = set()
         for _, accelerator in self._living(self._accelerators):
-            for one in (*accelerator._schedulers, *accelerator._optimizers, *accelerator._custom_objects):
-                saved |= {id(one), id(getattr(one, "scheduler", one)), id(getattr(one, "optimizer", one))}
+            for one in (
+                *accelerator._schedulers,
+                *accelerator._optimizers,
+                *accelerator._custom_objects,
+            ):
+                saved |= {
+                    id(one),
+                    id(getattr(one, "scheduler", one)),
+                    id(getattr(one, "optimizer", one)),
+                }
         trainer = self._trainer() if self._trainer is not None else None
         if trainer is not None:
-            saved |= {id(getattr(trainer, "lr_scheduler", None)), id(getattr(trainer, "optimizer", None))}
+            saved |= {
+                id(getattr(trainer, "lr_scheduler", None)),
+                id(getattr(trainer, "optimizer", None)),
+            }
         schedulers = self._living(self._schedulers)
         for _, one in schedulers:
             if id(one) in saved:
@@ -580,21 +642,31 @@ class Recorder:
         return {
             "trainer": trainer is not None,
             "skips_data": bool(trainer is not None and trainer.args.ignore_data_skip),
-            "unsaved_schedulers": [type(one).__name__ for _, one in schedulers if id(one) not in saved],
+            "unsaved_schedulers": [
+                type(one).__name__ for _, one in schedulers if id(one) not in saved
+            ],
             "unsaved_optimizers": [
                 type(one).__name__
                 for at, one in self._living(self._optimizers)
                 if id(one) not in saved and self._steps[at]
             ],
             "is_cut": any(not one.sync_gradients for one in accelerators) or bool(self._losses),
-            "accumulation": max((one.gradient_accumulation_steps for one in accelerators), default=1),
+            "accumulation": max(
+                (one.gradient_accumulation_steps for one in accelerators), default=1
+            ),
             "inside_pass": passing is not None and not passing.has_ended,
-            "last_of_pass": passing is not None and bool(getattr(passing.loader, "end_of_dataloader", False)),
-            "distributed": str(accelerators[-1].distributed_type).rpartition(".")[2] if accelerators else "",
+            "last_of_pass": (
+                passing is not None and bool(getattr(passing.loader, "end_of_dataloader", False))
+            ),
+            "distributed": (
+                str(accelerators[-1].distributed_type).rpartition(".")[2] if accelerators else ""
+            ),
         }
 
     def _digest(self, value: Any, limit: int) -> str:
-        """Return a digest of a tensor's bytes, or of any other value; a tensor above ``limit`` bytes is sampled."""
+        """Return a digest of a tensor's bytes, or of any other value; a tensor above ``limit``
+        bytes is sampled.
+        """
         if not isinstance(value, torch.Tensor):
             return fingerprint(value)[:12]
         local = _local(value.detach())
@@ -623,10 +695,14 @@ class Recorder:
             return
         if self._file is None:
             folder = Path(self._settings.folder)
-            self._file = (folder / f"rank-{_rank()}-{os.getpid()}.jsonl").open("x", encoding="utf-8")
+            self._file = (folder / f"rank-{_rank()}-{os.getpid()}.jsonl").open(
+                "x", encoding="utf-8"
+            )
             versions = {"accelerate": accelerate.__version__, "torch": str(torch.__version__)}
             if "transformers" in sys.modules:
-                versions["transformers"] = str(getattr(sys.modules["transformers"], "__version__", "?"))
+                versions["transformers"] = str(
+                    getattr(sys.modules["transformers"], "__version__", "?")
+                )
             world = int(os.environ.get("WORLD_SIZE", "1"))
             self._write("run", rank=_rank(), world=world, pid=os.getpid(), versions=versions)
         self._file.write(json.dumps({"row": row, **values}) + "\n")
@@ -716,10 +792,14 @@ def _value(value: Any) -> str:
 
 
 def _sampled(tensor: torch.Tensor, size: int) -> str:
-    """Return a digest of evenly spaced blocks of a tensor and of the sum of all its bits, taken where it lies."""
+    """Return a digest of evenly spaced blocks of a tensor and of the sum of all its bits, taken
+    where it lies.
+    """
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     blocks = max(size // _BLOCK, 2)
-    starts = torch.linspace(0, flat.numel() - _BLOCK, blocks, dtype=torch.float64).long().to(flat.device)
+    starts = (
+        torch.linspace(0, flat.numel() - _BLOCK, blocks, dtype=torch.float64).long().to(flat.device)
+    )
     picked = flat[(starts[:, None] + torch.arange(_BLOCK, device=flat.device)[None, :]).reshape(-1)]
     width = next(
         kind

@@ -1,4 +1,6 @@
-"""Comparison of three recorded runs: without a resume first, then the resumed run with the uninterrupted one."""
+"""Comparison of three recorded runs: without a resume first, then the resumed run with the
+uninterrupted one.
+"""
 
 import os
 from collections import Counter
@@ -23,16 +25,22 @@ _AT_ENTRY = (
     *("learning rate", "scheduler", "scaler", "weights", "moments", "gradients", "counters"),
     *("custom objects",),
 )
-"""States that must be restored when the first loss of the resumed run arrives. The buffers have seen a batch then."""
+"""States that must be restored when the first loss of the resumed run arrives. The buffers have
+seen a batch then.
+"""
 
 _OWN = ("generators", "custom objects")
-"""States that a script may leave unseeded: where two uninterrupted runs differ in them alone, they are left out."""
+"""States that a script may leave unseeded: where two uninterrupted runs differ in them alone, they
+are left out.
+"""
 
 _NUMBERS = ("learning rate", "scheduler", "scaler", "counters")
 """States whose values are shown."""
 
 _ROOTS = ("batch", "learning rate", "scheduler")
-"""States that do not follow from other states in a few steps: worth a line where they differ later than others."""
+"""States that do not follow from other states in a few steps: worth a line where they differ later
+than others.
+"""
 
 _HARMLESS = {"generators", "scheduler", "custom objects", "counters"}
 """States from which nothing follows until something uses them."""
@@ -47,7 +55,8 @@ Ignored = frozenset[tuple[str, str]]
 class Difference:
     """First difference of a rank in one state.
 
-    ``expected``, ``found``: values by name, None where one is missing. ``is_restored``: a guarded run restores it.
+    ``expected``, ``found``: values by name, None where one is missing. ``is_restored``: a guarded
+    run restores it.
     """
 
     step: int
@@ -66,10 +75,11 @@ class Difference:
 class Comparison:
     """Result of comparing runs.
 
-    ``control``: difference between two uninterrupted runs, None if there is none. ``differences``: those of the first
-    step that differs, in the order in which one follows from another, and later ones that do not follow from them.
-    ``first_steps``: state -> first step in which it differs. ``strips``: state -> for each compared step, whether it
-    agrees, None where the state is not there.
+    ``control``: difference between two uninterrupted runs, None if there is none. ``differences``:
+    those of the first step that differs, in the order in which one follows from another, and later
+    ones that do not follow from them. ``first_steps``: state -> first step in which it differs.
+    ``strips``: state -> for each compared step, whether it agrees, None where the state is not
+    there.
     """
 
     saved_at: int
@@ -101,23 +111,30 @@ class _Row:
         }
         after = {f"{name}{_AFTER}": one for name, one in step.states.get("generators", {}).items()}
         batches = {f"batch {at + 1}": repr(one.identity) for at, one in enumerate(step.batches)}
-        states = {**step.states, "loss": losses, "generators": {**generators, **after}, "batch": batches}
+        states = {
+            **step.states,
+            "loss": losses,
+            "generators": {**generators, **after},
+            "batch": batches,
+        }
         return cls(step.number, states, step.batches)
 
 
 def control(a: RankRuns, b: RankRuns, last: int | None = None) -> tuple[Difference | None, Ignored]:
     """Compare two uninterrupted runs up to where the shorter one ends, or to the step ``last``.
 
-    Return their first difference in what a training computes, and the generators and custom objects that differ alone.
+    Return their first difference in what a training computes, and the generators and custom objects
+    that differ alone.
     """
     ignored: set[tuple[str, str]] = set()
     found: list[Difference] = []
     for one, other in zip_longest(a, b):
         if one is None or other is None:
             rank = (one or other).rank
-            return Difference(
-                0, rank, "batch", "only one of two uninterrupted runs has this rank"
-            ), frozenset()
+            return (
+                Difference(0, rank, "batch", "only one of two uninterrupted runs has this rank"),
+                frozenset(),
+            )
         for row, again in zip(map(_Row.of, one.steps), map(_Row.of, other.steps), strict=False):
             if last is not None and row.step > last:
                 break
@@ -141,9 +158,11 @@ def compare(
     files: frozenset[str] | None = None,
     also_ignored: Ignored = frozenset(),
 ) -> Comparison:
-    """Compare a resumed run with the uninterrupted one, after comparing this one with the one that was killed.
+    """Compare a resumed run with the uninterrupted one, after comparing this one with the one that
+    was killed.
 
-    ``files``: names in the checkpoint that was resumed. ``also_ignored``: what differs between other such runs.
+    ``files``: names in the checkpoint that was resumed. ``also_ignored``: what differs between
+    other such runs.
     """
     saves = [_last_save(one) for one in interrupted]
     saved_at = max(one.number for one in saves if one is not None)
@@ -153,7 +172,8 @@ def compare(
     ignored |= also_ignored
     for one in reference:
         mine = next(
-            (save for rank, save in zip(interrupted, saves, strict=False) if rank.rank == one.rank), None
+            (save for rank, save in zip(interrupted, saves, strict=False) if rank.rank == one.rank),
+            None,
         )
         if difference is None and mine is not None and _save_at(one, saved_at) is None:
             words = f"one of two uninterrupted runs saves after step {saved_at}, the other does not"
@@ -167,7 +187,13 @@ def compare(
     agreement: dict[str, dict[int, bool]] = {}
     begun = 0
     for rank, (killed, one, again) in enumerate(zip(interrupted, reference, resumed, strict=True)):
-        pair = _Pair(saved_at, one, again, reference, _case(one, again, killed, saves, files, len(reference)))
+        pair = _Pair(
+            saved_at,
+            one,
+            again,
+            reference,
+            _case(one, again, killed, saves, files, len(reference)),
+        )
         found += pair.differences(ignored, agreement)
         if rank == 0:
             at = _rows_before(one, saved_at)
@@ -179,27 +205,35 @@ def compare(
     found.sort(key=lambda one: (one.step, STATES.index(one.state), one.rank))
     steps = tuple(sorted({step for per_step in agreement.values() for step in per_step}))
     strips = {
-        state: tuple(agreement[state].get(step) for step in steps) for state in STATES if state in agreement
+        state: tuple(agreement[state].get(step) for step in steps)
+        for state in STATES
+        if state in agreement
     }
-    first_steps = {state: steps[strip.index(False)] for state, strip in strips.items() if False in strip}
+    first_steps = {
+        state: steps[strip.index(False)] for state, strip in strips.items() if False in strip
+    }
     at = found[0].step if found else 0
     roots = _roots([one for one in found if one.step == at])
     for later in found:
         if later.step > at and later.state not in {known.state for known in roots}:
             roots.append(later)
     return replace(
-        nothing, steps=steps, differences=tuple(roots), first_steps=first_steps, strips=strips, ignored=ignored,
-        passes_begun=begun,
+        nothing, steps=steps, differences=tuple(roots), first_steps=first_steps, strips=strips,
+        ignored=ignored, passes_begun=begun,
     )  # fmt: skip
 
 
 def _roots(found: list[Difference]) -> list[Difference]:
-    """Return the differences that do not follow from one before them: one for each state, the first rank."""
+    """Return the differences that do not follow from one before them: one for each state, the first
+    rank.
+    """
     causes: dict[str, Difference] = {}
     for one in found:
         causes.setdefault(one.state, one)
     roots = list(causes.values())
-    restored = [one for one in roots if one.found or one.expected or one.state in ("batch", "generators")]
+    restored = [
+        one for one in roots if one.found or one.expected or one.state in ("batch", "generators")
+    ]
     return restored or roots[:1]
 
 
@@ -214,8 +248,8 @@ def _case(
     facts = next((save.facts for save in saves if save is not None), {})
     mine = _last_save(killed)
     return Evidence(
-        "", rank=one.rank, world=world, saved=mine.facts if mine is not None else facts, files=files,
-        was_loaded=bool(again.loads), loaded_other=_is_other(again, mine),
+        "", rank=one.rank, world=world, saved=mine.facts if mine is not None else facts,
+        files=files, was_loaded=bool(again.loads), loaded_other=_is_other(again, mine),
     )  # fmt: skip
 
 
@@ -275,13 +309,17 @@ class _Pair:
         self._entry = self._entry_of(one, save)
 
     def _entry_of(self, one: RankRun, save: Save | None) -> Entry | None:
-        # Two optimizers count as one step: a loss of the second one may come after the step and before the save.
+        # Two optimizers count as one step: a loss of the second one may come after the step and
+        # before the save.
         at = (_rows_before(one, self._saved_at), save.losses if save is not None else 0)
         entries = (entry for entry in one.entries if entry.number == self._saved_at)
         return next((entry for entry in entries if (entry.rows, entry.losses) >= at), None)
 
-    def differences(self, ignored: Ignored, agreement: dict[str, dict[int, bool]]) -> Iterator[Difference]:
-        """Yield the differences of the first step that differs, and later ones that cannot follow from it.
+    def differences(
+        self, ignored: Ignored, agreement: dict[str, dict[int, bool]]
+    ) -> Iterator[Difference]:
+        """Yield the differences of the first step that differs, and later ones that cannot follow
+        from it.
 
         Notes in ``agreement`` in which steps each state agrees.
         """
@@ -302,8 +340,11 @@ class _Pair:
             row, other = _Row.of(step), _Row.of(resumed)
             differing = set()
             for state in STATES:
-                # A state of which everything is ignored was not compared, and must not be called so.
-                if _kept(state, (*row.states.get(state, ()), *other.states.get(state, ())), ignored):
+                # A state of which everything is ignored was not compared, and must not be called
+                # so.
+                if _kept(
+                    state, (*row.states.get(state, ()), *other.states.get(state, ())), ignored
+                ):
                     names = _kept(state, _names(state, row, other), ignored)
                     per_step = agreement.setdefault(state, {})
                     per_step[row.step] = per_step.get(row.step, True) and not names
@@ -325,9 +366,14 @@ class _Pair:
         words = (
             f"the resumed run goes on after {count_of(number, 'step')}, the uninterrupted one ends"
             if ran_on
-            else f"the resumed run ends after {count_of(number, 'step')}, the uninterrupted one goes on"
+            else (
+                f"the resumed run ends after {count_of(number, 'step')}, the uninterrupted one "
+                "goes on"
+            )
         )
-        return self._explained(Difference(step, self._one.rank, "batch", words, relation=relation), at)
+        return self._explained(
+            Difference(step, self._one.rank, "batch", words, relation=relation), at
+        )
 
     def _at_entry(self, entry: Entry, again: Entry, ignored: Ignored) -> Iterator[Difference]:
         row, other = _Row(entry.number, entry.states), _Row(again.number, again.states)
@@ -361,7 +407,10 @@ class _Pair:
 
     def _explained(self, one: Difference, at: int) -> Difference:
         """Return a difference with its cause."""
-        before, after = self._facts(self._one, self._steps, at), self._facts(self._again, self._after, at)
+        before, after = (
+            self._facts(self._one, self._steps, at),
+            self._facts(self._again, self._after, at),
+        )
         passes = [batch.passing for step in self._after[:1] for batch in step.batches]
         now = [batch.passing for step in self._after[at : at + 1] for batch in step.batches]
         rank_0 = self._entry_of(self._all[0], _save_at(self._all[0], self._saved_at))
@@ -376,11 +425,14 @@ class _Pair:
             before=before,
             after=after,
             is_swapped=len(changed) > 1 and Counter(changed) == Counter(one.expected.values()),
-            is_rank_0s=bool(changed) and all(rank_0s.get(name) == value for name, value in one.found.items()),
+            is_rank_0s=bool(changed)
+            and all(rank_0s.get(name) == value for name, value in one.found.items()),
         )
         cause = cause_of(evidence)
         # A Trainer that skips no data begins the epoch anew, guarded or not.
-        is_restored = cause is not None and cause.is_restored and not evidence.saved.get("skips_data")
+        is_restored = (
+            cause is not None and cause.is_restored and not evidence.saved.get("skips_data")
+        )
         return replace(one, cause=cause, is_restored=is_restored)
 
     def _facts(self, run: RankRun, steps: list[Step], at: int) -> Mapping[str, object]:
@@ -390,9 +442,15 @@ class _Pair:
         return run.passes[-1].facts if run.passes else {}
 
     def _relation(self, row: _Row, other: _Row) -> tuple[Relation, str]:
-        """Return how the first other batch relates to the uninterrupted run, and the words for it."""
+        """Return how the first other batch relates to the uninterrupted run, and the words for
+        it.
+        """
         pairs = list(zip_longest(row.batches, other.batches))
-        at = next(at for at, (a, b) in enumerate(pairs) if a is None or b is None or a.identity != b.identity)
+        at = next(
+            at
+            for at, (a, b) in enumerate(pairs)
+            if a is None or b is None or a.identity != b.identity
+        )
         was, now = pairs[at]
         micro = f"batch {at + 1} of the step: " if len(pairs) > 1 else ""
         if was is None or now is None:
@@ -410,7 +468,10 @@ class _Pair:
         same = [path for path, digest in now.leaves.items() if was.leaves.get(path) == digest]
         if same:
             changed = [path or "the tensor" for path in now.leaves if path not in same]
-            words = f"the same samples with other content in {list_names(changed)} ({list_names(same)} equal)"
+            words = (
+                f"the same samples with other content in {list_names(changed)} ({list_names(same)} "
+                "equal)"
+            )
             return Relation.SAME_SAMPLES, micro + words
         known = {
             sample
@@ -420,13 +481,17 @@ class _Pair:
             for sample in each.samples
         }
         if now.samples and known.issuperset(now.samples):
-            return Relation.REORDERED, f"{micro}samples that the uninterrupted run used in other batches"
+            return (
+                Relation.REORDERED,
+                f"{micro}samples that the uninterrupted run used in other batches",
+            )
         return Relation.NEW, f"{micro}one that the uninterrupted run never used"
 
 
 def _step_of(run: RankRun, batch: Batch) -> int | None:
     return next(
-        (step.number for step in run.steps for one in step.batches if one.leaves == batch.leaves), None
+        (step.number for step in run.steps for one in step.batches if one.leaves == batch.leaves),
+        None,
     )
 
 
@@ -449,7 +514,9 @@ def _source(name: str) -> str:
 
 
 def _words(state: str, row: _Row, other: _Row, names: tuple[str, ...]) -> str:
-    """Return what differs in a state, in words. ``names``: the values that do, without the ignored ones."""
+    """Return what differs in a state, in words. ``names``: the values that do, without the ignored
+    ones.
+    """
     was, now = row.states.get(state, {}), other.states.get(state, {})
     if state == "generators":
         sources = dict.fromkeys(map(_source, names))

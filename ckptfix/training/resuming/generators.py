@@ -1,6 +1,8 @@
-"""Random number generators of a process and of the objects that draw from their own, and the comparison of states.
+"""Random number generators of a process and of the objects that draw from their own, and the
+comparison of states.
 
-A state is compared by its bits: two runs that draw one number differently go separate ways from there on.
+A state is compared by its bits: two runs that draw one number differently go separate ways from
+there on.
 """
 
 import hashlib
@@ -16,7 +18,9 @@ import torch
 
 from ckptfix.dataclass import dataclass
 
-Generator: TypeAlias = "torch.Generator | np.random.Generator | np.random.RandomState | random.Random"
+Generator: TypeAlias = (
+    "torch.Generator | np.random.Generator | np.random.RandomState | random.Random"
+)
 
 _BACKENDS = ("cuda", "xpu", "npu", "mlu", "musa", "hpu", "sdaa", "mps")
 """Modules of torch for accelerators, in the order in which accelerate looks for them."""
@@ -26,7 +30,8 @@ _BACKENDS = ("cuda", "xpu", "npu", "mlu", "musa", "hpu", "sdaa", "mps")
 class GeneratorStates:
     """States of the global generators of a process.
 
-    ``device``: the state of the current accelerator device and the name of its backend, None where none is in use.
+    ``device``: the state of the current accelerator device and the name of its backend, None where
+    none is in use.
     """
 
     python: tuple[Any, ...]
@@ -37,14 +42,17 @@ class GeneratorStates:
     def as_plain(self) -> dict[str, Any]:
         """Return the states as values that ``torch.load(weights_only=True)`` accepts."""
         version, numbers, gauss = self.python
-        # As an array: torch takes 4 ms to write the five times 625 integers of a run state one by one.
+        # As an array: torch takes 4 ms to write the five times 625 integers of a run state one by
+        # one.
         python = (version, np.array(numbers, np.uint32), gauss)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: plain(value) for name, value in {**values, "python": python}.items()}
 
     @classmethod
     def from_plain(cls, value: Mapping[str, Any]) -> "GeneratorStates":
-        """Return the states of which ``as_plain`` made this value; raises ValueError for any other value."""
+        """Return the states of which ``as_plain`` made this value; raises ValueError for any other
+        value.
+        """
         try:
             values = {field.name: from_plain(value[field.name]) for field in fields(cls)}
             version, numbers, gauss = values["python"]
@@ -56,14 +64,21 @@ class GeneratorStates:
 
 
 def capture() -> GeneratorStates:
-    """Return the states of Python's, numpy's and torch's global generators. Takes about 0.1 ms, and draws nothing."""
+    """Return the states of Python's, numpy's and torch's global generators. Takes about 0.1 ms, and
+    draws nothing.
+    """
     return GeneratorStates(
-        random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), _device_state()
+        random.getstate(),
+        np.random.get_state(legacy=False),
+        torch.get_rng_state(),
+        _device_state(),
     )
 
 
 def restore(states: GeneratorStates) -> None:
-    """Set the global generators; the state of an accelerator device that this process does not have is left out."""
+    """Set the global generators; the state of an accelerator device that this process does not have
+    is left out.
+    """
     random.setstate(states.python)
     np.random.set_state(dict(states.numpy))
     torch.set_rng_state(states.torch)
@@ -129,9 +144,17 @@ _CLOSED = (
         types.FunctionType,
         types.MethodType,
     ),
-    *(types.BuiltinFunctionType, np.ndarray, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Iterator),
+    *(
+        types.BuiltinFunctionType,
+        np.ndarray,
+        torch.Tensor,
+        torch.nn.Module,
+        torch.optim.Optimizer,
+        Iterator,
+    ),
 )
-"""Types without generators of a dataset inside, or with too much of other things to look through."""
+"""Types without generators of a dataset inside, or with too much of other things to look through.
+"""
 
 _OBJECTS, _DEPTH, _ITEMS = (
     400,
@@ -141,9 +164,11 @@ _OBJECTS, _DEPTH, _ITEMS = (
 
 
 def generators_in(thing: object) -> list[tuple[str, Generator]]:
-    """Return the generators that an object and what it wraps hold as attributes, each with its path.
+    """Return the generators that an object and what it wraps hold as attributes, each with its
+    path.
 
-    Looks at attributes, lists and dicts without calling anything, and into no more than 400 objects.
+    Looks at attributes, lists and dicts without calling anything, and into no more than 400
+    objects.
     """
     found: list[tuple[str, Generator]] = []
     seen = {id(thing)}
@@ -186,7 +211,9 @@ _ARRAY = "numpy array"
 
 
 def plain(value: Any) -> Any:
-    """Return a nested value as one that ``torch.load(weights_only=True)`` accepts; raises TypeError for other types."""
+    """Return a nested value as one that ``torch.load(weights_only=True)`` accepts; raises TypeError
+    for other types.
+    """
     if value is None or type(value) in (
         bool,
         int,
@@ -201,7 +228,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        data = torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)[: value.nbytes]
+        data = torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)[
+            : value.nbytes
+        ]
         return {_ARRAY: value.dtype.str, "shape": list(value.shape), "data": data}
     if isinstance(value, np.generic):
         return plain(value.item())
@@ -213,11 +242,15 @@ def plain(value: Any) -> Any:
         return list(map(plain, value))
     if type(value) is set:
         return set(map(plain, value))
-    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} cannot be written as plain values")
+    raise TypeError(
+        f"{type(value).__module__}.{type(value).__qualname__} cannot be written as plain values"
+    )
 
 
 def from_plain(value: Any) -> Any:
-    """Return the value of which ``plain`` made this one; raises ValueError or TypeError for what it never makes."""
+    """Return the value of which ``plain`` made this one; raises ValueError or TypeError for what it
+    never makes.
+    """
     if isinstance(value, dict):
         if _ARRAY in value:
             data = bytearray(value["data"].numpy().tobytes())
@@ -237,7 +270,9 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 def fingerprint(value: Any) -> str:
-    """Return 16 hexadecimal digits of a nested value: equal for equal bits, whatever the order of a dict's keys."""
+    """Return 16 hexadecimal digits of a nested value: equal for equal bits, whatever the order of a
+    dict's keys.
+    """
     return _digest(value, ()).hex()[:16]
 
 
@@ -272,13 +307,17 @@ def _digest(value: Any, around: tuple[int, ...]) -> bytes:
             add(type(value).__name__, value)
         else:
             add(_kind(value), len(parts))
-            for item in sorted(_digest(key, inner) + _digest(inside, inner) for key, inside in parts):
+            for item in sorted(
+                _digest(key, inner) + _digest(inside, inner) for key, inside in parts
+            ):
                 digest.update(item)
     return digest.digest()
 
 
 def _parts(value: Any) -> Sequence[tuple[Any, Any]] | None:
-    """Return what is inside a value, each with its key; None for a value that has nothing inside."""
+    """Return what is inside a value, each with its key; None for a value that has nothing
+    inside.
+    """
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, list | tuple | deque | np.ndarray):
@@ -289,7 +328,9 @@ def _parts(value: Any) -> Sequence[tuple[Any, Any]] | None:
         return [("state", state_of(value))] if not isinstance(value, random.SystemRandom) else []
     if isinstance(value, (*_NAMED, types.ModuleType)):
         return None
-    shows_an_address = "__repr__" not in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
+    shows_an_address = "__repr__" not in {
+        name for kind in type(value).__mro__[:-1] for name in vars(kind)
+    }
     return list(_inside(value)) if shows_an_address or hasattr(value, "__dict__") else None
 
 
@@ -302,7 +343,8 @@ def _kind(value: Any) -> str:
 
 
 def first_difference(a: Any, b: Any) -> str | None:
-    """Return the path of the first value that two nested values do not share bit for bit, None where they agree.
+    """Return the path of the first value that two nested values do not share bit for bit, None
+    where they agree.
 
     The path of the values themselves is "".
     """

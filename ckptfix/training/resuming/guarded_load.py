@@ -1,8 +1,9 @@
 """``load_state`` of a guarded Accelerator, and ``latest_checkpoint``.
 
-A guarded run registers each object once. Stock ``load_state`` goes by number: after a duplicate it would load the
-student into the teacher. And keys that a repair made bare do not fit a model that a script wraps by hand. Folders whose
-entries are not those of this run are therefore matched with its objects, by content.
+A guarded run registers each object once. Stock ``load_state`` goes by number: after a duplicate it
+would load the student into the teacher. And keys that a repair made bare do not fit a model that a
+script wraps by hand. Folders whose entries are not those of this run are therefore matched with its
+objects, by content.
 """
 
 import os
@@ -26,22 +27,36 @@ from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.stores import is_url
 from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.loading.fetching import fetched
-from ckptfix.training.loading.load_report import ComponentReport, LoadPolicy, LoadReport, Requirement, Status
+from ckptfix.training.loading.load_report import (
+    ComponentReport,
+    LoadPolicy,
+    LoadReport,
+    Requirement,
+    Status,
+)
 from ckptfix.training.loading.load_state import left_by, load_here
 from ckptfix.training.loading.states import not_of_a_rank
 from ckptfix.training.ranks import SHARDED, Ranks
 from ckptfix.training.resuming import run_state
 from ckptfix.wording import shown
 
-_STATES = ((Role.OPTIMIZER, "_optimizers"), (Role.SCHEDULER, "_schedulers"), (Role.CUSTOM, "_custom_objects"))
+_STATES = (
+    (Role.OPTIMIZER, "_optimizers"),
+    (Role.SCHEDULER, "_schedulers"),
+    (Role.CUSTOM, "_custom_objects"),
+)
 _LISTINGS = 3
-"""Times that a run in a store is listed, where checkpoints are deleted or written while they are looked at."""
+"""Times that a run in a store is listed, where checkpoints are deleted or written while they are
+looked at.
+"""
 
 
 def is_shifted(accelerator: Any, root: Path) -> bool:
-    """Return whether stock ``load_state`` takes wrong entries of a folder, or fails for a wrapper's name alone.
+    """Return whether stock ``load_state`` takes wrong entries of a folder, or fails for a wrapper's
+    name alone.
 
-    Reads headers; bytes only where entries look alike and there are more of them than objects. Raises OSError.
+    Reads headers; bytes only where entries look alike and there are more of them than objects.
+    Raises OSError.
     """
     if accelerator.distributed_type in SHARDED or not root.is_dir():
         return False
@@ -50,21 +65,27 @@ def is_shifted(accelerator: Any, root: Path) -> bool:
     if _has_duplicates(root, models, len(accelerator._models)):
         return True
     if any(
-        _has_duplicates(root, state_entries(folder, role, ()), len(getattr(accelerator, registry)), of=role)
+        _has_duplicates(
+            root, state_entries(folder, role, ()), len(getattr(accelerator, registry)), of=role
+        )
         for role, registry in _STATES
     ):
         return True
     by_index = {entry.index: entry for entry in models}
     return any(
-        index in by_index and not by_index[index].problem and not _is_wrapped_as(model, by_index[index].chain)
+        index in by_index
+        and not by_index[index].problem
+        and not _is_wrapped_as(model, by_index[index].chain)
         for index, model in enumerate(accelerator._models)
     )
 
 
 def dataloaders_requirement(accelerator: Any, root: Path) -> Requirement:
-    """Return what to insist on for data loaders: nothing where more states than loaders lie there, and they differ.
+    """Return what to insist on for data loaders: nothing where more states than loaders lie there,
+    and they differ.
 
-    Of a loader that was prepared twice one state moved on and one did not, and nothing says which is which.
+    Of a loader that was prepared twice one state moved on and one did not, and nothing says which
+    is which.
     """
     folder = scan_folder(root, wanted=not_of_a_rank)
     for role in (Role.DATALOADER, Role.SAMPLER):
@@ -78,14 +99,18 @@ def dataloaders_requirement(accelerator: Any, root: Path) -> Requirement:
 
 def moved(report: LoadReport) -> list[str]:
     """Return in words what went elsewhere than its number says, and what was left out."""
-    return [str(one) for one in report.components if one.status is Status.ADAPTED or _is_duplicate(one)]
+    return [
+        str(one) for one in report.components if one.status is Status.ADAPTED or _is_duplicate(one)
+    ]
 
 
 def _is_duplicate(component: ComponentReport) -> bool:
     return component.status is Status.SKIPPED and " again as " in component.reason
 
 
-def _has_duplicates(root: Path, entries: Sequence[Entry], objects: int, *, of: Role = Role.MODEL) -> bool:
+def _has_duplicates(
+    root: Path, entries: Sequence[Entry], objects: int, *, of: Role = Role.MODEL
+) -> bool:
     """Return whether duplicates move later entries.
 
     Of one object none is moved, but custom objects must agree in number.
@@ -95,10 +120,13 @@ def _has_duplicates(root: Path, entries: Sequence[Entry], objects: int, *, of: R
 
 
 def _is_wrapped_as(model: Any, chain: tuple[str, ...]) -> bool:
-    named = (name for names in (model.named_parameters(), model.named_buffers()) for name, _ in names)
+    named = (
+        name for names in (model.named_parameters(), model.named_buffers()) for name, _ in names
+    )
     if common_wrappers(tuple(named)) == chain:
         return True
-    # Asked last, as it may copy: its own state_dict(), or a buffer that is not saved, can make other names of them.
+    # Asked last, as it may copy: its own state_dict(), or a buffer that is not saved, can make
+    # other names of them.
     return common_wrappers(model.state_dict()) == chain
 
 
@@ -109,10 +137,12 @@ def load_state(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Guard ``Accelerator.load_state``: without a path the newest complete checkpoint; numbering goes on.
+    """Guard ``Accelerator.load_state``: without a path the newest complete checkpoint; numbering
+    goes on.
 
-    A folder that an unguarded run doubled is loaded by content, repaired or not, and a warning says what went where.
-    Warns of every newer folder that is passed over. Raises UsageError when no checkpoint is complete.
+    A folder that an unguarded run doubled is loaded by content, repaired or not, and a warning says
+    what went where. Warns of every newer folder that is passed over. Raises UsageError when no
+    checkpoint is complete.
     """
     config = accelerator.project_configuration
     project = accelerator.project_dir
@@ -120,20 +150,32 @@ def load_state(
         input_dir is None and config.automatic_checkpoint_naming and is_url(str(project))
     ):
         url = str(input_dir or _choose(accelerator, f"{str(project).rstrip('/')}/checkpoints"))
-        together = guard_of(accelerator).settings.save_together or accelerator.distributed_type in SHARDED
+        together = (
+            guard_of(accelerator).settings.save_together or accelerator.distributed_type in SHARDED
+        )
         with fetched(url, Ranks(accelerator, together=together)) as copy:
             return load_state(accelerator, method, copy, *args, **kwargs)
     with guard_of(accelerator).entered() as is_outermost:
         if is_outermost and input_dir is None and config.automatic_checkpoint_naming:
             folder = Path(project) / "checkpoints"
             input_dir = _choose(accelerator, folder)
-        elif is_outermost and input_dir and (problem := mixed(Path(os.path.expanduser(str(input_dir))))):
+        elif (
+            is_outermost
+            and input_dir
+            and (problem := mixed(Path(os.path.expanduser(str(input_dir)))))
+        ):
             raise UsageError(problem)
-        report = _undoubled(accelerator, input_dir, *args, **kwargs) if is_outermost and input_dir else None
+        report = (
+            _undoubled(accelerator, input_dir, *args, **kwargs)
+            if is_outermost and input_dir
+            else None
+        )
         result = method(input_dir, *args, **kwargs) if report is None else None
         if is_outermost and input_dir:
             left = frozenset() if report is None else left_by(report)
-            run_state.go_on_and_report(accelerator, Path(os.path.expanduser(str(input_dir))), left=left)
+            run_state.go_on_and_report(
+                accelerator, Path(os.path.expanduser(str(input_dir))), left=left
+            )
         if is_outermost and input_dir is not None and config.automatic_checkpoint_naming:
             number = checkpoint_number(Path(input_dir).name)
             if number is not None:
@@ -150,9 +192,11 @@ def _undoubled(
     map_location: object = None,
     **kwargs: Any,
 ) -> LoadReport | None:
-    """Load a folder that an unguarded run doubled, or whose names a repair changed; None for any other folder.
+    """Load a folder that an unguarded run doubled, or whose names a repair changed; None for any
+    other folder.
 
-    ``strict=False`` and arguments that nobody here knows are left to accelerate, whatever comes of it.
+    ``strict=False`` and arguments that nobody here knows are left to accelerate, whatever comes of
+    it.
     """
     root = Path(os.path.expanduser(str(input_dir)))
     if not strict or kwargs or not is_shifted(accelerator, root):
@@ -162,22 +206,28 @@ def _undoubled(
     report = load_here(accelerator, root, LoadPolicy(dataloaders=dataloaders, trust=trust))
     elsewhere = moved(report)
     if not elsewhere and dataloaders is not Requirement.IGNORE:
-        return report  # a tie that the file lacks looked like another wrapper: all is where its number says
+        # A tie that the file lacks looked like another wrapper: all is where its number says.
+        return report
     left = "; data loaders start anew: which of their states is current is not known"
     warn_caller(
-        f"{root} does not hold what this run registers, number by number: objects were prepared twice when it was "
-        f"saved, or a repair renamed keys. Loaded by content: {'; '.join(elsewhere)}"
-        f"{left if dataloaders is Requirement.IGNORE else ''}; next: {command('check', root)}"
+        f"{root} does not hold what this run registers, number by number: objects were prepared "
+        "twice when it was saved, or a repair renamed keys. Loaded by content: "
+        f"{'; '.join(elsewhere)}{left if dataloaders is Requirement.IGNORE else ''}; next: "
+        f"{command('check', root)}"
     )
     return report
 
 
 def _choose(accelerator: Accelerator, folder: Path | str) -> str:
-    """Return the newest complete checkpoint. Some scripts load on some processes only: then each looks for itself."""
+    """Return the newest complete checkpoint. Some scripts load on some processes only: then each
+    looks for itself.
+    """
     ranks = Ranks(accelerator, together=guard_of(accelerator).settings.save_together)
     chosen: str = ranks.on_main(
         lambda: str(
-            latest_checkpoint(folder, pattern=ACCELERATE) if is_url(folder) else _latest(Path(folder))
+            latest_checkpoint(folder, pattern=ACCELERATE)
+            if is_url(folder)
+            else _latest(Path(folder))
         ),
         "load_state",
     )
@@ -195,19 +245,22 @@ def latest_checkpoint(path: str, *, pattern: str | None = None) -> Path | str: .
 def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = None) -> Path | str:
     """Return the newest complete checkpoint of a project folder, or of its ``checkpoints`` folder.
 
-    Of a URL the URL of a checkpoint is returned, as text. An upload without its commit marker is not complete.
+    Of a URL the URL of a checkpoint is returned, as text. An upload without its commit marker is
+    not complete.
 
-    By number, in folders called ``checkpoint_N``, ``checkpoint-N``, ``step_N`` or ``epoch_N``, or as ``pattern`` says,
-    with ``{}`` for the number: ``"run-{}"``. Numbers of two families cannot be compared: of their newest complete ones
-    the one is taken whose save ended last, by the time of ``random_states_0.pkl`` or ``trainer_state.json``.
+    By number, in folders called ``checkpoint_N``, ``checkpoint-N``, ``step_N`` or ``epoch_N``, or
+    as ``pattern`` says, with ``{}`` for the number: ``"run-{}"``. Numbers of two families cannot be
+    compared: of their newest complete ones the one is taken whose save ended last, by the time of
+    ``random_states_0.pkl`` or ``trainer_state.json``.
 
-    Warns of every newer one that is passed over, with the reason, and where the time decided. Raises UsageError when
-    none is complete, when not even the times say which is newer, or when ``trainer_state.json`` proves that the highest
-    number is of another run than lower ones.
+    Warns of every newer one that is passed over, with the reason, and where the time decided.
+    Raises UsageError when none is complete, when not even the times say which is newer, or when
+    ``trainer_state.json`` proves that the highest number is of another run than lower ones.
     """
     if pattern is not None and (pattern.count("{}") != 1 or "/" in pattern):
         raise UsageError(
-            f"pattern={pattern!r}: expected the name of a folder with {{}} for its number, as 'step_{{}}'"
+            f"pattern={pattern!r}: expected the name of a folder with {{}} for its number, as "
+            "'step_{}'"
         )
     if is_url(path):
         return _latest_in_store(str(path), pattern)
@@ -221,7 +274,9 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
 
 
 def _latest_in_store(url: str, pattern: str | None) -> str:
-    """Return it by a listing that nobody changes meanwhile: a run that trains deletes its oldest checkpoints."""
+    """Return it by a listing that nobody changes meanwhile: a run that trains deletes its oldest
+    checkpoints.
+    """
     for attempt in range(_LISTINGS):
         try:
             with opened(url) as image:
@@ -238,28 +293,35 @@ def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
     if choice is None or (choice.best is None and not choice.rivals):
         broken = choice.passed_over if choice is not None else ()
         said = problems_in(broken)
-        raise UsageError(f"no complete checkpoint in {folder} ({said or _what_is_there(folder, patterns)})")
+        raise UsageError(
+            f"no complete checkpoint in {folder} ({said or _what_is_there(folder, patterns)})"
+        )
     best = choice.best
     if choice.proof:
         raise UsageError(shown(of_two_runs(folder, choice)))
     if best is None:
         names = ", ".join(one.path.name for one in choice.rivals)
         raise UsageError(
-            f"{folder}: {names} are of different kinds, and their times do not say which is newer; next: "
-            f"latest_checkpoint({str(folder)!r}, pattern={FAMILIES[0]!r}) or another pattern"
+            f"{folder}: {names} are of different kinds, and their times do not say which is newer; "
+            f"next: latest_checkpoint({str(folder)!r}, pattern={FAMILIES[0]!r}) or another "
+            "pattern"
         )
     words = []
     if choice.passed_over:
         words.append(f"passed over {problems_in(choice.passed_over)}")
     if others := [one.path.name for one in choice.rivals if one is not best]:
-        words.append(f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind")
+        words.append(
+            f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind"
+        )
     if words:
         warn_caller(shown(f"{folder}: took {best.path.name} and {'; '.join(words)}"))
     return best.path
 
 
 def _what_is_there(folder: Path, patterns: Sequence[str]) -> str:
-    others = sorted(name for name in os.listdir(folder) if (folder / name).is_dir() and name != JOURNAL)
+    others = sorted(
+        name for name in os.listdir(folder) if (folder / name).is_dir() and name != JOURNAL
+    )
     there = f"; there are {', '.join(others[:3])}" if others else ""
     kinds = ", ".join(pattern.replace("{}", "<number>") for pattern in patterns)
     return f"only folders called {kinds} are looked at{there}"

@@ -1,9 +1,11 @@
-"""Positions of data loaders: how far a pass over a prepared loader has come, and what its next batch depends on.
+"""Positions of data loaders: how far a pass over a prepared loader has come, and what its next
+batch depends on.
 
-A pass of accelerate's loaders fetches one batch ahead. What it yields depends on the random generators at three
-moments: when its iterator is made (the permutation, the seeds of workers), before the batch that is ahead is fetched
-(augmentation), and at the save. A position holds all three. On resume the same iterator is made, the batches that were
-used are passed over, and the generators are set at the same moments again.
+A pass of accelerate's loaders fetches one batch ahead. What it yields depends on the random
+generators at three moments: when its iterator is made (the permutation, the seeds of workers),
+before the batch that is ahead is fetched (augmentation), and at the save. A position holds all
+three. On resume the same iterator is made, the batches that were used are passed over, and the
+generators are set at the same moments again.
 
 A loader that no watched accelerator holds is iterated by accelerate as before.
 """
@@ -46,13 +48,16 @@ _WATCHED: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _PATCHED: set[type] = set()
 _FOLLOWED: "weakref.WeakKeyDictionary[Any, FollowedLoader]" = weakref.WeakKeyDictionary()
 _UNCLAIMED: "weakref.WeakKeyDictionary[Any, list[Position]]" = weakref.WeakKeyDictionary()
-"""Of an accelerator, positions within a pass whose loader the script prepares only after the load."""
+"""Of an accelerator, positions within a pass whose loader the script prepares only after the load.
+"""
 
 _COPIES_ITERATION = "iteration" in inspect.signature(DataLoaderShard.__init__).parameters
 """``skip_first_batches`` of older versions of accelerate begins to count passes anew."""
 
 _expecting: set["FollowedLoader"] = set()
-"""Loaders for which the next training step shows whether the script passes over the batches that were used."""
+"""Loaders for which the next training step shows whether the script passes over the batches that
+were used.
+"""
 
 
 def watch(accelerator: Any) -> None:
@@ -89,7 +94,11 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
         ):  # the first iterator is made at once, and workers begin to draw
             names = ("generator", "collate_fn")
             sampler = kwargs.get("batch_sampler") or kwargs.get("sampler")
-            roots = {"dataset": dataset, "sampler": sampler, **{name: kwargs.get(name) for name in names}}
+            roots = {
+                "dataset": dataset,
+                "sampler": sampler,
+                **{name: kwargs.get(name) for name in names},
+            }
             self.__dict__["_made_at"] = Moment(
                 capture(), {path: state_of(one) for path, one in generators_in(roots)}
             )
@@ -125,7 +134,9 @@ def _is_followable(loader: Any) -> bool:
 
 
 def _is_rest_of(loader: Any, parent: Any) -> bool:
-    """Return whether ``skip_first_batches`` made a loader of ``parent``, whichever copy of the function it was."""
+    """Return whether ``skip_first_batches`` made a loader of ``parent``, whichever copy of the
+    function it was.
+    """
     if type(loader) is not type(parent) or not hasattr(loader, "base_dataloader"):
         return False
     inner = _skipping(loader)
@@ -141,7 +152,11 @@ def _is_rest_of(loader: Any, parent: Any) -> bool:
 
 def _skipping(loader: Any) -> list[Any]:
     """Return the samplers of ``skip_first_batches`` in a loader, outermost first."""
-    sampler = loader.batch_sampler if isinstance(loader.batch_sampler, SkipBatchSampler) else loader.sampler
+    sampler = (
+        loader.batch_sampler
+        if isinstance(loader.batch_sampler, SkipBatchSampler)
+        else loader.sampler
+    )
     found = []
     while isinstance(sampler, SkipBatchSampler):
         found.append(sampler)
@@ -179,11 +194,18 @@ def _signature(loader: Any) -> tuple[Any, ...]:
     size = None
     with suppress(Exception):  # of the script's own class
         size = len(loader.dataset)
-    return (type(loader).__name__, type(loader.dataset).__name__, size, loader.batch_sampler is not None)
+    return (
+        type(loader).__name__,
+        type(loader.dataset).__name__,
+        size,
+        loader.batch_sampler is not None,
+    )
 
 
 def _seedable(loader: Any) -> Any:
-    """Return the sampler of accelerate that draws each permutation from a seed and the number of the pass."""
+    """Return the sampler of accelerate that draws each permutation from a seed and the number of
+    the pass.
+    """
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     for _ in range(8):
         if sampler is None or isinstance(sampler, SeedableRandomSampler):
@@ -208,7 +230,9 @@ class FollowedLoader:
         return self._loader()
 
     def generators(self) -> list[tuple[str, Generator]]:
-        """Return the generators of which the batches of this loader depend, but for the global ones."""
+        """Return the generators of which the batches of this loader depend, but for the global
+        ones.
+        """
         base = self.loader.base_dataloader
         roots = {
             "generator": base.generator,
@@ -231,7 +255,9 @@ class FollowedLoader:
             seed=None if seedable is None else int(seedable.initial_seed),
         )
         if _is_stateful(loader):
-            here.is_fresh = bool(getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False))
+            here.is_fresh = bool(
+                getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False)
+            )
             here.stateful = loader.state_dict()
             here.made = _made_at(loader)
         if len(self.passes) > 1:
@@ -260,7 +286,9 @@ class FollowedLoader:
         if seedable is not None and position.seed is not None:
             seedable.initial_seed = position.seed
         is_within = position.fetched is not None and not position.is_at_end
-        problems += self.workers.go_on_from(position.workers, loader.base_dataloader, is_within=is_within)
+        problems += self.workers.go_on_from(
+            position.workers, loader.base_dataloader, is_within=is_within
+        )
         if _is_stateful(loader):
             self._load_stateful(position)
         if position.fetched is not None:
@@ -298,13 +326,17 @@ class FollowedLoader:
         return one
 
     def expected(self) -> Position | None:
-        """Return the position from which the next pass goes on, None for a pass from the beginning."""
+        """Return the position from which the next pass goes on, None for a pass from the
+        beginning.
+        """
         if self.resumed is None:
             self._claim()
         return self.resumed
 
     def _claim(self) -> None:
-        """Take the position of a loader that the checkpoint has and that was not there at the load."""
+        """Take the position of a loader that the checkpoint has and that was not there at the
+        load.
+        """
         for accelerator, waiting in list(_UNCLAIMED.items()):
             if any(one is self.loader for one in accelerator._dataloaders):
                 for position in waiting:
@@ -316,7 +348,9 @@ class FollowedLoader:
                         return
 
     def training_goes_on(self) -> None:
-        """Take note of a training step while the script has not passed over the batches that were used."""
+        """Take note of a training step while the script has not passed over the batches that were
+        used.
+        """
         _expecting.discard(self)
         running = next((one for one in self.passes if one.unskipped is not None), None)
         if running is not None and running.unskipped is not None:
@@ -325,21 +359,25 @@ class FollowedLoader:
             if running.fetched_by_script > (position.fetched or 0):
                 return
             warn_caller(
-                f"{self.name}: {_numbers(position.yielded)} used again, the checkpoint was saved after "
-                f"batch {position.yielded}: the run does not continue the one that was saved; "
-                "help: iterate accelerator.resume_dataloader(loader) in the first epoch after load_state"
+                f"{self.name}: {_numbers(position.yielded)} used again, the checkpoint was saved "
+                f"after batch {position.yielded}: the run does not continue the one that was "
+                "saved; help: iterate accelerator.resume_dataloader(loader) in the first epoch "
+                "after load_state"
             )
         elif self.resumed is not None:
             position, self.resumed = self.resumed, None
             if not position.is_at_end:
                 warn_caller(
-                    f"{self.name}: the checkpoint was saved after batch {position.yielded} of a pass over it, and the "
-                    "script trains on without going on with that pass; its next pass begins anew"
+                    f"{self.name}: the checkpoint was saved after batch {position.yielded} of a "
+                    "pass over it, and the script trains on without going on with that pass; its "
+                    "next pass begins anew"
                 )
 
 
 def training_goes_on(accelerator: Any) -> None:
-    """Take note of a training step; it costs nothing once every loader has found its place again."""
+    """Take note of a training step; it costs nothing once every loader has found its place
+    again.
+    """
     for followed in list(_expecting) if _expecting else ():
         loader = followed.loader
         if loader is None:
@@ -349,7 +387,8 @@ def training_goes_on(accelerator: Any) -> None:
     for position in _UNCLAIMED.pop(accelerator, ()) if _UNCLAIMED else ():
         warn_caller(
             f"the checkpoint was saved after batch {position.yielded} of a pass over "
-            f"{_in_words(position.signature)}, and no data loader of this run goes on with that pass"
+            f"{_in_words(position.signature)}, and no data loader of this run goes on with that "
+            "pass"
         )
 
 
@@ -359,10 +398,12 @@ class Pass:
     def __init__(self, followed: FollowedLoader, loader: Any) -> None:
         self.followed = followed
         self.resumed: Position | None = None
-        self.unskipped: Position | None = None  # set while the script may use the first batches again
+        # Set while the script may use the first batches again.
+        self.unskipped: Position | None = None
         self.permutation: Moment | None = None
         self.before: GeneratorStates
-        self.leap: tuple[int, int] | None = None  # after so many batches, the one with this number is fetched
+        # After so many batches, the one with this number is fetched.
+        self.leap: tuple[int, int] | None = None
         self.made: Moment | None = None
         self.is_over = False
         self.is_rest = False
@@ -388,7 +429,9 @@ class Pass:
                 set_state(one, moment.held[path])
 
     def go_on_from(self, position: Position) -> None:
-        """Find out how the script passes over the batches that were used, and arrange the rest of the pass."""
+        """Find out how the script passes over the batches that were used, and arrange the rest of
+        the pass.
+        """
         loader, parent, count = self._loader, self.followed.loader, position.fetched or 0
         is_rest = self.is_rest = loader is not parent and self.fetched_by_script > 0
         if position.is_at_end:
@@ -422,15 +465,18 @@ class Pass:
             self.unskipped = position
 
     def _begin_with_first_batch(self, position: Position) -> None:
-        """Let a dispatcher fetch the first batch of the pass again: it completes the last one with samples of it."""
+        """Let a dispatcher fetch the first batch of the pass again: it completes the last one with
+        samples of it.
+        """
         samplers, loader = _skipping(self._loader), self._loader
         if not isinstance(loader, DataLoaderDispatcher) or loader._drop_last or not samplers:
             return
         if loader.base_dataloader.num_workers:
             if len(loader.dataset) % max(1, loader.state.num_processes):
                 warn_caller(
-                    f"{self.followed.name}: the last batch of this pass is not bit-exact: a dispatcher with workers "
-                    "completes it with samples of the first batch after the resume"
+                    f"{self.followed.name}: the last batch of this pass is not bit-exact: a "
+                    "dispatcher with workers completes it with samples of the first batch after "
+                    "the resume"
                 )
             return
         sampler = samplers[0]
@@ -441,16 +487,21 @@ class Pass:
         self.fetched = 0
 
     def _warn_of_other_count(self, position: Position) -> None:
-        is_counted = isinstance(self._loader, DataLoaderDispatcher) and bool(_skipping(self._loader))
+        is_counted = isinstance(self._loader, DataLoaderDispatcher) and bool(
+            _skipping(self._loader)
+        )
         skipped = self.fetched_by_script // (1 if is_counted else self.per_batch)
         warn_caller(
-            f"{self.followed.name}: the script skips to batch {skipped + 1}, and the checkpoint was saved after "
-            f"batch {position.yielded}: the run does not continue the one that was saved; help: iterate "
-            f"accelerator.resume_dataloader(loader), which skips as many as were used{self._or_with_a_length()}"
+            f"{self.followed.name}: the script skips to batch {skipped + 1}, and the checkpoint "
+            f"was saved after batch {position.yielded}: the run does not continue the one that "
+            "was saved; help: iterate accelerator.resume_dataloader(loader), which skips as many "
+            f"as were used{self._or_with_a_length()}"
         )
 
     def _or_with_a_length(self) -> str:
-        """Return the help for transformers' Trainer, which takes all passes through such a dataset for one epoch."""
+        """Return the help for transformers' Trainer, which takes all passes through such a dataset
+        for one epoch.
+        """
         dataset = self._loader.dataset
         if hasattr(dataset, "__len__"):
             return ""
@@ -461,7 +512,9 @@ class Pass:
         self.followed.loader.iteration = position.iteration + 1
 
     def make_iterator(self, base: Any) -> Iterator[Any]:
-        """Return the iterator of a base loader, made with the generators as they were when it was made first."""
+        """Return the iterator of a base loader, made with the generators as they were when it was
+        made first.
+        """
         position = self.resumed
         self.before = before = capture()
         if position is not None and position.start is not None:
@@ -489,7 +542,9 @@ class Pass:
         return _Fetches(inner, self)
 
     def before_fetch(self) -> None:
-        """Note the generators before the first batch of a group is fetched, or set them to what they were there."""
+        """Note the generators before the first batch of a group is fetched, or set them to what
+        they were there.
+        """
         position = self.resumed
         if position is not None and self.fetched == position.fetched and position.ahead is not None:
             self._set(position.ahead)
@@ -497,7 +552,9 @@ class Pass:
             self.ahead = (self.fetched, self.moment())
 
     def after_fetch(self, *, is_end: bool) -> None:
-        """Set the generators to those of the save when the batch that was ahead then has been fetched again."""
+        """Set the generators to those of the save when the batch that was ahead then has been
+        fetched again.
+        """
         position = self.resumed
         if position is None or position.fetched is None:
             return
@@ -505,14 +562,17 @@ class Pass:
             if self.fetched < position.fetched:
                 self.resumed = None
                 warn_caller(
-                    f"{self.followed.name}: it ended after batch {self.fetched // self.per_batch}, and "
-                    f"the checkpoint was saved after batch {position.yielded}: the data are not the same"
+                    f"{self.followed.name}: it ended after batch {self.fetched // self.per_batch}, "
+                    f"and the checkpoint was saved after batch {position.yielded}: the data are "
+                    "not the same"
                 )
             else:
                 self._reach(position)
 
     def _reach(self, position: Position) -> None:
-        """Set the generators to those of the save, or of the loader that has reached it before this one."""
+        """Set the generators to those of the save, or of the loader that has reached it before this
+        one.
+        """
         self.resumed = None
         if position.save is not None:
             reached = self.before if position.save.is_reached else position.save.generators
@@ -538,7 +598,9 @@ class Pass:
         position.workers = self.followed.workers.within(base, self.fetched_by_script)
 
     def end(self) -> None:
-        """Let the loader that the accelerator holds know that its pass has ended: accelerate counts on another one."""
+        """Let the loader that the accelerator holds know that its pass has ended: accelerate counts
+        on another one.
+        """
         parent, loader = self.followed.loader, self._loader
         is_resumed = loader is not parent and self.fetched_by_script > 0
         if is_resumed and loader.iteration == self.iteration:
@@ -592,7 +654,9 @@ def _numbers(count: int) -> str:
 
 
 def _draw_first(iterator: Any) -> None:
-    """Draw the first indices now: a permutation from the global generator is drawn where it was drawn first."""
+    """Draw the first indices now: a permutation from the global generator is drawn where it was
+    drawn first.
+    """
     indices = getattr(iterator, "_sampler_iter", None)
     if indices is not None and not hasattr(indices, "state_dict"):
         first = list(itertools.islice(indices, 1))
@@ -631,15 +695,20 @@ def _iterate(
 
 
 def positions_of(accelerator: Any) -> list[Position | str]:
-    """Return the positions of the loaders that an accelerator holds; for one that is not followed, why."""
+    """Return the positions of the loaders that an accelerator holds; for one that is not followed,
+    why.
+    """
     found: list[Position | str] = []
     for loader in accelerator._dataloaders:
         if not _is_followable(loader):
-            found.append(f"position not recorded: {type(loader).__name__} is iterated in its own way")
+            found.append(
+                f"position not recorded: {type(loader).__name__} is iterated in its own way"
+            )
             continue
         try:
             found.append(_follow(loader).position())
-        except Exception as error:  # of the script's sampler or dataset: a save must not fail for it
+        # Of the script's sampler or dataset: a save must not fail for it.
+        except Exception as error:
             found.append(f"position not recorded: {type(error).__name__}: {error}")
     return found
 
@@ -650,10 +719,12 @@ def is_under_way(accelerator: Any) -> bool:
 
 
 def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
-    """Let the loaders of an accelerator go on from these positions; return in words what is not as it was.
+    """Let the loaders of an accelerator go on from these positions; return in words what is not as
+    it was.
 
-    Loaders are matched by number. Where there are more or fewer of them, as in a script that prepares one for every
-    epoch, a position within a pass goes to the loader of its kind that begins a pass first.
+    Loaders are matched by number. Where there are more or fewer of them, as in a script that
+    prepares one for every epoch, a position within a pass goes to the loader of its kind that
+    begins a pass first.
     """
     loaders = list(accelerator._dataloaders)
     problems = []
@@ -694,21 +765,28 @@ def _paired(
                 pairs[number] = position
             else:
                 pairs[number] = (
-                    f"position not restored: its data are {_in_words(_signature(loader))}, in the checkpoint "
-                    f"{_in_words(position.signature)}"
+                    f"position not restored: its data are {_in_words(_signature(loader))}, in the "
+                    f"checkpoint {_in_words(position.signature)}"
                 )
         return pairs, []
     found = [one for one in saved if isinstance(one, Position)]
     for number, loader in enumerate(loaders):
-        alike = [one for one in found if _is_followable(loader) and one.signature == _signature(loader)]
+        alike = [
+            one for one in found if _is_followable(loader) and one.signature == _signature(loader)
+        ]
         if alike:
             last = alike[-1]
-            pairs[number] = last if last.fetched is None else replace(last, fetched=None, workers=None)
+            pairs[number] = (
+                last if last.fetched is None else replace(last, fetched=None, workers=None)
+            )
     return pairs, [one for one in found if one.fetched is not None]
 
 
-def for_other_world(accelerator: Any, saved: Sequence[Position | str], world: int) -> list[Position | str]:
-    """Return positions saved by ``world`` processes as those of a run with another number: samples stay used.
+def for_other_world(
+    accelerator: Any, saved: Sequence[Position | str], world: int
+) -> list[Position | str]:
+    """Return positions saved by ``world`` processes as those of a run with another number: samples
+    stay used.
 
     Where the processes now use more samples at a time, the last of them may be used again.
     """
@@ -747,11 +825,13 @@ def _in_words(signature: tuple[Any, ...]) -> str:
 
 
 def resume_dataloader(accelerator: Any, loader: Any) -> Any:
-    """Return what is left of the pass that a loader was in at the save; the loader itself between passes."""
+    """Return what is left of the pass that a loader was in at the save; the loader itself between
+    passes.
+    """
     if not any(one is loader for one in accelerator._dataloaders):
         raise UsageError(
-            "resume_dataloader(): expected a data loader that this Accelerator has prepared, found "
-            f"{type(loader).__name__}; help: give it what prepare() returned"
+            "resume_dataloader(): expected a data loader that this Accelerator has prepared, "
+            f"found {type(loader).__name__}; help: give it what prepare() returned"
         )
     if not _is_followable(loader):
         return loader

@@ -1,7 +1,9 @@
-"""The run state of a rank: what ``save_state`` leaves out and a run needs to go on bit for bit, in one small file.
+"""The run state of a rank: what ``save_state`` leaves out and a run needs to go on bit for bit, in
+one small file.
 
-``save`` writes it next to accelerate's own files, where stock ``load_state`` ignores it.
-``go_on`` restores it after everything else, the random generators last, and then compares what is there with the file.
+``save`` writes it next to accelerate's own files, where stock ``load_state`` ignores it. ``go_on``
+restores it after everything else, the random generators last, and then compares what is there with
+the file.
 """
 
 import functools
@@ -40,7 +42,9 @@ from ckptfix.wording import count_of, human_size, list_names
 
 VERSION = 2
 READABLE = (1, VERSION)
-"""Versions of run states that are read. 1, of 0.5.0, has the state of Python's generator as a tuple of integers."""
+"""Versions of run states that are read. 1, of 0.5.0, has the state of Python's generator as a tuple
+of integers.
+"""
 
 SMALL = 1 << 20
 """Bytes up to which the state of a custom object is kept for every rank."""
@@ -48,8 +52,9 @@ SMALL = 1 << 20
 _log = logging.getLogger("ckptfix")
 
 _SCHEDULERS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
-"""Every LR scheduler of this process since ``watch``, and its number: one that is not prepared is in no file of
-accelerate's."""
+"""Every LR scheduler of this process since ``watch``, and its number: one that is not prepared is
+in no file of accelerate's.
+"""
 
 _numbers = itertools.count()
 
@@ -83,7 +88,9 @@ def _follow_schedulers() -> None:
 
 @contextmanager
 def seen_states() -> Iterator[dict[str, Any]]:
-    """Yield the states that accelerate saves meanwhile, by file name: asking an object twice may take long."""
+    """Yield the states that accelerate saves meanwhile, by file name: asking an object twice may
+    take long.
+    """
     states: dict[str, Any] = {}
     original = checkpointing.save
 
@@ -100,9 +107,11 @@ def seen_states() -> Iterator[dict[str, Any]]:
 
 
 def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]) -> State:
-    """Return the run state of this rank. ``random``: the generators with which the run goes on after the save.
+    """Return the run state of this rank. ``random``: the generators with which the run goes on
+    after the save.
 
-    ``states``: of what accelerate saved, by file name. What cannot be described is left out, and a load says so.
+    ``states``: of what accelerate saved, by file name. What cannot be described is left out, and a
+    load says so.
     """
     loaders = []
     for position in positions.positions_of(accelerator):
@@ -121,7 +130,9 @@ def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]
         "loaders": loaders,
         "schedulers": [_described(one.state_dict()) for one in accelerator._schedulers],
         "unprepared": _unprepared(accelerator),
-        "scaler": None if accelerator.scaler is None else _described(accelerator.scaler.state_dict()),
+        "scaler": (
+            None if accelerator.scaler is None else _described(accelerator.scaler.state_dict())
+        ),
         "custom": _custom(accelerator, states),
         "parameters": _parameter_names(accelerator),
         "gradients": _gradients(accelerator),
@@ -129,17 +140,20 @@ def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]
     }
 
 
-def save(accelerator: Any, folder: Path, random: GeneratorStates, states: Mapping[str, Any]) -> None:
+def save(
+    accelerator: Any, folder: Path, random: GeneratorStates, states: Mapping[str, Any]
+) -> None:
     """Write the run state of this rank into the folder of a save; see ``collect``.
 
-    Code of the script runs in it, of custom objects and datasets. When that fails, the save is complete without it.
+    Code of the script runs in it, of custom objects and datasets. When that fails, the save is
+    complete without it.
     """
     try:
         state = collect(accelerator, random, states)
     except Exception as error:
         warn_caller(
-            f"{run_state_name(accelerator.process_index)} was not saved, so a run from this checkpoint will not be "
-            f"bit-exact: {type(error).__name__}: {error}"
+            f"{run_state_name(accelerator.process_index)} was not saved, so a run from this "
+            f"checkpoint will not be bit-exact: {type(error).__name__}: {error}"
         )
         return
     state["beside"] = _beside(folder, accelerator.process_index)
@@ -147,7 +161,9 @@ def save(accelerator: Any, folder: Path, random: GeneratorStates, states: Mappin
 
 
 def read(folder: Path, rank: int) -> State:
-    """Return the run state of a rank. Raises OSError where there is none, ValueError where it cannot be used."""
+    """Return the run state of a rank. Raises OSError where there is none, ValueError where it
+    cannot be used.
+    """
     path = folder / run_state_name(rank)
     with path.open("rb") as file:
         try:
@@ -159,13 +175,16 @@ def read(folder: Path, rank: int) -> State:
     return state
 
 
-# The files next to a run state: accelerate alone saves over them and leaves the run state where it is.
+# The files next to a run state: accelerate alone saves over them and leaves the run state where it
+# is.
 
 
 def _beside(folder: Path, rank: int) -> dict[str, str]:
-    """Return digests of what a rank has written next to its run state: its random states; the main one, states of all.
+    """Return digests of what a rank has written next to its run state: its random states; the main
+    one, states of all.
 
-    Of another rank's files one may not be complete yet. A save is known again by them wherever the folder is copied.
+    Of another rank's files one may not be complete yet. A save is known again by them wherever the
+    folder is copied.
     """
     roles = {Role.RNG_STATE, Role.OPTIMIZER, Role.SCHEDULER} if rank == 0 else {Role.RNG_STATE}
     return {
@@ -179,12 +198,15 @@ def _beside(folder: Path, rank: int) -> dict[str, str]:
 
 
 def _saved_over(folder: Path, state: State) -> str:
-    """Return the name of a file that another save has written over since, "" where there is none."""
+    """Return the name of a file that another save has written over since, "" where there is
+    none.
+    """
     for name, digest in state.get("beside", {}).items():
         parsed = parse_file_name(name)
         with suppress(OSError):  # removed: the load itself says what it lacks
             if parsed is None or (parsed.role is not Role.RNG_STATE and _is_written_anew(folder)):
-                continue  # a repair may have renamed keys in it, migrate has written it for another strategy
+                # A repair may have renamed keys in it, migrate has written it for another strategy.
+                continue
             if digest_of_end(folder / name) != digest:
                 return str(name)
     return ""
@@ -199,14 +221,18 @@ def _is_written_anew(folder: Path) -> bool:
 
 def _progress(accelerator: Any, loaders: Sequence[Any]) -> list[Any]:
     """Return how far a run has come, the same on every rank."""
-    positions_now = [[one["iteration"], one["fetched"]] if isinstance(one, dict) else [] for one in loaders]
+    positions_now = [
+        [one["iteration"], one["fetched"]] if isinstance(one, dict) else [] for one in loaders
+    ]
     epochs = [getattr(innermost(one), "last_epoch", None) for one in accelerator._schedulers]
     steps = [_steps_of(innermost(optimizer)) for optimizer in accelerator._optimizers]
     return [accelerator.step, positions_now, plain(epochs), steps]
 
 
 def _steps_of(optimizer: Any) -> list[int]:
-    """Return the number of steps of the first parameter that has one; optimizers of others keep what they like."""
+    """Return the number of steps of the first parameter that has one; optimizers of others keep
+    what they like.
+    """
     states = getattr(optimizer, "state", None)
     first = next(iter(states.values()), None) if isinstance(states, Mapping) else None
     step = first.get("step") if isinstance(first, Mapping) else None
@@ -214,7 +240,9 @@ def _steps_of(optimizer: Any) -> list[int]:
 
 
 def _described(state: Any, limit: float = math.inf) -> State:
-    """Return a state in plain values; a fingerprint of one that has others, or takes more than ``limit`` bytes."""
+    """Return a state in plain values; a fingerprint of one that has others, or takes more than
+    ``limit`` bytes.
+    """
     if _size(state) <= limit:
         with suppress(TypeError):
             return {"state": plain(state)}
@@ -236,15 +264,23 @@ def _unprepared_schedulers(accelerator: Any) -> list[tuple[int, Any]]:
     found = [
         (numbers[id(innermost(one.optimizer))], one)
         for one in list(_SCHEDULERS)
-        if id(one) not in known | inside and id(innermost(getattr(one, "optimizer", None))) in numbers
+        if id(one) not in known | inside
+        and id(innermost(getattr(one, "optimizer", None))) in numbers
     ]
-    # Two of one type drive one optimizer in the order in which the script made them, which is the same in every run.
-    return sorted(found, key=lambda pair: (pair[0], type(pair[1]).__name__, _SCHEDULERS.get(pair[1], 0)))
+    # Two of one type drive one optimizer in the order in which the script made them, which is the
+    # same in every run.
+    return sorted(
+        found, key=lambda pair: (pair[0], type(pair[1]).__name__, _SCHEDULERS.get(pair[1], 0))
+    )
 
 
 def _custom(accelerator: Any, states: Mapping[str, Any]) -> list[State | None]:
-    names = (f"custom_checkpoint_{number}.pkl" for number in range(len(accelerator._custom_objects)))
-    return [_described(states[name], SMALL) if states.get(name) is not None else None for name in names]
+    names = (
+        f"custom_checkpoint_{number}.pkl" for number in range(len(accelerator._custom_objects))
+    )
+    return [
+        _described(states[name], SMALL) if states.get(name) is not None else None for name in names
+    ]
 
 
 def _size(value: Any) -> int:
@@ -255,7 +291,9 @@ def _size(value: Any) -> int:
         return sum(map(_size, value.values())) + 16 * len(value)
     if isinstance(value, list | tuple):
         return sum(map(_size, value)) + 8 * len(value)
-    return int(getattr(value, "nbytes", None) or (len(value) if isinstance(value, str | bytes) else 8))
+    return int(
+        getattr(value, "nbytes", None) or (len(value) if isinstance(value, str | bytes) else 8)
+    )
 
 
 def _sampled(value: Any) -> Any:
@@ -279,14 +317,19 @@ def _parameter_names(accelerator: Any) -> list[list[list[str]]]:
     """Return the names of the parameters of each optimizer by group, in its order."""
     names = {id(parameter): name for name, parameter in _named_parameters(accelerator)}
     return [
-        [[names.get(id(parameter), "") for parameter in group["params"]] for group in one.param_groups]
+        [
+            [names.get(id(parameter), "") for parameter in group["params"]]
+            for group in one.param_groups
+        ]
         for one in map(innermost, accelerator._optimizers)
         if isinstance(one, torch.optim.Optimizer)
     ]
 
 
 def _gradients(accelerator: Any) -> dict[str, torch.Tensor] | None:
-    """Return the gradients of an accumulation that the save cuts, None between two optimizer steps."""
+    """Return the gradients of an accumulation that the save cuts, None between two optimizer
+    steps.
+    """
     if accelerator.sync_gradients or accelerator.distributed_type in SHARDED:
         return None
     found = {
@@ -296,7 +339,10 @@ def _gradients(accelerator: Any) -> dict[str, torch.Tensor] | None:
     }
     if found:
         size = sum(one.numel() * one.element_size() for one in found.values())
-        _log.info("save_state within an accumulation: its gradients are saved, too (%s)", human_size(size))
+        _log.info(
+            "save_state within an accumulation: its gradients are saved, too (%s)",
+            human_size(size),
+        )
     return found or None
 
 
@@ -304,10 +350,11 @@ def _gradients(accelerator: Any) -> dict[str, torch.Tensor] | None:
 
 
 def go_on(accelerator: Any, folder: Path, left: frozenset[str] = frozenset()) -> list[str]:
-    """Restore the run state of this rank after a load; return why the run does not continue bit for bit.
+    """Restore the run state of this rank after a load; return why the run does not continue bit for
+    bit.
 
-    ``left``: the parts that are left as the load made them, by the words of ``LoadPolicy``. Whatever is wrong with the
-    file, the load itself stays as it is: nothing is raised.
+    ``left``: the parts that are left as the load made them, by the words of ``LoadPolicy``.
+    Whatever is wrong with the file, the load itself stays as it is: nothing is raised.
     """
     watch(accelerator)
     rank = accelerator.process_index
@@ -323,17 +370,21 @@ def go_on(accelerator: Any, folder: Path, left: frozenset[str] = frozenset()) ->
 def _restored(accelerator: Any, folder: Path, state: State, left: frozenset[str]) -> list[str]:
     try:
         return _Restoring(accelerator, folder, state, left).run()
-    except Exception as error:  # of the script's own code, or of a file that does not hold what it should
+    # Of the script's own code, or of a file that does not hold what it should.
+    except Exception as error:
         return [f"{run_state_name(accelerator.process_index)}: {type(error).__name__}: {error}"]
 
 
 def _go_on_without(accelerator: Any, folder: Path, left: frozenset[str]) -> list[str]:
-    """Return why a rank without a run state cannot go on exactly, and do what has a right answer."""
+    """Return why a rank without a run state cannot go on exactly, and do what has a right
+    answer.
+    """
     try:
         main = read(folder, 0)
     except FileNotFoundError:
         return [
-            "saved without a run state, by accelerate alone: data order and random numbers within an epoch"
+            "saved without a run state, by accelerate alone: data order and random numbers within "
+            "an epoch"
         ]
     except (OSError, ValueError) as error:
         return [str(error)]
@@ -360,8 +411,9 @@ class _Restoring:
         random = GeneratorStates.from_plain(state["random"])
         if name := _saved_over(self._folder, state) or self._saved_over_main():
             return [
-                f"a save without ckptfix has written over {name} since: {run_state_name(state['rank'])} is of an "
-                "older save and left out, and with it data order and random numbers within an epoch"
+                f"a save without ckptfix has written over {name} since: "
+                f"{run_state_name(state['rank'])} is of an older save and left out, and with it "
+                "data order and random numbers within an epoch"
             ]
         if not self._is_same_world:
             self._problems.append(
@@ -369,7 +421,8 @@ class _Restoring:
             )
         elif self._is_of_another_save():
             return [
-                f"{run_state_name(accelerator.process_index)} is of another save than {run_state_name(0)}"
+                f"{run_state_name(accelerator.process_index)} is of another save than "
+                f"{run_state_name(0)}"
             ]
         else:
             self._restore_own()
@@ -400,7 +453,9 @@ class _Restoring:
         return self._problems
 
     def _saved_over_main(self) -> str:
-        """Return the name of a file of the main process that another save has written over, as ``_saved_over``."""
+        """Return the name of a file of the main process that another save has written over, as
+        ``_saved_over``.
+        """
         if self._state["rank"] == 0:
             return ""
         try:
@@ -409,7 +464,9 @@ class _Restoring:
             return ""
 
     def _is_of_another_save(self) -> bool:
-        """Return whether this rank saved alone, and was stopped before it could in the save of rank 0."""
+        """Return whether this rank saved alone, and was stopped before it could in the save of rank
+        0.
+        """
         if self._state["rank"] == 0:
             return False
         try:
@@ -421,31 +478,42 @@ class _Restoring:
         """Restore what each rank has for itself."""
         accelerator, state = self._accelerator, self._state
         if state["is_cut"]:
-            self._problems.append("the save cut an accumulation, and its gradients are spread over the ranks")
+            self._problems.append(
+                "the save cut an accumulation, and its gradients are spread over the ranks"
+            )
         if "step" not in self._left:
             self._restore_gradients(state["gradients"] or {})
         if "schedulers" not in self._left:
             self._restore_each("scheduler", accelerator._schedulers, state["schedulers"])
-        if "scaler" not in self._left and accelerator.scaler is not None and state["scaler"] is not None:
+        if (
+            "scaler" not in self._left
+            and accelerator.scaler is not None
+            and state["scaler"] is not None
+        ):
             self._restore_each("gradient scaler", [accelerator.scaler], [state["scaler"]])
         if "custom" not in self._left:
             self._restore_each("custom object", accelerator._custom_objects, state["custom"])
 
     def _restore_step(self) -> None:
-        """Restore the count of batches within an accumulation, or begin a complete one where it is another one.
+        """Restore the count of batches within an accumulation, or begin a complete one where it is
+        another one.
 
-        The symptom: saved after 5 steps of 2 batches, the first step of a run with 4 batches had 2, scaled by 1/4.
+        The symptom: saved after 5 steps of 2 batches, the first step of a run with 4 batches had 2,
+        scaled by 1/4.
         """
         accelerator, state = self._accelerator, self._state
         step = state["step"]
         if not self._is_same_world or (
-            state["accumulation"] != accelerator.gradient_accumulation_steps and not state["gradients"]
+            state["accumulation"] != accelerator.gradient_accumulation_steps
+            and not state["gradients"]
         ):
             step = 0
         accelerator.step = step
         self._checks.append(("accelerator.step", step, lambda: accelerator.step))
 
-    def _restore_each(self, what: str, things: Sequence[Any], saved: Sequence[State | None]) -> None:
+    def _restore_each(
+        self, what: str, things: Sequence[Any], saved: Sequence[State | None]
+    ) -> None:
         for number, (thing, described) in enumerate(zip(things, saved, strict=False)):
             name = f"{what} {number}" if len(things) > 1 else what
             if described is None:
@@ -462,7 +530,8 @@ class _Restoring:
         state = thing.state_dict()
         if wanted not in (fingerprint(state), fingerprint(_sampled(state))):
             self._problems.append(
-                f"{name}: its state on this rank was another one, too large or too special for the run state"
+                f"{name}: its state on this rank was another one, too large or too special for the "
+                "run state"
             )
 
     def _restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -478,19 +547,25 @@ class _Restoring:
             self._accelerator.gradient_state._set_sync_gradients(False)
 
     def _order_moments(self) -> None:
-        """Give each parameter the moments of its name: optimizer.bin has them in the order of the saving rank 0."""
+        """Give each parameter the moments of its name: optimizer.bin has them in the order of the
+        saving rank 0.
+        """
         accelerator = self._accelerator
         if accelerator.distributed_type in SHARDED:
             return
         try:
             saved = (
-                self._state["parameters"] if self._state["rank"] == 0 else read(self._folder, 0)["parameters"]
+                self._state["parameters"]
+                if self._state["rank"] == 0
+                else read(self._folder, 0)["parameters"]
             )
         except (OSError, ValueError):
             saved = self._state["parameters"]
         now = _parameter_names(accelerator)
         optimizers = [
-            one for one in map(innermost, accelerator._optimizers) if isinstance(one, torch.optim.Optimizer)
+            one
+            for one in map(innermost, accelerator._optimizers)
+            if isinstance(one, torch.optim.Optimizer)
         ]
         if len(saved) != len(now):
             return
@@ -507,7 +582,8 @@ class _Restoring:
         wanted = [(one["optimizer"], one["type"]) for one in saved]
         if wanted and wanted != [(number, type(one).__name__) for number, one in there]:
             self._problems.append(
-                f"scheduler {saved[0]['type']} was not prepared, and is not in the checkpoint: prepare() it"
+                f"scheduler {saved[0]['type']} was not prepared, and is not in the checkpoint: "
+                "prepare() it"
             )
         elif wanted and self._is_same_world:
             self._restore_each("unprepared scheduler", [one for _, one in there], saved)
@@ -532,7 +608,9 @@ class _Restoring:
             difference = first_difference(wanted, current())
             if difference is not None:
                 at = f" ({difference})" if difference else ""
-                self._problems.append(f"{name}: not what the checkpoint holds after it was loaded{at}")
+                self._problems.append(
+                    f"{name}: not what the checkpoint holds after it was loaded{at}"
+                )
                 return
 
 
@@ -543,11 +621,14 @@ def _comparable(state: Any) -> Any:
         return state
 
 
-def _reorder(optimizer: Any, before: Sequence[Sequence[str]], after: Sequence[Sequence[str]]) -> None:
+def _reorder(
+    optimizer: Any, before: Sequence[Sequence[str]], after: Sequence[Sequence[str]]
+) -> None:
     """Move moments that were loaded by position to the parameters whose names they belong to."""
     for group, saved, now in zip(optimizer.param_groups, before, after, strict=True):
         loaded = {
-            name: optimizer.state.pop(one, None) for name, one in zip(saved, group["params"], strict=True)
+            name: optimizer.state.pop(one, None)
+            for name, one in zip(saved, group["params"], strict=True)
         }
         for name, parameter in zip(now, group["params"], strict=True):
             if loaded[name] is not None:
@@ -555,7 +636,9 @@ def _reorder(optimizer: Any, before: Sequence[Sequence[str]], after: Sequence[Se
 
 
 def _seed_anew(random: GeneratorStates, rank: int, state: State) -> None:
-    """Give a rank of a run with another number of processes generators that the same load gives it again."""
+    """Give a rank of a run with another number of processes generators that the same load gives it
+    again.
+    """
     restore(random)
     if rank == state["rank"]:
         return
@@ -572,13 +655,17 @@ def _seed_anew(random: GeneratorStates, rank: int, state: State) -> None:
 def go_on_and_report(
     accelerator: Any, folder: Path, *, left: frozenset[str] = frozenset()
 ) -> tuple[str, ...]:
-    """Restore the run state of this rank; say in one line why a run does not continue bit for bit, and return it."""
+    """Restore the run state of this rank; say in one line why a run does not continue bit for bit,
+    and return it.
+    """
     problems = go_on(accelerator, folder, left)
     if not problems:
         return ()
     is_of_all = problems[0].startswith("saved with")
     if accelerator.is_main_process or not is_of_all:
-        words = "; ".join(problems[:3]) + (f" (and {len(problems) - 3} more)" if len(problems) > 3 else "")
+        words = "; ".join(problems[:3]) + (
+            f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        )
         if problems[0].startswith("saved without"):
             _log.warning("%s: not bit-exact: %s", folder, words)
         else:

@@ -10,7 +10,9 @@ from ckptfix.training.resuming.worker_states import WorkerStates
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """States of the global generators and of those that a loader, its sampler and its dataset hold."""
+    """States of the global generators and of those that a loader, its sampler and its dataset
+    hold.
+    """
 
     everywhere: GeneratorStates
     held: Mapping[str, Any]
@@ -27,7 +29,9 @@ class Moment:
 
 @dataclass(slots=True)
 class SaveMoment:
-    """The global generators at a save. ``is_reached``: whether a loader has brought the run there again."""
+    """The global generators at a save. ``is_reached``: whether a loader has brought the run there
+    again.
+    """
 
     generators: GeneratorStates
     is_reached: bool = False
@@ -37,10 +41,10 @@ class SaveMoment:
 class Position:
     """A loader at a save.
 
-    ``fetched`` counts batches of the base loader that the script has got in the pass under way, None between passes;
-    a dispatcher yields one batch for every ``per_batch`` of them. ``is_at_end``: the last batch has been yielded, and
-    the loop has not ended. ``made``: when the iterator was made, where that was before the pass. ``problem``: why it
-    is not exact.
+    ``fetched`` counts batches of the base loader that the script has got in the pass under way,
+    None between passes; a dispatcher yields one batch for every ``per_batch`` of them.
+    ``is_at_end``: the last batch has been yielded, and the loop has not ended. ``made``: when the
+    iterator was made, where that was before the pass. ``problem``: why it is not exact.
     """
 
     signature: tuple[Any, ...]
@@ -98,9 +102,11 @@ class Position:
             seed=value["seed"],
             stateful=from_plain(value["stateful"]),
             is_fresh=bool(value["is_fresh"]),
-            workers=None
-            if value["workers"] is None
-            else WorkerStates.from_plain(from_plain(value["workers"])),
+            workers=(
+                None
+                if value["workers"] is None
+                else WorkerStates.from_plain(from_plain(value["workers"]))
+            ),
             made=None if value["made"] is None else Moment.from_plain(value["made"]),
             problem=str(value["problem"]),
         )

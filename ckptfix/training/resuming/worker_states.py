@@ -1,8 +1,9 @@
-"""Random generators of the worker processes of a loader: reported with each batch, and set again in new workers.
+"""Random generators of the worker processes of a loader: reported with each batch, and set again in
+new workers.
 
-A worker draws for augmentation, and no file holds what it has drawn. Each batch therefore carries the generators of
-its worker as they are after it, 10 KB. On resume, a new worker goes on where an old one was: the one that would have
-made the batch that the new one makes first.
+A worker draws for augmentation, and no file holds what it has drawn. Each batch therefore carries
+the generators of its worker as they are after it, 10 KB. On resume, a new worker goes on where an
+old one was: the one that would have made the batch that the new one makes first.
 """
 
 import random
@@ -22,16 +23,19 @@ from ckptfix.dataclass import dataclass
 from ckptfix.training.resuming.generators import generators_in, set_state, state_of
 
 Report = dict[str, Any]
-"""Generators of a worker after a batch, in arrays: a tensor in a queue would cost a file descriptor."""
+"""Generators of a worker after a batch, in arrays: a tensor in a queue would cost a file
+descriptor.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStates:
     """The workers of a loader at a save.
 
-    ``states``: of each worker, where it has made a batch, the generators before the first batch that the script has not
-    got. ``begun``: those at the beginning of the pass, where workers lived on from the pass before. ``phase``: the
-    number of the batch that worker 0 made first. ``is_reused``: the workers were older than the pass.
+    ``states``: of each worker, where it has made a batch, the generators before the first batch
+    that the script has not got. ``begun``: those at the beginning of the pass, where workers lived
+    on from the pass before. ``phase``: the number of the batch that worker 0 made first.
+    ``is_reused``: the workers were older than the pass.
     """
 
     count: int
@@ -85,7 +89,9 @@ class Workers:
         return []
 
     def between(self, base: Any) -> WorkerStates | None:
-        """Return the states in which the next pass finds its workers; None where it starts new ones."""
+        """Return the states in which the next pass finds its workers; None where it starts new
+        ones.
+        """
         if not _is_reported(base) or not base.persistent_workers:
             return None
         if self._expected is not None:
@@ -98,7 +104,11 @@ class Workers:
         if not _is_reported(base):
             return None
         return WorkerStates(
-            base.num_workers, self._latest(index), self._begun, phase=self._phase, is_reused=self._is_reused
+            base.num_workers,
+            self._latest(index),
+            self._begun,
+            phase=self._phase,
+            is_reused=self._is_reused,
         )
 
     def _latest(self, before: int | None) -> dict[int, Report]:
@@ -114,7 +124,8 @@ class Workers:
     ) -> Iterator[None]:
         """Have the workers that are started meanwhile report, and begin where others were.
 
-        ``first``: the number of the first batch that the base loader fetches. ``states``: of a pass that goes on.
+        ``first``: the number of the first batch that the base loader fetches. ``states``: of a pass
+        that goes on.
         """
         expected, self._expected = self._expected, None
         if not _is_reported(base):
@@ -171,7 +182,8 @@ class Workers:
     def ended(self, base: Any, *, is_complete: bool, is_rest: bool) -> None:
         """Take note of the end of a pass: one that is broken off leaves batches that nobody sees.
 
-        ``is_rest``: the pass went on from a checkpoint over a loader of its own, whose workers end with it.
+        ``is_rest``: the pass went on from a checkpoint over a loader of its own, whose workers end
+        with it.
         """
         if _is_reported(base) and base.persistent_workers:
             self._is_unknown = not is_complete
@@ -183,7 +195,9 @@ def _has_workers(base: Any) -> bool:
 
 
 def _is_reported(base: Any) -> bool:
-    """Return whether batches carry a report; those of an iterable dataset are made again from its beginning."""
+    """Return whether batches carry a report; those of an iterable dataset are made again from its
+    beginning.
+    """
     return _has_workers(base) and not isinstance(base.dataset, IterableDataset)
 
 
@@ -221,9 +235,11 @@ class Reporting:
 
 
 class Starting:
-    """The ``worker_init_fn`` of a loader: a worker takes the part of an old one, and its generators.
+    """The ``worker_init_fn`` of a loader: a worker takes the part of an old one, and its
+    generators.
 
-    ``ids``: for each new worker the number of the old one. Without states of the old one, torch's seeds of it are used.
+    ``ids``: for each new worker the number of the old one. Without states of the old one, torch's
+    seeds of it are used.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
-"""Checks of what a guarded run has just saved: whether it will load, and whether its weights have changed.
+"""Checks of what a guarded run has just saved: whether it will load, and whether its weights have
+changed.
 
-The findings about loads are those of ``ckptfix check``, from configs and headers. The run knows more than the files:
-its optimizers tell the step, and which parameters they train. No save fails here, and none waits for long.
+The findings about loads are those of ``ckptfix check``, from configs and headers. The run knows
+more than the files: its optimizers tell the step, and which parameters they train. No save fails
+here, and none waits for long.
 """
 
 import itertools
@@ -62,7 +64,8 @@ _said: set[str] = set()
 
 
 class _Last(NamedTuple):
-    """The last save whose weights differed from those before. ``repeats``: later ones with equal weights.
+    """The last save whose weights differed from those before. ``repeats``: later ones with equal
+    weights.
 
     ``name``: of its folder. ``steps``: id of an optimizer -> its steps.
     """
@@ -96,7 +99,9 @@ class _Trained(NamedTuple):
 
     @property
     def changes_at_the_beginning(self) -> bool:
-        """True where the steps change what a sample shows: of an embedding they change the rows that were used."""
+        """True where the steps change what a sample shows: of an embedding they change the rows
+        that were used.
+        """
         return any(
             isinstance(value, torch.Tensor)
             and value.shape == self.parameter.shape
@@ -106,7 +111,9 @@ class _Trained(NamedTuple):
 
 
 def _own(value: Any) -> Any:
-    """Return this process's part of a DTensor: any operation on a whole one may wait for all other processes."""
+    """Return this process's part of a DTensor: any operation on a whole one may wait for all other
+    processes.
+    """
     return value.to_local() if hasattr(value, "to_local") else value
 
 
@@ -132,7 +139,9 @@ class _Budget:
 
 
 def checks_saves(given: bool | None) -> bool:
-    """Return whether saves are checked: as given, else as the environment says, else True. Raises UsageError."""
+    """Return whether saves are checked: as given, else as the environment says, else True. Raises
+    UsageError.
+    """
     text = os.environ.get(VARIABLE) or "1"
     if given is None and text not in ("0", "1"):
         raise UsageError(f"{VARIABLE}={text}: expected 0 or 1")
@@ -159,9 +168,10 @@ def check_save(
 ) -> None:
     """Warn of what a save has left in a folder, once for each kind in this process. Raises nothing.
 
-    ``name``: of the folder for the user, who finds it there. ``subject``: what saves itself, ``models``: its models.
-    ``step``: of the training, by default the optimizer's. ``below``: the sub-folders that the save wrote, by default
-    all. ``repeats``: the saves after one of equal weights that show a fault.
+    ``name``: of the folder for the user, who finds it there. ``subject``: what saves itself,
+    ``models``: its models. ``step``: of the training, by default the optimizer's. ``below``: the
+    sub-folders that the save wrote, by default all. ``repeats``: the saves after one of equal
+    weights that show a fault.
     """
     try:
         if not checks_saves(settings.check_saves) or subject in _too_long:
@@ -174,7 +184,10 @@ def check_save(
         _say("limit", f"{name}: {what}; next: {_command('check', name)}")
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        _say("failed", f"{name}: not checked after the save: {what}; next: {_command('check', name)}")
+        _say(
+            "failed",
+            f"{name}: not checked after the save: {what}; next: {_command('check', name)}",
+        )
 
 
 def _check(
@@ -205,7 +218,9 @@ def _check(
 def _scans(
     folder: Path, below: Collection[str] | None, budget: _Budget
 ) -> Iterator[tuple[PurePosixPath, CheckpointFolder]]:
-    """Yield the folder and those of its sub-folders that a library loads a model from, with the weights scanned."""
+    """Yield the folder and those of its sub-folders that a library loads a model from, with the
+    weights scanned.
+    """
     top = _scan(folder, budget)
     yield PurePosixPath(), top
     for where in top.plain_subfolders if below is None else map(PurePosixPath, below):
@@ -226,7 +241,11 @@ def _scan(folder: Path, budget: _Budget) -> CheckpointFolder:
     scan = scan_folder(folder, wanted=is_wanted)
     # Of a file of torch the pickle is read before its size is known.
     budget.take(
-        sum(len(one.content.tree.data) for one in scan.components if isinstance(one.content, TorchFile))
+        sum(
+            len(one.content.tree.data)
+            for one in scan.components
+            if isinstance(one.content, TorchFile)
+        )
     )
     return replace(scan, unscanned=tuple(states))
 
@@ -246,7 +265,8 @@ def _findings(scan: CheckpointFolder, steps: int, budget: _Budget) -> Iterator[F
     loads += adapters_without_config(scan, groups, loads)
     metered = [load._replace(sample=_metered(load.sample, budget)) for load in loads]
     for finding in diagnose_loads(metered).findings:
-        # A resume reads DeepSpeed's own folder, so check gives a note. Who takes the adapter alone has nothing.
+        # A resume reads DeepSpeed's own folder, so check gives a note. Who takes the adapter alone
+        # has nothing.
         if finding.severity is not Severity.NOTE or isinstance(finding, UngatheredParts):
             yield finding
 
@@ -262,7 +282,9 @@ def _metered(
 
 
 def _optimizers() -> Iterator[torch.optim.Optimizer]:
-    """Yield the prepared optimizers, but for those of DeepSpeed, which train copies of the parameters."""
+    """Yield the prepared optimizers, but for those of DeepSpeed, which train copies of the
+    parameters.
+    """
     for accelerator in list(GUARDS):
         for prepared in accelerator._optimizers:
             if isinstance(optimizer := innermost(prepared), torch.optim.Optimizer):
@@ -270,11 +292,17 @@ def _optimizers() -> Iterator[torch.optim.Optimizer]:
 
 
 def _steps() -> dict[int, int]:
-    """Return the steps of each optimizer that counts them, by its id: fp16 skips some, which no script counts."""
+    """Return the steps of each optimizer that counts them, by its id: fp16 skips some, which no
+    script counts.
+    """
     steps = {}
     for optimizer in _optimizers():
-        groups = (group for group in optimizer.param_groups if float(group.get("lr", 0.0)) > LEAST_RATE)
-        states = (optimizer.state.get(parameter, {}) for group in groups for parameter in group["params"])
+        groups = (
+            group for group in optimizer.param_groups if float(group.get("lr", 0.0)) > LEAST_RATE
+        )
+        states = (
+            optimizer.state.get(parameter, {}) for group in groups for parameter in group["params"]
+        )
         step = next((one["step"] for one in states if "step" in one), None)
         if step is not None:
             steps[id(optimizer)] = int(_own(step))
@@ -282,7 +310,9 @@ def _steps() -> dict[int, int]:
 
 
 def _trained(models: Iterable[Any]) -> list[_Trained]:
-    """Return the parameters of models that an optimizer trains, at a rate that changes them in fp32."""
+    """Return the parameters of models that an optimizer trains, at a rate that changes them in
+    fp32.
+    """
     trained: dict[int, tuple[torch.optim.Optimizer, float]] = {}
     for optimizer in _optimizers():
         for group in optimizer.param_groups:
@@ -303,7 +333,9 @@ def _trained(models: Iterable[Any]) -> list[_Trained]:
 
 
 def _steps_of_engine(models: Iterable[Any]) -> int | None:
-    """Return the steps of the engine of DeepSpeed around one of the models, None where there is none."""
+    """Return the steps of the engine of DeepSpeed around one of the models, None where there is
+    none.
+    """
     inside = {id(innermost(model)) for model in models}
     for engine in (engine for accelerator in list(GUARDS) for engine in accelerator._models):
         if hasattr(engine, "global_steps") and id(innermost(engine)) in inside:
@@ -318,7 +350,9 @@ def _same_as_last(
     steps: Mapping[int, int],
     budget: _Budget,
 ) -> _Last | None:
-    """Return the last save of this subject where the weights equal it in samples of all; remember this one."""
+    """Return the last save of this subject where the weights equal it in samples of all; remember
+    this one.
+    """
     digests = []
     has_weights = False
     for where, scan in scans.items():
@@ -347,11 +381,16 @@ def _judge_equal(
     models: Iterable[Any],
     repeats: int,
 ) -> None:
-    """Warn of weights that equal the last ones, where trained weights are among them and steps were made."""
+    """Warn of weights that equal the last ones, where trained weights are among them and steps were
+    made.
+    """
     files = [file for scan in scans.values() for file in scan.components]
     # The tensors of ZeRO-3 have no elements, and are equal in each save.
     dtypes = {
-        bare(tensor.fqn): tensor.dtype for file in files for tensor in file.tensors if 0 not in tensor.shape
+        bare(tensor.fqn): tensor.dtype
+        for file in files
+        for tensor in file.tensors
+        if 0 not in tensor.shape
     }
     for one in _trained(models):
         before = last.steps.get(id(one.optimizer))
@@ -387,11 +426,14 @@ def _described(finding: Finding, place: str, step: int | None) -> str:
     remedy = "; ".join(finding.advice_at(place).splitlines()) or _command("repair", place)
     if isinstance(finding, DeadAdapter):
         remedy += (
-            "; for the next save: accelerator.unwrap_model(model, keep_torch_compile=False).save_pretrained(...), "
-            "without the state_dict of a wrapper"
+            "; for the next save: accelerator.unwrap_model(model, "
+            "keep_torch_compile=False).save_pretrained(...), without the state_dict of a wrapper"
         )
     at = f" (step {step})" if step is not None else ""
-    return f"{place}{at}: {finding}; next: {remedy}; reported once a run: ckptfix explain {finding.code}"
+    return (
+        f"{place}{at}: {finding}; next: {remedy}; reported once a run: ckptfix explain "
+        f"{finding.code}"
+    )
 
 
 def _command(verb: str, place: Path | str) -> str:
@@ -407,13 +449,18 @@ def _say(kind: str, words: str) -> None:
 def save_pretrained(
     model: Any, method: Method, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
 ) -> Any:
-    """Guard ``save_pretrained`` of transformers and PEFT: check what one process of each disk has written.
+    """Guard ``save_pretrained`` of transformers and PEFT: check what one process of each disk has
+    written.
 
     What a guarded save calls is checked with it: its folder has a temporary name.
     """
     result = method(save_directory, *args, **kwargs)
     folder = Path(os.path.abspath(save_directory))
-    if folder.is_dir() and not any(map(is_temporary, folder.parts)) and _leads(kwargs.get("is_main_process")):
+    if (
+        folder.is_dir()
+        and not any(map(is_temporary, folder.parts))
+        and _leads(kwargs.get("is_main_process"))
+    ):
         selected = kwargs.get("selected_adapters")
         check_save(
             DEFAULTS,
@@ -430,7 +477,9 @@ def save_pretrained(
 
 
 def _leads(is_main_process: bool | None) -> bool:
-    """Return whether this process checks: the first of all, or of a node where the script says that it writes."""
+    """Return whether this process checks: the first of all, or of a node where the script says that
+    it writes.
+    """
     if not PartialState._shared_state:
         return is_main_process is not False
     state = PartialState()

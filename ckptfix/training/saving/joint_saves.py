@@ -1,4 +1,5 @@
-"""A save of all processes at once: written to one staging folder, made durable, renamed, and then others are removed.
+"""A save of all processes at once: written to one staging folder, made durable, renamed, and then
+others are removed.
 
 An error on one process ends the save on all of them, and nothing of it stays behind.
 """
@@ -13,17 +14,34 @@ from typing import Any, NamedTuple
 from ckptfix.errors import OperationError
 from ckptfix.storage.markers import Uploaded
 from ckptfix.storage.paths import MANIFEST
-from ckptfix.storage.uploads import UploadPlan, begin_upload, finish_upload, not_uploaded, send, staged_files
+from ckptfix.storage.uploads import (
+    UploadPlan,
+    begin_upload,
+    finish_upload,
+    not_uploaded,
+    send,
+    staged_files,
+)
 from ckptfix.training.guard import guard_of
 from ckptfix.training.ranks import Ranks, meet, timeout_of
 from ckptfix.training.saving.save_manifest import with_files
-from ckptfix.training.saving.staged_saves import How, StagedSave, abandon, begin, commit, complete, uploaded
+from ckptfix.training.saving.staged_saves import (
+    How,
+    StagedSave,
+    abandon,
+    begin,
+    commit,
+    complete,
+    uploaded,
+)
 
 _log = logging.getLogger("ckptfix")
 
 
 class _Disk(NamedTuple):
-    """The part of a save that one process answers for on its disk: nothing, unless it made the staging folder there."""
+    """The part of a save that one process answers for on its disk: nothing, unless it made the
+    staging folder there.
+    """
 
     host: str
     folder: str
@@ -33,9 +51,10 @@ class _Disk(NamedTuple):
 class JointSave:
     """One save. Every process makes one, with the same ``what``, the name of the call in messages.
 
-    ``write`` writes the files of this process. On each disk one process then calls ``describe``, which completes the
-    staging folder and returns its manifest, as ``commit`` takes it (None: nothing was written on this disk), and
-    ``rotate``, when the new checkpoint is in its place. ``undo`` is called on every process when the save has failed.
+    ``write`` writes the files of this process. On each disk one process then calls ``describe``,
+    which completes the staging folder and returns its manifest, as ``commit`` takes it (None:
+    nothing was written on this disk), and ``rotate``, when the new checkpoint is in its place.
+    ``undo`` is called on every process when the save has failed.
     """
 
     def __init__(
@@ -61,7 +80,9 @@ class JointSave:
         self._owns = False
 
     def meet(self, word: str, *, can_save_alone: bool = False) -> list[str]:
-        """Return what each process says, by rank, once all are here. ``can_save_alone``: as in ``ranks.meet``."""
+        """Return what each process says, by rank, once all are here. ``can_save_alone``: as in
+        ``ranks.meet``.
+        """
         accelerator = self._accelerator
         if accelerator.num_processes == 1:
             return [word]
@@ -77,7 +98,9 @@ class JointSave:
         return [word[1:] for word in words]
 
     def run(self, plan: Callable[[], StagedSave]) -> Path:
-        """Save on every process, and return the target, which the main process plans. All have met before."""
+        """Save on every process, and return the target, which the main process plans. All have met
+        before.
+        """
         self._begin(plan)
         with self._on_all():
             self._write(self._staging)
@@ -104,8 +127,8 @@ class JointSave:
     def _begin(self, plan: Callable[[], StagedSave]) -> None:
         """Plan the save, make the staging folder, and find out who answers for a disk.
 
-        The main process does for that of the target, the first process of another node for its own, if it has one: on
-        one disk the folder is there by then, and nobody else can make it.
+        The main process does for that of the target, the first process of another node for its own,
+        if it has one: on one disk the folder is there by then, and nobody else can make it.
         """
         accelerator = self._accelerator
 
@@ -115,7 +138,9 @@ class JointSave:
             return self._staging.as_plain()
 
         with self._abandoned():
-            self._staging = StagedSave.from_plain(self._ranks.on_main(make, self._what, self._store))
+            self._staging = StagedSave.from_plain(
+                self._ranks.on_main(make, self._what, self._store)
+            )
         if self._is_on_nodes:
             with self._on_all():
                 if accelerator.is_local_main_process and not accelerator.is_main_process:
@@ -124,7 +149,8 @@ class JointSave:
     def _upload(self) -> None:
         """Upload what is staged on every disk, at once, and commit it when all of it is there.
 
-        Once all is staged nothing of it is removed before the commit: an upload that fails costs no save.
+        Once all is staged nothing of it is removed before the commit: an upload that fails costs no
+        save.
         """
         staging, ranks = self._staging, self._ranks
         manifest: bytes | None = None
@@ -134,7 +160,9 @@ class JointSave:
             manifest = described() if callable(described) else described
             if manifest is not None:
                 files = staged_files(staging.folder)
-        disks = [_Disk(*disk) for disk in ranks.gather((os.uname().nodename, str(staging.folder), files))]
+        disks = [
+            _Disk(*disk) for disk in ranks.gather((os.uname().nodename, str(staging.folder), files))
+        ]
         every = {name: size for disk in reversed(disks) for name, size in disk.files.items()}
         with self._on_all():
             if manifest is not None:
@@ -153,7 +181,9 @@ class JointSave:
         with self._on_all(), self._uploading(disks):
             if self._accelerator.is_main_process:
                 finish_upload(
-                    staging.place, plan, {name: one for part in parts for name, one in part.items()}
+                    staging.place,
+                    plan,
+                    {name: one for part in parts for name, one in part.items()},
                 )
         if self._owns:
             uploaded(staging)
@@ -167,7 +197,9 @@ class JointSave:
 
     @contextmanager
     def _uploading(self, disks: "Sequence[_Disk]") -> Iterator[None]:
-        """Say with every error, and where a user interrupts, where the save lies and how to upload it."""
+        """Say with every error, and where a user interrupts, where the save lies and how to upload
+        it.
+        """
         staging = self._staging
         parts = [f"{disk.host}:{disk.folder}" for disk in disks if disk.files]
         main = Path(next((disk.folder for disk in disks if disk.files), str(staging.folder)))
@@ -190,7 +222,8 @@ class JointSave:
 
     @contextmanager
     def _on_all(self) -> Iterator[None]:
-        """Run a part of the save on every process; when one fails, all raise, and nothing stays behind.
+        """Run a part of the save on every process; when one fails, all raise, and nothing stays
+        behind.
 
         One that is interrupted waits for nobody: the others may be gone as well.
         """

@@ -28,19 +28,25 @@ _PACKAGES = ("ckptfix", "accelerate", "torch", "safetensors")
 _TRAINERS = "transformers"
 
 _version = functools.cache(importlib.metadata.version)
-"""Version of an installed package. Reading its metadata takes 2 ms, and a save of a tiny model in all takes 20 ms."""
+"""Version of an installed package. Reading its metadata takes 2 ms, and a save of a tiny model in
+all takes 20 ms.
+"""
 
 
 def separate_views(state: StateDict) -> None:
-    """Give every tensor that shares its storage with a different view a storage of its own, in place.
+    """Give every tensor that shares its storage with a different view a storage of its own, in
+    place.
 
-    Tensors that agree in offset, shape and stride are one tensor under two names and stay so. Accelerate takes any two
-    tensors in one storage for duplicates and drops all but the first (accelerate#3101, #3812).
+    Tensors that agree in offset, shape and stride are one tensor under two names and stay so.
+    Accelerate takes any two tensors in one storage for duplicates and drops all but the first
+    (accelerate#3101, #3812).
     """
     by_storage: dict[tuple[torch.device, int], list[str]] = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
-            by_storage.setdefault((value.device, value.untyped_storage().data_ptr()), []).append(name)
+            by_storage.setdefault((value.device, value.untyped_storage().data_ptr()), []).append(
+                name
+            )
     for (_, pointer), names in by_storage.items():
         views = {_view(state[name]) for name in names}
         if pointer == 0 or len(views) == 1:
@@ -65,9 +71,11 @@ def aliases_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def model_entries(
-    models: Sequence[Any], weights: Sequence[Mapping[str, Any]], *, safetensors: bool, digests: SavedDigests | None
+    models: Sequence[Any], weights: Sequence[Mapping[str, Any]], *, safetensors: bool,
+    digests: SavedDigests | None
 ) -> tuple[ManifestEntry, ...]:  # fmt: skip
-    """Return the manifest's entries for the models; ``weights`` is empty where accelerate shards them itself.
+    """Return the manifest's entries for the models; ``weights`` is empty where accelerate shards
+    them itself.
 
     ``digests``: begins to hash their tensors.
 
@@ -91,11 +99,13 @@ def model_entries(
                 index=index,
                 file=str(file_name),
                 type=_type(innermost(model)) if numbered else "",
-                keys=key_fingerprint(
-                    (name, _dtype(value), tuple(value.shape)) for name, value in written.items()
-                )
-                if state
-                else "",
+                keys=(
+                    key_fingerprint(
+                        (name, _dtype(value), tuple(value.shape)) for name, value in written.items()
+                    )
+                    if state
+                    else ""
+                ),
                 aliases=aliases,
             )
         )
@@ -110,20 +120,25 @@ def make_manifest(
 ) -> Manifest:
     """Return the manifest of what lies in a staging folder.
 
-    ``sha256``: file -> its digest, or those of its ranges as one text; none where the save takes none.
+    ``sha256``: file -> its digest, or those of its ranges as one text; none where the save takes
+    none.
     """
     files = {
         name: os.stat(path).st_size
         for name in sorted(files_in(folder))
         if os.path.isfile(path := os.path.join(folder, name))
     }
-    # A hook that writes some models itself shifts the numbers of the others: then they say nothing of whose they are.
-    linked = len(models) == len(accelerator._models) and all(entry.file in files for entry in models)
+    # A hook that writes some models itself shifts the numbers of the others: then they say nothing
+    # of whose they are.
+    linked = len(models) == len(accelerator._models) and all(
+        entry.file in files for entry in models
+    )
     packages = (*_PACKAGES, _TRAINERS) if _TRAINERS in sys.modules else _PACKAGES
     known = {name: sha256[name] for name in files if name in sha256}
     ranges = {name: tuple(digest.split("-")) for name, digest in known.items() if "-" in digest}
     return Manifest(
-        versions={package: _version(package) for package in packages} | {"python": platform.python_version()},
+        versions={package: _version(package) for package in packages}
+        | {"python": platform.python_version()},
         world_size=accelerator.num_processes,
         step=accelerator.step,
         models=models,
@@ -140,7 +155,9 @@ def make_manifest(
 
 
 def with_files(manifest: bytes, files: Mapping[str, int]) -> bytes:
-    """Return a manifest that lists these files: those of all disks of a save, where each has its own part."""
+    """Return a manifest that lists these files: those of all disks of a save, where each has its
+    own part.
+    """
     document = json.loads(manifest)
     document["files"] = {**document["files"], **dict(sorted(files.items()))}
     return (json.dumps(document, indent=1, ensure_ascii=True) + "\n").encode()
@@ -153,13 +170,19 @@ def held_models(optimizers: Sequence[Any], models: Sequence[Any]) -> list[tuple[
         for parameter in model.parameters():
             owners.setdefault(id(parameter), set()).add(index)
     return [
-        tuple(sorted({index for parameter in _parameters(one) for index in owners.get(id(parameter), ())}))
+        tuple(
+            sorted(
+                {index for parameter in _parameters(one) for index in owners.get(id(parameter), ())}
+            )
+        )
         for one in optimizers
     ]
 
 
 def driven_optimizer(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
-    """Return the position of the optimizer that a scheduler drives, None when it is none of these."""
+    """Return the position of the optimizer that a scheduler drives, None when it is none of
+    these.
+    """
     driven = getattr(innermost(scheduler), "optimizer", None)
     if driven is None:
         return None
@@ -168,7 +191,9 @@ def driven_optimizer(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
 
 
 def parameter_shapes(optimizer: Any) -> str:
-    """Return a fingerprint of the shapes of an optimizer's parameters, "" for one that is not of torch's kind."""
+    """Return a fingerprint of the shapes of an optimizer's parameters, "" for one that is not of
+    torch's kind.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return ""
     shapes = ((f"{group}.{number}", "", tuple(parameter.shape))
@@ -203,7 +228,9 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
         yield from group.get("params", ())
 
 
-def _entries(files: Mapping[str, int], role: Role, objects: Iterable[object]) -> tuple[ManifestEntry, ...]:
+def _entries(
+    files: Mapping[str, int], role: Role, objects: Iterable[object]
+) -> tuple[ManifestEntry, ...]:
     by_index = {
         parsed.index: name
         for name in files

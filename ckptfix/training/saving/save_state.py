@@ -1,9 +1,9 @@
 """``save_state`` and ``save_model`` of a guarded Accelerator: complete or absent.
 
-Accelerate's own ``save_state`` needs no other process when it is given a folder under DistributedDataParallel, and
-many scripts call it on the main process alone. Such a save waits for nobody: the main process commits its files as a
-whole, any other adds its own. Where accelerate's own waits for all, and where the script says so, all processes save
-as one.
+Accelerate's own ``save_state`` needs no other process when it is given a folder under
+DistributedDataParallel, and many scripts call it on the main process alone. Such a save waits for
+nobody: the main process commits its files as a whole, any other adds its own. Where accelerate's
+own waits for all, and where the script says so, all processes save as one.
 """
 
 import os
@@ -56,8 +56,8 @@ from ckptfix.training.saving.staged_saves import (
 WHAT = "save_state"
 
 _SHARING = {DistributedType.FSDP: sys.maxsize, DistributedType.DEEPSPEED: 32}
-"""Number of processes that hash the tensors that all of them write. With DeepSpeed each of these reads the files of all
-ranks to find them: it has no list.
+"""Number of processes that hash the tensors that all of them write. With DeepSpeed each of these
+reads the files of all ranks to find them: it has no list.
 """
 
 
@@ -68,17 +68,20 @@ def save_state(
     safe_serialization: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Stand in front of ``Accelerator.save_state``: write to a staging folder, make durable, rename, then rotate.
+    """Stand in front of ``Accelerator.save_state``: write to a staging folder, make durable,
+    rename, then rotate.
 
-    Raises what the method raises, on every process that saves as one. The target is then as it was; where it had to be
-    replaced file by file, OSError says so when it is not.
+    Raises what the method raises, on every process that saves as one. The target is then as it was;
+    where it had to be replaced file by file, OSError says so when it is not.
     """
     guard = guard_of(accelerator)
     with guard.entered() as is_outermost:
         if not is_outermost or _is_left_to_accelerate(accelerator, output_dir):
             return method(output_dir, safe_serialization, **kwargs)
         save = _Save(
-            accelerator, lambda folder: method(folder, safe_serialization, **kwargs), safe_serialization
+            accelerator,
+            lambda folder: method(folder, safe_serialization, **kwargs),
+            safe_serialization,
         )
         target = _target(accelerator, output_dir)
         try:
@@ -112,8 +115,13 @@ def _must_be_together(accelerator: Accelerator) -> bool:
 
 
 def _is_left_to_accelerate(accelerator: Accelerator, output_dir: object) -> bool:
-    """Return whether a save goes through as it is: one that accelerate refuses, or whose processes cannot agree."""
-    if not accelerator.project_configuration.automatic_checkpoint_naming and output_dir in (None, ""):
+    """Return whether a save goes through as it is: one that accelerate refuses, or whose processes
+    cannot agree.
+    """
+    if not accelerator.project_configuration.automatic_checkpoint_naming and output_dir in (
+        None,
+        "",
+    ):
         return True
     return cannot_agree(accelerator)
 
@@ -121,11 +129,14 @@ def _is_left_to_accelerate(accelerator: Accelerator, output_dir: object) -> bool
 class _Save:
     """One save. ``write`` is accelerate's part of it: all its files into a folder.
 
-    A guarded run must have the numbers of a stock one. So the random generators go on where accelerate's part leaves
-    them: hooks and custom objects draw (EMAModel.save_pretrained of diffusers makes a model), and our part does not.
+    A guarded run must have the numbers of a stock one. So the random generators go on where
+    accelerate's part leaves them: hooks and custom objects draw (EMAModel.save_pretrained of
+    diffusers makes a model), and our part does not.
     """
 
-    def __init__(self, accelerator: Accelerator, write: Callable[[str], Any], safetensors: bool) -> None:
+    def __init__(
+        self, accelerator: Accelerator, write: Callable[[str], Any], safetensors: bool
+    ) -> None:
         self.joint = JointSave(
             accelerator,
             WHAT,
@@ -149,10 +160,14 @@ class _Save:
         """Return whether all processes save to one folder; some scripts have one for each."""
         is_asked = guard_of(self._accelerator).settings.save_together
         can_save_alone = is_asked and not _must_be_together(self._accelerator)
-        return len(set(self.joint.meet(os.path.dirname(target), can_save_alone=can_save_alone))) == 1
+        return (
+            len(set(self.joint.meet(os.path.dirname(target), can_save_alone=can_save_alone))) == 1
+        )
 
     def alone(self, target: Path | str) -> Path:
-        """Save what this process writes, and wait for no other: the main one as a whole, another one file by file."""
+        """Save what this process writes, and wait for no other: the main one as a whole, another
+        one file by file.
+        """
         accelerator = self._accelerator
         leads = _leads(accelerator)
         self._staging = plan_staging(target, processes=accelerator.num_processes)
@@ -187,7 +202,8 @@ class _Save:
         folder, digests = self._staging.folder, self._digests
         with (
             nullcontext() if digests is None else digests.watching(folder, self._writes_whole),
-            # Accelerate writes into the folder it is given; names, numbers and rotation are done here.
+            # Accelerate writes into the folder it is given; names, numbers and rotation are done
+            # here.
             with_attributes(self._config, automatic_checkpoint_naming=False),
             _recorded(accelerator, self._record, self._safetensors),
             run_state.seen_states() as states,
@@ -200,7 +216,9 @@ class _Save:
         run_state.save(accelerator, folder, self.random, states)
 
     def _finish_own(self, folder: Path) -> None:
-        """Make this process's files durable, which no other node can, and leave their digests for the main one."""
+        """Make this process's files durable, which no other node can, and leave their digests for
+        the main one.
+        """
         names = [name for name in files_in(folder) if self._is_mine(name)]
         digests, rank = self._digests, int(self._accelerator.process_index)
         if digests is not None:
@@ -220,24 +238,31 @@ class _Save:
 
     def _record(self, models: Sequence[Any], weights: Sequence[Any], *, safetensors: bool) -> None:
         if self._accelerator.is_local_main_process:
-            self._models = model_entries(models, weights, safetensors=safetensors, digests=self._digests)
+            self._models = model_entries(
+                models, weights, safetensors=safetensors, digests=self._digests
+            )
 
     def _is_mine(self, name: str) -> bool:
-        """Return whether a file bears the rank of this process; others may be written by another one just now."""
+        """Return whether a file bears the rank of this process; others may be written by another
+        one just now.
+        """
         rank = _rank_of(name)
         return rank is not None and rank == int(self._accelerator.process_index)
 
     def _writes_whole(self, name: str) -> bool:
-        """Return whether this process writes a file from beginning to end: that of its rank, or one for all ranks."""
+        """Return whether this process writes a file from beginning to end: that of its rank, or one
+        for all ranks.
+        """
         if _rank_of(name) is not None:
             return self._is_mine(name)
         return bool(self._accelerator.is_main_process) and role_of(name) is not None
 
     def _manifest(self, *, is_whole: bool = True) -> Callable[[], bytes]:
-        """Complete the files that every process writes, and return what makes the manifest of all that is staged.
+        """Complete the files that every process writes, and return what makes the manifest of all
+        that is staged.
 
-        ``is_whole``: no other process adds files later. Otherwise files that a hook may have each of them write get no
-        digest: the last one stays.
+        ``is_whole``: no other process adds files later. Otherwise files that a hook may have each
+        of them write get no digest: the last one stays.
         """
         accelerator, folder, digests = self._accelerator, self._staging.folder, self._digests
         several = accelerator.num_processes > 1
@@ -250,7 +275,9 @@ class _Save:
         if digests is not None:
             digests.take(left, left_tensors)
             files = (file for file in files_in(folder) - left.keys() if (folder / file).is_file())
-            digests.hash_files(folder, (file for file in files if is_whole or role_of(file) is not None))
+            digests.hash_files(
+                folder, (file for file in files if is_whole or role_of(file) is not None)
+            )
             if not several:
                 self._hash_shared(folder)
 
@@ -284,7 +311,9 @@ def _leads(accelerator: Accelerator) -> bool:
 
 
 def _rank_of(name: str) -> int | None:
-    """Return the rank that a file's name has: of random states, a run state, or a part of a DCP or DeepSpeed folder."""
+    """Return the rank that a file's name has: of random states, a run state, or a part of a DCP or
+    DeepSpeed folder.
+    """
     rank = rank_of_states(name)
     if rank is None:
         rank = rank_of(PurePosixPath(name))
@@ -294,12 +323,16 @@ def _rank_of(name: str) -> int | None:
 
 
 def _of_the_last_writer(accelerator: Accelerator) -> dict[str, Callable[[], Any]]:
-    """Return the files that accelerate has every process write, with the state that each of them writes.
+    """Return the files that accelerate has every process write, with the state that each of them
+    writes.
 
-    Of a dispatcher only the main process knows the position (accelerate#4165): what it writes must stay.
+    Of a dispatcher only the main process knows the position (accelerate#4165): what it writes must
+    stay.
     """
     found: dict[str, Callable[[], Any]] = {
-        str(FileName(role=Role.DATALOADER, stem="dl_state_dict", suffix=".bin", index=number)): one.state_dict
+        str(
+            FileName(role=Role.DATALOADER, stem="dl_state_dict", suffix=".bin", index=number)
+        ): one.state_dict
         for number, one in enumerate(accelerator._dataloaders)
         if getattr(one, "use_stateful_dataloader", False)
     }
@@ -320,22 +353,26 @@ def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
     given = str(accelerator.project_dir if automatic else output_dir)
     if is_url(given):
         if not automatic:
-            return open_store(given).url  # a URL that no verb reads is refused before anything is saved
+            # A URL that no verb reads is refused before anything is saved.
+            return open_store(given).url
         place = open_store(f"{given.rstrip('/')}/checkpoints")
         objects, folders = place.children()
         taken = [
-            number + 1 for name in (*objects, *folders) if (number := checkpoint_number(name)) is not None
+            number + 1
+            for name in (*objects, *folders)
+            if (number := checkpoint_number(name)) is not None
         ]
         return f"{place.url}/checkpoint_{max([config.iteration, *taken])}"
     if mangled := re.match(r"([a-z][a-z0-9]*):/(?!/)", given):
         raise UsageError(
-            f"{given}: a URL in a Path loses a slash, and this would be a folder called {mangled[1]}:; give it as "
-            f"text: {mangled[1]}://{given[mangled.end() :]}"
+            f"{given}: a URL in a Path loses a slash, and this would be a folder called "
+            f"{mangled[1]}:; give it as text: {mangled[1]}://{given[mangled.end() :]}"
         )
     if not automatic:
         return Path(os.path.abspath(os.path.expanduser(given)))
     folder = Path(os.path.abspath(accelerator.project_dir)) / "checkpoints"
-    names = os.listdir(folder) if folder.is_dir() else []  # files and dangling links take a number, too
+    # Files and dangling links take a number, too.
+    names = os.listdir(folder) if folder.is_dir() else []
     taken = [number + 1 for name in names if (number := checkpoint_number(name)) is not None]
     return folder / f"checkpoint_{max([config.iteration, *taken])}"
 
@@ -356,7 +393,9 @@ def with_attributes(thing: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _recorded(accelerator: Accelerator, record: Callable[..., None], safetensors: bool) -> Iterator[None]:
+def _recorded(
+    accelerator: Accelerator, record: Callable[..., None], safetensors: bool
+) -> Iterator[None]:
     """See the state dicts after all hooks of the user's, just before they are written."""
 
     def see(models: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
@@ -380,7 +419,8 @@ def save_model(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Guard ``Accelerator.save_model``: shards and index of an earlier save there do not stay behind.
+    """Guard ``Accelerator.save_model``: shards and index of an earlier save there do not stay
+    behind.
 
     The main process writes and cleans up; it waits for no other, as accelerate does not.
     """
@@ -388,16 +428,22 @@ def save_model(
         if not is_outermost:
             return method(model, save_directory, *args, **kwargs)
         safetensors = bool(kwargs.get("safe_serialization", args[1] if len(args) > 1 else True))
-        before = _weights_in(Path(save_directory), safetensors) if accelerator.is_main_process else set()
+        before = (
+            _weights_in(Path(save_directory), safetensors) if accelerator.is_main_process else set()
+        )
         written: set[str] = set()
         with _watched(accelerator, written):
             result = method(model, save_directory, *args, **kwargs)
         if len(written) > 1:
-            written.add(_index_name(safetensors))  # accelerate writes it itself, when there are several files
+            # Accelerate writes it itself, when there are several files.
+            written.add(_index_name(safetensors))
         for name in before - written if written else ():
             (Path(save_directory) / name).unlink()
         if _leads(accelerator):
-            folder, settings = Path(os.path.abspath(save_directory)), guard_of(accelerator).settings
+            folder, settings = (
+                Path(os.path.abspath(save_directory)),
+                guard_of(accelerator).settings,
+            )
             # A script loads its best weights again before the last save.
             check_save(settings, folder, folder, model, [model], below=(), repeats=2)
         return result
@@ -436,7 +482,9 @@ def _weights_in(folder: Path, safetensors: bool) -> set[str]:
     if not folder.is_dir():
         return set()
     stem, suffix = _model_name(safetensors)
-    parts = {name: parsed for name in os.listdir(folder) if (parsed := parse_file_name(name)) is not None}
+    parts = {
+        name: parsed for name in os.listdir(folder) if (parsed := parse_file_name(name)) is not None
+    }
     is_save_state = any(name.is_of_save_state for name in parts.values())
     whole = set() if is_save_state else {f"{stem}{suffix}"}
     return {

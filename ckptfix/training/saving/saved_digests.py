@@ -1,7 +1,8 @@
-"""Digests of what a process saves, taken in threads while it writes: of tensors, and of each file once it is written.
+"""Digests of what a process saves, taken in threads while it writes: of tensors, and of each file
+once it is written.
 
-A digest is always of bytes that were written, as the file has them. One that is taken while the save goes on counts
-only if the file is the same in the end: otherwise it is taken again.
+A digest is always of bytes that were written, as the file has them. One that is taken while the
+save goes on counts only if the file is the same in the end: otherwise it is taken again.
 """
 
 import hashlib
@@ -39,15 +40,21 @@ _GROWS = 0.002
 """Seconds between two looks at a file that grows."""
 
 _LONG = 8 << 20
-"""Bytes from which on a file of torch is hashed while it grows; others are hashed when they are written."""
+"""Bytes from which on a file of torch is hashed while it grows; others are hashed when they are
+written.
+"""
 
 _ZIP = b"PK\3\4"
 
 _CUT = (Format.DCP, Format.DEEPSPEED)
-"""Formats in which every process writes a part of the tensors. Their writers wait for each other at the end."""
+"""Formats in which every process writes a part of the tensors. Their writers wait for each other at
+the end.
+"""
 
 _QUIET = 0.05
-"""Seconds for which a file must have stayed the same: a write after that shows in its time of change."""
+"""Seconds for which a file must have stayed the same: a write after that shows in its time of
+change.
+"""
 
 _SECOND = 10**9
 
@@ -64,7 +71,8 @@ class _State(NamedTuple):
 
 
 class _File:
-    """The digests of a file's ranges to come. ``state``: the file as it was when it was complete, None until then.
+    """The digests of a file's ranges to come. ``state``: the file as it was when it was complete,
+    None until then.
 
     ``size``: the largest that was seen.
     """
@@ -77,7 +85,9 @@ class _File:
 
 
 class _Shared(NamedTuple):
-    """The tensors that several processes wrote together, and this one's share of their digests to come."""
+    """The tensors that several processes wrote together, and this one's share of their digests to
+    come.
+    """
 
     weights: tuple[Weights, ...]
     mine: list[tuple[str, str]]
@@ -87,12 +97,13 @@ class _Shared(NamedTuple):
 class SavedDigests:
     """Digests of what one process saves: of its tensors, and of its files, long ones by ranges.
 
-    hashlib lets the thread that writes go on meanwhile. The digests go to the process that writes the manifest through
-    a file next to the others.
+    hashlib lets the thread that writes go on meanwhile. The digests go to the process that writes
+    the manifest through a file next to the others.
     """
 
     def __init__(self) -> None:
-        # The processes of a node save at the same time, each with its share of the cores; its writer has one of them.
+        # The processes of a node save at the same time, each with its share of the cores; its
+        # writer has one of them.
         here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
         self._threads = max(1, min(_MOST_THREADS, cores() // here - 1))
         self._pool = ThreadPoolExecutor(self._threads, "ckptfix-digests")
@@ -106,16 +117,22 @@ class SavedDigests:
     def hash_tensors(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Begin to hash the tensors of a model; nobody may change them until ``close``."""
         submit = self._pool.submit
-        self._tensors[index] = [(name, submit(tensor_digest, value)) for name, value in tensors.items()]
+        self._tensors[index] = [
+            (name, submit(tensor_digest, value)) for name, value in tensors.items()
+        ]
 
     @contextmanager
     def watching(self, folder: Path, wanted: Callable[[str], bool]) -> Iterator[None]:
-        """Begin to hash files of a folder while they are written: each once the next is begun, a long one as it grows.
+        """Begin to hash files of a folder while they are written: each once the next is begun, a
+        long one as it grows.
 
-        ``wanted``: whether a name is that of a file which this process writes from its beginning to its end.
+        ``wanted``: whether a name is that of a file which this process writes from its beginning to
+        its end.
         """
         over = Event()
-        watch = Thread(target=self._watch, args=(folder, wanted, over), name="ckptfix-watch", daemon=True)
+        watch = Thread(
+            target=self._watch, args=(folder, wanted, over), name="ckptfix-watch", daemon=True
+        )
         watch.start()
         try:
             yield
@@ -136,12 +153,20 @@ class SavedDigests:
                 for name, state in now.items():
                     if not wanted(name):
                         continue
-                    # A file system that counts whole seconds does not show a second write in the same one.
+                    # A file system that counts whole seconds does not show a second write in the
+                    # same one.
                     is_old = state.mtime_ns < newest and state.mtime_ns % _SECOND
-                    is_quiet = is_old and monotonic() - seen.setdefault((name, state), monotonic()) >= _QUIET
-                    self._look(folder / name, name, state, is_written=bool(is_quiet), is_over=is_over)
+                    is_quiet = (
+                        is_old
+                        and monotonic() - seen.setdefault((name, state), monotonic()) >= _QUIET
+                    )
+                    self._look(
+                        folder / name, name, state, is_written=bool(is_quiet), is_over=is_over
+                    )
 
-    def _look(self, path: Path, name: str, state: _State, *, is_written: bool, is_over: bool) -> None:
+    def _look(
+        self, path: Path, name: str, state: _State, *, is_written: bool, is_over: bool
+    ) -> None:
         """Begin to hash a file that is written, or a long one of torch while it grows."""
         file = self._early.get(name)
         if file is not None and (state.size < file.size or state.inode != file.inode):
@@ -162,7 +187,9 @@ class SavedDigests:
                 file.is_complete.set()
 
     def hash_files(self, folder: Path, names: Iterable[str]) -> None:
-        """Begin to hash complete files of a folder, the largest first, but for those that are hashed already."""
+        """Begin to hash complete files of a folder, the largest first, but for those that are
+        hashed already.
+        """
         states = {name: _state_of(folder / name) for name in names}
         for name in sorted(states, key=lambda name: -states[name].size):
             file = self._early.get(name)
@@ -178,7 +205,8 @@ class SavedDigests:
         return file
 
     def hash_shared(self, folder: Path, rank: int, count: int) -> None:
-        """Begin to hash this process's share of the tensors that DCP or DeepSpeed cut among all processes.
+        """Begin to hash this process's share of the tensors that DCP or DeepSpeed cut among all
+        processes.
 
         Those of other files are hashed by the first process, which has written them.
         """
@@ -187,16 +215,25 @@ class SavedDigests:
         except (CkptfixError, OSError):
             return  # nodes without a shared disk: nobody has all of the bytes
         weights = tuple(
-            replace(one, label=lasting_label(one, folder)) for one in found if one.format in _CUT or rank == 0
+            replace(one, label=lasting_label(one, folder))
+            for one in found
+            if one.format in _CUT or rank == 0
         )
-        tensors = [(one.label, tensor) for one in weights for tensor in one.tensors if one.format in _CUT]
+        tensors = [
+            (one.label, tensor) for one in weights for tensor in one.tensors if one.format in _CUT
+        ]
         units = Units()
         every = [
             units.of((label, tensor.fqn), tensor.nbytes, first_place(tensor.layout)[1])
             for label, tensor in tensors
         ]
         mine = [tensors[number] for number in plan_shares(every, count)[rank]] if every else []
-        mine += [(one.label, tensor) for one in weights for tensor in one.tensors if one.format not in _CUT]
+        mine += [
+            (one.label, tensor)
+            for one in weights
+            for tensor in one.tensors
+            if one.format not in _CUT
+        ]
         digests = self._pool.submit(
             hash_all, [TensorJob(tensor) for _, tensor in mine], threads=self._threads
         )
@@ -205,7 +242,9 @@ class SavedDigests:
     def leave_for_others(self, folder: Path, rank: int) -> None:
         """Leave the digests of this process for the one that writes the manifest."""
         tensors = [[*place, digest] for place, digest in self._own_of_shared().items()]
-        (folder / f"{_LEFT}{rank}").write_text(json.dumps({"files": self.files(), "tensors": tensors}))
+        (folder / f"{_LEFT}{rank}").write_text(
+            json.dumps({"files": self.files(), "tensors": tensors})
+        )
 
     def take(self, left: Mapping[str, str], left_tensors: Mapping[tuple[str, str], str]) -> None:
         """Take the digests of other processes, as ``take_left`` returns them."""
@@ -219,12 +258,16 @@ class SavedDigests:
         return {place: one.digest for place, one in pairs if one.digest}
 
     def complete(self, entries: Iterable[ManifestEntry]) -> tuple[ManifestEntry, ...]:
-        """Return entries with the digests of their tensors, and those of what processes have written together.
+        """Return entries with the digests of their tensors, and those of what processes have
+        written together.
 
         Raises what a thread raised.
         """
         done = [
-            replace(entry, digests={name: one.result() for name, one in self._tensors.get(entry.index, [])})
+            replace(
+                entry,
+                digests={name: one.result() for name, one in self._tensors.get(entry.index, [])},
+            )
             for entry in entries
         ]
         shared = {**self._left_tensors, **self._own_of_shared()}
@@ -239,8 +282,12 @@ class SavedDigests:
         return tuple(sorted(done, key=lambda entry: (entry.index, entry.file)))
 
     def files(self) -> dict[str, str]:
-        """Return the digests of the files, those of long ones as one text. Raises what a thread raised."""
-        mine = {name: joined(part.result() for part in one.parts) for name, one in self._files.items()}
+        """Return the digests of the files, those of long ones as one text. Raises what a thread
+        raised.
+        """
+        mine = {
+            name: joined(part.result() for part in one.parts) for name, one in self._files.items()
+        }
         return {**self._left, **mine}
 
     def close(self) -> None:
@@ -251,7 +298,9 @@ class SavedDigests:
 
 
 def take_left(folder: Path) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
-    """Return the digests of files and of tensors that processes have left in a folder, and remove their files."""
+    """Return the digests of files and of tensors that processes have left in a folder, and remove
+    their files.
+    """
     files: dict[str, str] = {}
     tensors: dict[tuple[str, str], str] = {}
     for path in sorted(folder.glob(f"{_LEFT}*")):
@@ -263,7 +312,9 @@ def take_left(folder: Path) -> tuple[dict[str, str], dict[tuple[str, str], str]]
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the sha256 over dtype, shape and bytes: the same whatever the tensor's name, file or container."""
+    """Return the sha256 over dtype, shape and bytes: the same whatever the tensor's name, file or
+    container.
+    """
     name = str(tensor.dtype).removeprefix("torch.")
     digest = hashlib.sha256(digest_head(TORCH_DTYPES.get(name, name), tuple(tensor.shape)))
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -273,15 +324,19 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _only_grows(path: Path) -> bool:
-    """Return whether a file is one that torch writes from its beginning to its end, and nowhere twice.
+    """Return whether a file is one that torch writes from its beginning to its end, and nowhere
+    twice.
 
-    Its writer of zip files refuses to write anywhere but at the end. Other libraries first make room, then fill it.
+    Its writer of zip files refuses to write anywhere but at the end. Other libraries first make
+    room, then fill it.
     """
     return read_start(path, len(_ZIP)) == _ZIP
 
 
 def _follow(path: Path, begin: int, is_complete: Event) -> str:
-    """Return the sha256 of a range of a file; of one that grows once the range is full, or the file is complete."""
+    """Return the sha256 of a range of a file; of one that grows once the range is full, or the file
+    is complete.
+    """
     digest, at, end = hashlib.sha256(), begin, begin + RANGE
     buffer = page_buffer(BLOCK)
     with OpenFiles() as files:

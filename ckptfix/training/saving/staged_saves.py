@@ -1,11 +1,12 @@
-"""The staging folder of a save, the files that the save replaces, and the old checkpoints that it removes.
+"""The staging folder of a save, the files that the save replaces, and the old checkpoints that it
+removes.
 
-A save replaces the files of our last save in the folder, and those of any older ``save_state``: left behind,
-``model_1.safetensors`` of a run that doubled its model makes two saves of one folder. All else is the user's, whatever
-its name.
+A save replaces the files of our last save in the folder, and those of any older ``save_state``:
+left behind, ``model_1.safetensors`` of a run that doubled its model makes two saves of one folder.
+All else is the user's, whatever its name.
 
-A folder of ``checkpoints/`` is a checkpoint to Accelerate whatever its name, so the staging folder never lies there.
-The last complete checkpoint is never removed, nor one that no save wrote.
+A folder of ``checkpoints/`` is a checkpoint to Accelerate whatever its name, so the staging folder
+never lies there. The last complete checkpoint is never removed, nor one that no save wrote.
 """
 
 import errno
@@ -83,13 +84,16 @@ _FIRST, _FALLBACK = str(model_file(".safetensors")), str(model_file(".bin"))
 def replaced_files(target: Path, *, trainer: bool = False) -> set[str]:
     """Return the files, relative, that the next save into a folder replaces or removes.
 
-    ``trainer``: that save is one of transformers' Trainer, and nothing may stay that it would load instead.
+    ``trainer``: that save is one of transformers' Trainer, and nothing may stay that it would load
+    instead.
     """
     existing = files_in(target)
     known = _recorded(target)
     components = set(_components(target, existing))
     if trainer:
-        return known | components | {name for name in existing if "/" not in name and _is_loaded(name)}
+        return (
+            known | components | {name for name in existing if "/" not in name and _is_loaded(name)}
+        )
     if known or _is_save_state(components):
         known |= components - _of_the_user(components, known)
     return known
@@ -99,7 +103,8 @@ def _is_loaded(name: str) -> bool:
     """Return whether the Trainer loads a file of this name, or one of its shards."""
     parsed = parse_file_name(name)
     return name == TRAINER_STATE or (
-        parsed is not None and (parsed.is_of_trainer or parsed.is_of_library or parsed.role in _TRAINERS)
+        parsed is not None
+        and (parsed.is_of_trainer or parsed.is_of_library or parsed.role in _TRAINERS)
     )
 
 
@@ -127,7 +132,9 @@ def rank_of_states(name: str) -> int | None:
 
 
 def role_of(name: str) -> Role | None:
-    """Return the role of a file that ``save_state`` or ``save_model`` writes by this name, None for any other."""
+    """Return the role of a file that ``save_state`` or ``save_model`` writes by this name, None for
+    any other.
+    """
     parsed = parse_file_name(name)
     if parsed is None or parsed.is_of_trainer or rank_of_states(name) is not None:
         return None if rank_of_states(name) is None else Role.RNG_STATE
@@ -139,7 +146,9 @@ def role_of(name: str) -> Role | None:
 
 
 def _components(target: Path, existing: set[str]) -> Iterator[str]:
-    """Yield what Accelerate's own names are: files, the files of DCP and DeepSpeed folders, and such empty folders."""
+    """Yield what Accelerate's own names are: files, the files of DCP and DeepSpeed folders, and
+    such empty folders.
+    """
     has_deepspeed = False
     for name in existing:
         path = PurePosixPath(name)
@@ -161,11 +170,13 @@ def _components(target: Path, existing: set[str]) -> Iterator[str]:
 
 
 def _of_the_user(components: set[str], recorded: set[str]) -> set[str]:
-    """Return the components that cannot be of the last save: best weights that a script keeps next to it must stay.
+    """Return the components that cannot be of the last save: best weights that a script keeps next
+    to it must stay.
 
-    ``load_state`` takes model.safetensors first, so pytorch_model.bin next to it is not of that save. After a save of
-    ours, whose manifest lists its files, an unlisted one is of a later run of stock accelerate only if it is numbered.
-    Nothing stays that ``load_state`` would take in place of a file of the new save.
+    ``load_state`` takes model.safetensors first, so pytorch_model.bin next to it is not of that
+    save. After a save of ours, whose manifest lists its files, an unlisted one is of a later run of
+    stock accelerate only if it is numbered. Nothing stays that ``load_state`` would take in place
+    of a file of the new save.
     """
     if not recorded:
         return {_FALLBACK} & components if _FIRST in components else set()
@@ -179,7 +190,8 @@ def _of_the_user(components: set[str], recorded: set[str]) -> set[str]:
 
 
 def _is_save_state(components: set[str]) -> bool:
-    """Return whether components are of a ``save_state``: random states, a model with its optimizer, or numbered models.
+    """Return whether components are of a ``save_state``: random states, a model with its optimizer,
+    or numbered models.
 
     Weights alone may be the user's, as those of ``save_pretrained``.
     """
@@ -197,7 +209,9 @@ def _is_save_state(components: set[str]) -> bool:
 
 
 def _recorded(target: Path) -> set[str]:
-    """Return the files that our last save there wrote, by its manifest or by what an interrupted one left."""
+    """Return the files that our last save there wrote, by its manifest or by what an interrupted
+    one left.
+    """
     names: set[str] = set()
     with suppress(FormatError, OSError):
         manifest = read_manifest(target)
@@ -212,9 +226,11 @@ def _recorded(target: Path) -> set[str]:
 
 
 class How(Enum):
-    """NEW: one rename. SWAP: two folders change places. INSIDE: file by file, the manifest gone first and back last.
+    """NEW: one rename. SWAP: two folders change places. INSIDE: file by file, the manifest gone
+    first and back last.
 
-    UPLOAD: to a store, or to a mount of one, where no rename commits: the commit marker is written last.
+    UPLOAD: to a store, or to a mount of one, where no rename commits: the commit marker is written
+    last.
     """
 
     NEW = "new"
@@ -227,10 +243,11 @@ class How(Enum):
 class StagedSave:
     """A save on its way: ``folder`` is written, ``target`` is what it becomes.
 
-    ``processes``: of the run, where each adds its random states itself; those of ranks below it stay. 1: nobody does.
-    ``trainer``: a save of transformers' Trainer. The folder is its own: files that callbacks added are linked into the
-    new one, so that it replaces the old one in one step. ``url``: of the target, if it is in a store; ``target`` is
-    then a path of that name in the folder for staging, where nothing is ever written.
+    ``processes``: of the run, where each adds its random states itself; those of ranks below it
+    stay. 1: nobody does. ``trainer``: a save of transformers' Trainer. The folder is its own: files
+    that callbacks added are linked into the new one, so that it replaces the old one in one step.
+    ``url``: of the target, if it is in a store; ``target`` is then a path of that name in the
+    folder for staging, where nothing is ever written.
     """
 
     target: Path
@@ -247,7 +264,14 @@ class StagedSave:
 
     def as_plain(self) -> list[Any]:
         """Return values of JSON that ``from_plain`` reads."""
-        return [str(self.target), str(self.folder), self.how.value, self.processes, self.trainer, self.url]
+        return [
+            str(self.target),
+            str(self.folder),
+            self.how.value,
+            self.processes,
+            self.trainer,
+            self.url,
+        ]
 
     @classmethod
     def from_plain(cls, values: list[Any]) -> "StagedSave":
@@ -260,7 +284,9 @@ class StagedSave:
         return replaced_files(self.target, trainer=self.trainer)
 
     def stale(self) -> set[str]:
-        """Return the files of the target that are not to stay next to those of an uploaded save, its journal's too."""
+        """Return the files of the target that are not to stay next to those of an uploaded save,
+        its journal's too.
+        """
         found = replaced_in_store(self.place) if self.url else self.replaced()
         journal = self.place.list(JOURNAL)
         return {name for name in found if not self.keeps(name)} | set(journal)
@@ -274,7 +300,9 @@ class StagedSave:
 def plan_staging(
     target: Path | str, *, processes: int = 1, hidden: str = "", trainer: bool = False
 ) -> StagedSave:
-    """Return where a save of a path or a URL is staged. Looks only. ``hidden``: in this folder next to the target."""
+    """Return where a save of a path or a URL is staged. Looks only. ``hidden``: in this folder next
+    to the target.
+    """
     if is_url(target) or object_mount_of(target) is not None:
         url = str(target).rstrip("/") if is_url(target) else ""
         staged = staging_folder() / temporary_name(Path(target), SAVING)
@@ -289,12 +317,15 @@ def plan_staging(
 
 
 def begin(staging: StagedSave) -> bool:
-    """Make an empty staging folder; what dead saves left next to it is removed. False: another process has made it.
+    """Make an empty staging folder; what dead saves left next to it is removed. False: another
+    process has made it.
 
     Its name is of this save alone, so a folder of that name is on the same disk and not left over.
     """
     parent = staging.folder.parent
-    for place in {parent} if staging.how is How.UPLOAD else {parent, outside_checkpoints(staging.target)}:
+    for place in (
+        {parent} if staging.how is How.UPLOAD else {parent, outside_checkpoints(staging.target)}
+    ):
         sweep(place)
     if staging.how is How.UPLOAD:
         _name_leftovers()
@@ -307,7 +338,9 @@ def begin(staging: StagedSave) -> bool:
 
 
 def abandon(staging: StagedSave) -> None:
-    """Remove what was staged, unless a part of it has taken the place of old files: then the rest is needed."""
+    """Remove what was staged, unless a part of it has taken the place of old files: then the rest
+    is needed.
+    """
     release(staging.folder)
     if is_needed(staging.folder):
         return
@@ -328,10 +361,12 @@ def lift(staging: StagedSave) -> None:
 
 
 def commit(staging: StagedSave, describe: bytes | Callable[[], bytes]) -> None:
-    """Make what was staged the checkpoint. Durable when it returns; interrupted, the old or the new one is there.
+    """Make what was staged the checkpoint. Durable when it returns; interrupted, the old or the new
+    one is there.
 
-    ``describe``: the manifest, or a function that returns it once the files are durable: digests may come meanwhile.
-    INSIDE alone has a time between: the manifest is missing then, and ``latest_checkpoint`` passes the folder over.
+    ``describe``: the manifest, or a function that returns it once the files are durable: digests
+    may come meanwhile. INSIDE alone has a time between: the manifest is missing then, and
+    ``latest_checkpoint`` passes the folder over.
     """
     if staging.how is How.UPLOAD:
         _commit_upload(staging, describe() if callable(describe) else describe)
@@ -342,7 +377,8 @@ def commit(staging: StagedSave, describe: bytes | Callable[[], bytes]) -> None:
     manifest = describe() if callable(describe) else describe
     is_in_place = False
     while not is_in_place:
-        # Looked at again: files may have come while we were writing, and this may be another disk than the main one's.
+        # Looked at again: files may have come while we were writing, and this may be another disk
+        # than the main one's.
         how = How.INSIDE if folder.parent == target / JOURNAL else _how(staging)
         is_in_place = how is not How.INSIDE and _put_in_place(staging, how, manifest)
         if how is How.INSIDE:
@@ -353,7 +389,9 @@ def commit(staging: StagedSave, describe: bytes | Callable[[], bytes]) -> None:
 
 
 def add(staging: StagedSave) -> None:
-    """Put the files of one process next to those of the others, each in one step; nothing is removed."""
+    """Put the files of one process next to those of the others, each in one step; nothing is
+    removed.
+    """
     if staging.how is How.UPLOAD:
         for name in staged_files(staging.folder):
             staging.place.upload(name, staging.folder / name)
@@ -369,7 +407,8 @@ def add(staging: StagedSave) -> None:
 
 
 def complete(staging: StagedSave, manifest: bytes) -> None:
-    """Complete what is staged for an upload, durably: from now on no sweep removes it until it was uploaded.
+    """Complete what is staged for an upload, durably: from now on no sweep removes it until it was
+    uploaded.
 
     It is the only copy of this save until then, also where the run ends meanwhile.
     """
@@ -387,7 +426,9 @@ def uploaded(staging: StagedSave) -> None:
 
 
 def not_yet_uploaded() -> Iterator[tuple[Path, str]]:
-    """Yield the complete saves on this disk that ended processes have not uploaded, each with its place in a store."""
+    """Yield the complete saves on this disk that ended processes have not uploaded, each with its
+    place in a store.
+    """
     for folder in sorted(staging_folder().glob(f"{SAVING}*")):
         owner = owner_of(folder)
         with suppress(OSError):
@@ -396,7 +437,9 @@ def not_yet_uploaded() -> Iterator[tuple[Path, str]]:
 
 
 def _name_leftovers() -> None:
-    """Warn once of each save that an ended process has not uploaded: it takes space, and may be the newest one."""
+    """Warn once of each save that an ended process has not uploaded: it takes space, and may be the
+    newest one.
+    """
     for folder, where in not_yet_uploaded():
         if folder not in _named:
             _named.add(folder)
@@ -417,7 +460,9 @@ def _commit_upload(staging: StagedSave, manifest: bytes) -> None:
 
 
 def replaced_in_store(place: Place) -> set[str]:
-    """Return the objects that the next save below a prefix replaces or removes, as ``replaced_files`` for a folder."""
+    """Return the objects that the next save below a prefix replaces or removes, as
+    ``replaced_files`` for a folder.
+    """
     names = place.list()
     if not any(name for name in names if not name.startswith(f"{JOURNAL}/")):
         return set()
@@ -480,7 +525,9 @@ def _rename_new(folder: Path, target: Path) -> bool:
 
 
 def _copy_random_states(staging: StagedSave) -> dict[str, int]:
-    """Copy the random states of other ranks that the save lacks: name -> inode. They are small, a kill is between."""
+    """Copy the random states of other ranks that the save lacks: name -> inode. They are small, a
+    kill is between.
+    """
     copied: dict[str, int] = {}
     for name in filter(staging.keeps, files_in(staging.target)):
         with suppress(FileExistsError), (staging.target / name).open("rb") as file:
@@ -490,7 +537,9 @@ def _copy_random_states(staging: StagedSave) -> dict[str, int]:
 
 
 def _link_others(staging: StagedSave, known: set[str], linked: list[str]) -> bool:
-    """Link the files of others into the staging folder, and add their names to a list; False where that fails."""
+    """Link the files of others into the staging folder, and add their names to a list; False where
+    that fails.
+    """
     try:
         for name in sorted(files_in(staging.target) - known):
             source, place = staging.target / name, staging.folder / name
@@ -547,8 +596,8 @@ def _move_in(staging: StagedSave, manifest: bytes) -> None:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{target} holds files of two saves now: {error}; those that are not yet in place are in {folder}; next: "
-            f"save again; to resume meanwhile: {instead_of(target)}",
+            f"{target} holds files of two saves now: {error}; those that are not yet in place are "
+            f"in {folder}; next: save again; to resume meanwhile: {instead_of(target)}",
         ) from error
     (journal / UNFINISHED).unlink()
     for parent in {folder.parent, journal}:
@@ -601,7 +650,9 @@ def _remove_with_parents(folder: Path, name: str) -> None:
 
 
 def _widen_modes(folder: Path) -> None:
-    """Give files of accelerate the mode that the umask asks for: safetensors 0.8 makes them 0600 whatever it says."""
+    """Give files of accelerate the mode that the umask asks for: safetensors 0.8 makes them 0600
+    whatever it says.
+    """
     probe = folder / ".mode"
     probe.touch(exist_ok=False)
     mode = probe.stat().st_mode & 0o777
@@ -613,7 +664,9 @@ def _widen_modes(folder: Path) -> None:
 
 
 def rotate(checkpoints: Path, limit: int) -> list[Path]:
-    """Remove the oldest complete checkpoints beyond ``limit``, and broken ones older than those that stay."""
+    """Remove the oldest complete checkpoints beyond ``limit``, and broken ones older than those
+    that stay.
+    """
     sweep(outside_checkpoints(checkpoints / "any"))
     return [path for path in _outdated(checkpoints, limit) if _discard(path)]
 
@@ -637,14 +690,18 @@ def _outdated(checkpoints: Path, limit: int) -> list[Path]:
 
 
 def rotate_steps(saved: Path, limit: int, *, best: Path | None) -> list[Path]:
-    """Remove the Trainer's oldest complete checkpoints, by step, until ``limit`` are left up to the one just saved.
+    """Remove the Trainer's oldest complete checkpoints, by step, until ``limit`` are left up to the
+    one just saved.
 
-    That one and the best model stay, so two may be left of one. Incomplete folders stay, and are not counted: nothing
-    proves that a save of ours left them. So do those of a later step: they are of another run in the same folder.
+    That one and the best model stay, so two may be left of one. Incomplete folders stay, and are
+    not counted: nothing proves that a save of ours left them. So do those of a later step: they are
+    of another run in the same folder.
     """
     found = candidates(saved.parent, TRAINER)
     step = checkpoint_number(saved.name, TRAINER)
-    ours = [one.path for one in found if one.problem is None and step is not None and one.number <= step]
+    ours = [
+        one.path for one in found if one.problem is None and step is not None and one.number <= step
+    ]
     kept = {path for path in ours if best is not None and _is_same(path, best)} | {saved}
     others = [path for path in ours if path not in kept]
     old = others[max(0, limit - len(kept)) :]
@@ -656,7 +713,9 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _discard(path: Path) -> bool:
-    """Remove a checkpoint. It gets a temporary name first: no half-deleted folder is ever taken for a checkpoint."""
+    """Remove a checkpoint. It gets a temporary name first: no half-deleted folder is ever taken for
+    a checkpoint.
+    """
     if object_mount_of(path) is not None:
         remove_checkpoint(MountedFolder(path))
         shutil.rmtree(path, ignore_errors=True)
@@ -675,7 +734,9 @@ def _discard(path: Path) -> bool:
 
 
 def _was_saved(path: Path) -> bool:
-    """Return whether ``save_state`` wrote anything of a folder: one that only has its name is not ours to remove."""
+    """Return whether ``save_state`` wrote anything of a folder: one that only has its name is not
+    ours to remove.
+    """
     roles = {role_of(name) for name in os.listdir(path)}
     return (
         _has_manifest_of_save(path)
@@ -686,7 +747,9 @@ def _was_saved(path: Path) -> bool:
 
 
 def _has_manifest_of_save(path: Path) -> bool:
-    """Return whether a save left its manifest: ``ckptfix seal`` writes one into folders of anybody's."""
+    """Return whether a save left its manifest: ``ckptfix seal`` writes one into folders of
+    anybody's.
+    """
     try:
         manifest = read_manifest(path)
     except (FormatError, OSError):

@@ -1,7 +1,8 @@
-"""The patch that puts the guards of saves and resumes into transformers and PEFT, once a script has imported them.
+"""The patch that puts the guards of saves and resumes into transformers and PEFT, once a script has
+imported them.
 
-Neither transformers nor torch is imported from here: a script that does without them pays nothing, and what it sets
-before it imports them counts.
+Neither transformers nor torch is imported from here: a script that does without them pays nothing,
+and what it sets before it imports them counts.
 """
 
 import functools
@@ -19,9 +20,15 @@ _CHECKS = "ckptfix.training.saving.checked_saves"
 _GUARDED = {
     ("transformers.trainer", "Trainer", "_save_checkpoint"): (_SAVES, "save_checkpoint"),
     ("transformers.trainer", "Trainer", "train"): (_RESUMES, "train"),
-    ("transformers.trainer", "Trainer", "_load_optimizer_and_scheduler"): (_RESUMES, "load_states"),
+    ("transformers.trainer", "Trainer", "_load_optimizer_and_scheduler"): (
+        _RESUMES,
+        "load_states",
+    ),
     ("transformers.trainer", "Trainer", "_load_rng_state"): (_RESUMES, "load_random_states"),
-    ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"): (_CHECKS, "save_pretrained"),
+    ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"): (
+        _CHECKS,
+        "save_pretrained",
+    ),
     ("peft.peft_model", "PeftModel", "save_pretrained"): (_CHECKS, "save_pretrained"),
 }
 """Module, class and method -> the module and the name of the function that guards it."""
@@ -66,7 +73,9 @@ def unpatch_trainer() -> None:
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """Return the newest complete checkpoint in a folder, in the place of transformers' function of this name."""
+    """Return the newest complete checkpoint in a folder, in the place of transformers' function of
+    this name.
+    """
     found: str | None = _function(_RESUMES, _LAST)(folder)
     return found
 
@@ -89,7 +98,9 @@ def _patch() -> None:
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
-    """Put a function in the place of another in every module that has imported it, under whatever name."""
+    """Put a function in the place of another in every module that has imported it, under whatever
+    name.
+    """
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if isinstance(names, dict) and names is not globals():
@@ -103,7 +114,9 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 
 
 def _in_front(original: Callable[..., Any], module: str, guard: str) -> Callable[..., Any]:
-    """Return a method with its guard in front, which gets its own arguments by position and the others by name."""
+    """Return a method with its guard in front, which gets its own arguments by position and the
+    others by name.
+    """
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Resumes of transformers' Trainer: from the newest complete checkpoint, with all states that the run needs.
+"""Resumes of transformers' Trainer: from the newest complete checkpoint, with all states that the
+run needs.
 
-The Trainer takes the highest number, fails for a folder that a killed save left, and starts an optimizer, a scheduler
-or random states anew, in silence, when their file is missing.
+The Trainer takes the highest number, fails for a folder that a killed save left, and starts an
+optimizer, a scheduler or random states anew, in silence, when their file is missing.
 """
 
 import logging
@@ -22,7 +23,14 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     run_state_name,
 )
-from ckptfix.checkpoint.latest import NO_WEIGHTS, Candidate, holds_weights, judge, numbered, problems_in
+from ckptfix.checkpoint.latest import (
+    NO_WEIGHTS,
+    Candidate,
+    holds_weights,
+    judge,
+    numbered,
+    problems_in,
+)
 from ckptfix.checkpoint.manifest import not_as_saved, usable_manifest
 from ckptfix.checkpoint.trainer_folders import (
     NO_OPTIMIZER,
@@ -48,26 +56,35 @@ VARIABLE = "CKPTFIX_MISSING_STATES"
 
 _NO_STATE = f"no {TRAINER_STATE}, which the Trainer writes last"
 
-_PARTS = {Role.OPTIMIZER: Part.OPTIMIZERS, Role.SCHEDULER: Part.SCHEDULERS, Role.RNG_STATE: Part.RNG}
+_PARTS = {
+    Role.OPTIMIZER: Part.OPTIMIZERS,
+    Role.SCHEDULER: Part.SCHEDULERS,
+    Role.RNG_STATE: Part.RNG,
+}
 _settings: dict[str, LoadPolicy] = {}
 _exact: "weakref.WeakKeyDictionary[Any, GeneratorStates | None]" = weakref.WeakKeyDictionary()
 """Trainers that go on from a run state, with the generators at the end of their save.
 
-None: 0.5.0 recorded the generators at the beginning of the save, so the Trainer's own file has later ones.
+None: 0.5.0 recorded the generators at the beginning of the save, so the Trainer's own file has
+later ones.
 """
 
 _log = logging.getLogger("ckptfix")
 
 
 def require_states(requirement: Requirement | str | LoadPolicy | None) -> None:
-    """Set what a resume insists on: one requirement for all states, or a policy that has one for each.
+    """Set what a resume insists on: one requirement for all states, or a policy that has one for
+    each.
 
-    None: what the environment variable CKPTFIX_MISSING_STATES says, else "require". Raises UsageError for other words.
+    None: what the environment variable CKPTFIX_MISSING_STATES says, else "require". Raises
+    UsageError for other words.
     """
     if isinstance(requirement, LoadPolicy):
         _settings["policy"] = requirement
         return
-    word = requirement if requirement is not None else os.environ.get(VARIABLE) or Requirement.REQUIRE
+    word = (
+        requirement if requirement is not None else os.environ.get(VARIABLE) or Requirement.REQUIRE
+    )
     what = "missing_states" if requirement is not None else VARIABLE
     known = [one for one in Requirement if one is not Requirement.PARTIAL]
     found = next((one for one in known if word in (one, one.value)), None)
@@ -77,10 +94,11 @@ def require_states(requirement: Requirement | str | LoadPolicy | None) -> None:
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """Return the newest complete checkpoint of the Trainer in a folder, None where there is no checkpoint at all.
+    """Return the newest complete checkpoint of the Trainer in a folder, None where there is no
+    checkpoint at all.
 
-    Warns of every newer one that is passed over. Raises UsageError when none is complete, or the highest number and
-    others are of two runs, OSError.
+    Warns of every newer one that is passed over. Raises UsageError when none is complete, or the
+    highest number and others are of two runs, OSError.
     """
     found = _candidates(Path(folder))
     if not found:
@@ -89,8 +107,11 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     return os.path.join(folder, best.path.name)
 
 
-def train(trainer: Any, method: Method, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Guard ``Trainer.train``: every process resumes from one checkpoint, which is complete on each.
+def train(
+    trainer: Any, method: Method, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Guard ``Trainer.train``: every process resumes from one checkpoint, which is complete on
+    each.
 
     Raises UsageError for a path that is incomplete, and where the processes name different ones.
     """
@@ -107,8 +128,9 @@ def train(trainer: Any, method: Method, resume_from_checkpoint: Any = None, *arg
     if len({name for name, _ in views}) > 1:
         said = ", ".join(f"rank {rank}: {name}" for rank, (name, _) in enumerate(views))
         raise UsageError(
-            f"the processes resume from different checkpoints ({said}); next: pass resume_from_checkpoint=True, which "
-            "takes the newest that is complete for all of them"
+            f"the processes resume from different checkpoints ({said}); next: pass "
+            "resume_from_checkpoint=True, which takes the newest that is complete for all of "
+            "them"
         )
     if not own:
         return method(resume_from_checkpoint, *args, **kwargs)
@@ -120,7 +142,8 @@ def train(trainer: Any, method: Method, resume_from_checkpoint: Any = None, *arg
             given = os.path.join(trainer.args.output_dir, best.path.name)
         except (CkptfixError, OSError) as raised:
             error = raised
-        # What proves two runs may lie on the disk of one node. Without any checkpoint on a disk all others fail.
+        # What proves two runs may lie on the disk of one node. Without any checkpoint on a disk all
+        # others fail.
         if all(view for _, view in views):
             ranks.agree(error, "the choice of a checkpoint")
         elif error is not None:
@@ -134,7 +157,9 @@ def train(trainer: Any, method: Method, resume_from_checkpoint: Any = None, *arg
 
 
 def load_states(trainer: Any, method: Method, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-    """Guard ``Trainer._load_optimizer_and_scheduler``: restore the run state of this process after them."""
+    """Guard ``Trainer._load_optimizer_and_scheduler``: restore the run state of this process after
+    them.
+    """
     result = method(checkpoint, *args, **kwargs)
     _exact.pop(trainer, None)
     if checkpoint is not None:
@@ -142,12 +167,16 @@ def load_states(trainer: Any, method: Method, checkpoint: Any, *args: Any, **kwa
     return result
 
 
-def load_random_states(trainer: Any, method: Method, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-    """Guard ``Trainer._load_rng_state``: within an epoch the run state has brought the generators further already.
+def load_random_states(
+    trainer: Any, method: Method, checkpoint: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Guard ``Trainer._load_rng_state``: within an epoch the run state has brought the generators
+    further already.
 
-    The Trainer sets them when a whole group of batches has been fetched. A dataset that draws random numbers would
-    draw those of all but the first of them again. Between two epochs the file of the Trainer is too old: it is written
-    before the states of callbacks are asked for, which may draw.
+    The Trainer sets them when a whole group of batches has been fetched. A dataset that draws
+    random numbers would draw those of all but the first of them again. Between two epochs the file
+    of the Trainer is too old: it is written before the states of callbacks are asked for, which may
+    draw.
     """
     if trainer not in _exact:
         return method(checkpoint, *args, **kwargs)
@@ -169,7 +198,8 @@ def _go_on(trainer: Any, checkpoint: Path) -> None:
     ):
         if _is_first():
             _log.warning(
-                "%s was saved by transformers alone: a dataset that draws random numbers goes on with others",
+                "%s was saved by transformers alone: a dataset that draws random numbers goes on "
+                "with others",
                 checkpoint,
             )
         return
@@ -183,7 +213,9 @@ def _go_on(trainer: Any, checkpoint: Path) -> None:
 
 
 def _found(folder: Path, given: Any) -> list[Candidate]:
-    """Return the checkpoints that a resume can take: those of the folder, or the one that was asked for."""
+    """Return the checkpoints that a resume can take: those of the folder, or the one that was asked
+    for.
+    """
     if given is None:
         return []
     if given is True:
@@ -197,10 +229,11 @@ def _found(folder: Path, given: Any) -> list[Candidate]:
 
 
 def _candidates(folder: Path) -> tuple[Candidate, ...]:
-    """Return the checkpoints in a folder, newest first; what this process must have and lacks is a problem, too.
+    """Return the checkpoints in a folder, newest first; what this process must have and lacks is a
+    problem, too.
 
-    Older ones than the newest without a problem are judged by their names and headers: only where another process
-    lacks it is one of them taken, and a run may have a thousand.
+    Older ones than the newest without a problem are judged by their names and headers: only where
+    another process lacks it is one of them taken, and a run may have a thousand.
     """
     named = numbered(folder, (TRAINER,)).get(TRAINER, ())
     paths = [path for _, path in named]
@@ -217,7 +250,9 @@ def _siblings(path: Path) -> list[Path]:
 
 
 def _for_this_run(candidate: Candidate, siblings: Sequence[Path]) -> Candidate:
-    """Return a checkpoint with what this run lacks in it; states that were removed since the save may be allowed."""
+    """Return a checkpoint with what this run lacks in it; states that were removed since the save
+    may be allowed.
+    """
     problem = candidate.problem
     if problem == NO_OPTIMIZER or (problem is not None and _lacks_states_alone(candidate.path)):
         problem = None
@@ -226,7 +261,9 @@ def _for_this_run(candidate: Candidate, siblings: Sequence[Path]) -> Candidate:
 
 
 def _without_weights(path: Path) -> str | None:
-    """Return the problem of a node's own disk, where the Trainer has written no more than states of its ranks."""
+    """Return the problem of a node's own disk, where the Trainer has written no more than states of
+    its ranks.
+    """
     try:
         return None if holds_weights(path, os.listdir(path)) else f"{NO_WEIGHTS} on this disk"
     except OSError as error:
@@ -267,9 +304,15 @@ def _requirement(state: MissingState) -> Requirement:
 
 def _in_words(missing: Sequence[MissingState]) -> str:
     if is_model_alone(missing):
-        return "it holds a model alone, as save_only_model=True saves it, and the rest would start anew"
+        return (
+            "it holds a model alone, as save_only_model=True saves it, and the rest would start "
+            "anew"
+        )
     are = "is" if len(missing) == 1 and " " not in missing[0].name else "are"
-    return f"{', '.join(one.name for one in missing)} {are} missing, which the Trainer would start anew in silence"
+    return (
+        f"{', '.join(one.name for one in missing)} {are} missing, which the Trainer would start "
+        "anew in silence"
+    )
 
 
 def _together(own: Candidate, views: Sequence[Sequence[Candidate]]) -> Candidate:
@@ -287,7 +330,9 @@ def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
     known = {candidate.path.name: candidate for candidate in found}
 
     def look(path: Path, number: int) -> Candidate:
-        return known.get(path.name) or Candidate(path=path, number=number, problem="it was saved meanwhile")
+        return known.get(path.name) or Candidate(
+            path=path, number=number, problem="it was saved meanwhile"
+        )
 
     choice = choose(folder, (TRAINER,), look)
     if choice is not None and choice.proof:
@@ -295,8 +340,8 @@ def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
     best = choice.best if choice is not None else None
     if best is None:
         raise UsageError(
-            f"no complete checkpoint in {folder} ({problems_in(found)}); next: {command('check', folder, '', '-r')}; "
-            "to start anew, move these folders away"
+            f"no complete checkpoint in {folder} ({problems_in(found)}); next: "
+            f"{command('check', folder, '', '-r')}; to start anew, move these folders away"
         )
     broken = [one for one in found if one.number > best.number]
     if broken and _is_first():
@@ -317,7 +362,9 @@ def _warn_of_inexact(path: Path) -> None:
     """Warn of what makes a resumed run another one, though the policy allows it."""
     if not _is_first():
         return
-    warned = [one for one in _missing(path, _siblings(path)) if _requirement(one) is Requirement.WARN]
+    warned = [
+        one for one in _missing(path, _siblings(path)) if _requirement(one) is Requirement.WARN
+    ]
     reasons = [_in_words(warned)] if warned else []
     if (other := other_processes(path, _processes()[0])) is not None:
         reasons.append(other)
@@ -326,10 +373,16 @@ def _warn_of_inexact(path: Path) -> None:
 
 
 def _processes() -> tuple[int, range]:
-    """Return the number of processes, and the ranks of this node: their random states must lie on its disk."""
+    """Return the number of processes, and the ranks of this node: their random states must lie on
+    its disk.
+    """
     if PartialState._shared_state:
         state = PartialState()
-        processes, rank, local = state.num_processes, state.process_index, state.local_process_index
+        processes, rank, local = (
+            state.num_processes,
+            state.process_index,
+            state.local_process_index,
+        )
     else:
         processes, rank, local = (_number(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
         processes = max(1, processes)
@@ -337,7 +390,9 @@ def _processes() -> tuple[int, range]:
         return 1, range(1)
     here = _number("LOCAL_WORLD_SIZE")
     first = rank - local
-    return processes, range(first, min(first + here, processes)) if here > local else range(rank, rank + 1)
+    return processes, (
+        range(first, min(first + here, processes)) if here > local else range(rank, rank + 1)
+    )
 
 
 def _is_first() -> bool:

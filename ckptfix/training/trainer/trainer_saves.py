@@ -1,10 +1,11 @@
 """Saves of transformers' Trainer: ``checkpoint-N`` is complete or absent.
 
-transformers merged such saves twice and dropped them twice (#27820; #35580, reverted by #36112). None of the causes
-applies here. One process of each disk renames (#27925, #28119), when all have said that they have written, and none
-goes on before (#28015). They tell each other instead of asking a network file system (#28364). Nodes with disks of
-their own commit what is on them (#28848). The main process chooses one temporary name for all (#36076). A folder of
-the same step changes places with the new one (#36099). ``ckptfix help trainer`` has the table.
+transformers merged such saves twice and dropped them twice (#27820; #35580, reverted by #36112).
+None of the causes applies here. One process of each disk renames (#27925, #28119), when all have
+said that they have written, and none goes on before (#28015). They tell each other instead of
+asking a network file system (#28364). Nodes with disks of their own commit what is on them
+(#28848). The main process chooses one temporary name for all (#36076). A folder of the same step
+changes places with the new one (#36099). ``ckptfix help trainer`` has the table.
 """
 
 import logging
@@ -31,17 +32,22 @@ from ckptfix.training.saving.staged_saves import StagedSave, lift, plan_staging,
 WHAT = "Trainer's save"
 
 _NEVER_PUSHED = ".cache/huggingface"
-"""Folder that ``huggingface_hub`` leaves out of every upload: a push in the background meets no half-written files."""
+"""Folder that ``huggingface_hub`` leaves out of every upload: a push in the background meets no
+half-written files.
+"""
 
 _log = logging.getLogger("ckptfix")
 _warned: set[str] = set()
 
 
-def save_checkpoint(trainer: Any, method: Method, model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
-    """Guard ``Trainer._save_checkpoint``: write to a staging folder, make durable, rename, then rotate.
+def save_checkpoint(
+    trainer: Any, method: Method, model: Any, trial: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Guard ``Trainer._save_checkpoint``: write to a staging folder, make durable, rename, then
+    rotate.
 
-    Raises what the method raises, on every process; nothing of that save is left then. A push to the hub begins, and
-    ``on_save`` is called, when the checkpoint is in its place.
+    Raises what the method raises, on every process; nothing of that save is left then. A push to
+    the hub begins, and ``on_save`` is called, when the checkpoint is in its place.
     """
     if _is_left_to_transformers(trainer):
         return method(model, trial, *args, **kwargs)
@@ -50,7 +56,9 @@ def save_checkpoint(trainer: Any, method: Method, model: Any, trial: Any, *args:
 
 
 def _is_left_to_transformers(trainer: Any) -> bool:
-    """Return whether a save goes through as it is: its processes are not accelerate's, or cannot agree."""
+    """Return whether a save goes through as it is: its processes are not accelerate's, or cannot
+    agree.
+    """
     accelerator = trainer.accelerator
     several = accelerator.num_processes > 1
     return (
@@ -61,7 +69,9 @@ def _is_left_to_transformers(trainer: Any) -> bool:
 
 
 class _TrainerSave:
-    """One save. ``write`` is the Trainer's part of it: all files of this process, into the folder it asks for."""
+    """One save. ``write`` is the Trainer's part of it: all files of this process, into the folder
+    it asks for.
+    """
 
     def __init__(self, trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         self._trainer = trainer
@@ -70,7 +80,9 @@ class _TrainerSave:
         self._name = TRAINER.replace("{}", str(trainer.state.global_step))
         self._best = trainer.state.best_model_checkpoint
         self._random = capture()
-        """The generators where the Trainer's part leaves them: the run goes on from there, as without the guard."""
+        """The generators where the Trainer's part leaves them: the run goes on from there, as
+        without the guard.
+        """
         self._result: Any = None
         self._pushes = 0
 
@@ -118,7 +130,9 @@ class _TrainerSave:
         self._set_best(staging)
 
     def _set_best(self, staging: StagedSave) -> None:
-        """Point the state to where the best model will lie: the Trainer found it in the staging folder, or not."""
+        """Point the state to where the best model will lie: the Trainer found it in the staging
+        folder, or not.
+        """
         state = self._trainer.state
         found = state.best_model_checkpoint
         if found is not None and Path(found).is_relative_to(staging.folder):
@@ -138,7 +152,12 @@ class _TrainerSave:
         trainer, step = self._trainer, self._trainer.state.global_step
         settings = guard_of(trainer.accelerator).settings
         check_save(
-            settings, staging.folder, staging.url or staging.target, trainer, [trainer.model], step=step
+            settings,
+            staging.folder,
+            staging.url or staging.target,
+            trainer,
+            [trainer.model],
+            step=step,
         )
         state = staging.folder / TRAINER_STATE
         if state.exists():
@@ -146,7 +165,9 @@ class _TrainerSave:
         return make_manifest(trainer.accelerator, staging.folder, ()).to_bytes()
 
     def _rotate(self, staging: StagedSave) -> None:
-        """Remove old checkpoints. As in the Trainer itself, one that cannot be removed does not end the training."""
+        """Remove old checkpoints. As in the Trainer itself, one that cannot be removed does not end
+        the training.
+        """
         trainer, limit = self._trainer, self._trainer.args.save_total_limit
         _warn_of_later(staging.target)
         if limit is None or limit <= 0:
@@ -165,14 +186,19 @@ class _TrainerSave:
 
 
 def _warn_of_later(saved: Path) -> None:
-    """Warn once of a folder whose step is later than the one just saved: another run's, which a resume would take."""
+    """Warn once of a folder whose step is later than the one just saved: another run's, which a
+    resume would take.
+    """
     step = checkpoint_number(saved.name, TRAINER) or 0
     numbers = (checkpoint_number(name, TRAINER) for name in os.listdir(saved.parent))
-    later = max((number for number in numbers if number is not None and number > step), default=None)
+    later = max(
+        (number for number in numbers if number is not None and number > step), default=None
+    )
     if later is not None and str(saved.parent) not in _warned:
         _warned.add(str(saved.parent))
         name = TRAINER.replace("{}", str(later))
         warn_caller(
-            f"{saved.parent} holds {name}, of another run: resume_from_checkpoint=True takes it before "
-            f"{saved.name}, which was just saved, and save_total_limit does not count it; help: move it away"
+            f"{saved.parent} holds {name}, of another run: resume_from_checkpoint=True takes it "
+            f"before {saved.name}, which was just saved, and save_total_limit does not count it; "
+            "help: move it away"
         )

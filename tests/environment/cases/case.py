@@ -7,7 +7,9 @@ from ckptfix.environment.facts import Facts
 
 
 class Case(NamedTuple):
-    """An environment, and the severity of the advice on ``code`` in it: None when there must be none."""
+    """An environment, and the severity of the advice on ``code`` in it: None when there must be
+    none.
+    """
 
     code: str
     name: str

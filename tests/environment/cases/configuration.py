@@ -4,7 +4,15 @@ from dataclasses import replace
 
 from ckptfix.environment.facts.installed import AccelerateSource
 from ckptfix.environment.facts.launch import AccelerateConfig
-from tests.environment.building import CONFIG, config, facts, launch, script, with_software, with_torch
+from tests.environment.building import (
+    CONFIG,
+    config,
+    facts,
+    launch,
+    script,
+    with_software,
+    with_torch,
+)
 from tests.environment.cases.case import ERROR, NOTE, WARNING, Case
 
 NO_CONFIG = AccelerateConfig(path=CONFIG)
@@ -27,8 +35,15 @@ CONFIGURATION = (
         facts(2, config=NO_CONFIG, launch=launch("torchrun train.py")),
         None,
     ),
-    Case("config-file-missing", "--config_file", facts(config=replace(NO_CONFIG, asked=True)), ERROR),
-    Case("config-file-missing", "variable", facts(variables={"ACCELERATE_CONFIG_FILE": "/nowhere"}), WARNING),
+    Case(
+        "config-file-missing", "--config_file", facts(config=replace(NO_CONFIG, asked=True)), ERROR
+    ),
+    Case(
+        "config-file-missing",
+        "variable",
+        facts(variables={"ACCELERATE_CONFIG_FILE": "/nowhere"}),
+        WARNING,
+    ),
     Case("config-file-missing", "default", facts(config=NO_CONFIG), None),
     Case(
         "config-file-missing",
@@ -58,25 +73,48 @@ CONFIGURATION = (
         None,
     ),
     Case(
-        "config-unreadable", "broken", facts(config=replace(config(), problem="ScannerError: line 3")), ERROR
+        "config-unreadable",
+        "broken",
+        facts(config=replace(config(), problem="ScannerError: line 3")),
+        ERROR,
     ),
     Case("config-unreadable", "no distributed_type", facts(config=config(num_processes=2)), ERROR),
     Case(
-        "config-unreadable", "unknown key", facts(config=config(distributed_type="NO", of_tomorrow=1)), ERROR
+        "config-unreadable",
+        "unknown key",
+        facts(config=config(distributed_type="NO", of_tomorrow=1)),
+        ERROR,
     ),
-    Case("config-unreadable", "old key", facts(config=config(distributed_type="NO", fp16=True)), None),
+    Case(
+        "config-unreadable",
+        "old key",
+        facts(config=config(distributed_type="NO", fp16=True)),
+        None,
+    ),
     Case(
         "config-unreadable",
         "SageMaker has other keys",
         facts(
             config=config(
-                compute_environment="AMAZON_SAGEMAKER", distributed_type="NO", ec2_instance_type="p4"
+                compute_environment="AMAZON_SAGEMAKER",
+                distributed_type="NO",
+                ec2_instance_type="p4",
             )
         ),
         None,
     ),
-    Case("idle-devices", "one process of four", facts(4, config=config(distributed_type="NO")), WARNING),
-    Case("idle-devices", "cpu", facts(2, config=config(distributed_type="MULTI_GPU", use_cpu=True)), WARNING),
+    Case(
+        "idle-devices",
+        "one process of four",
+        facts(4, config=config(distributed_type="NO")),
+        WARNING,
+    ),
+    Case(
+        "idle-devices",
+        "cpu",
+        facts(2, config=config(distributed_type="MULTI_GPU", use_cpu=True)),
+        WARNING,
+    ),
     Case(
         "idle-devices",
         "meant: a list of ids",
@@ -109,7 +147,11 @@ CONFIGURATION = (
     Case(
         "idle-devices",
         "python, and a model on a device map",
-        facts(4, launch=launch("python train.py"), script=script(MAKES_ACCELERATOR + "m(device_map='auto')")),
+        facts(
+            4,
+            launch=launch("python train.py"),
+            script=script(MAKES_ACCELERATOR + "m(device_map='auto')"),
+        ),
         None,
     ),
     Case(
@@ -129,7 +171,12 @@ CONFIGURATION = (
         None,
     ),
     *(
-        Case("processes-not-started", command, facts(count, config=given, launch=launch(command)), WARNING)
+        Case(
+            "processes-not-started",
+            command,
+            facts(count, config=given, launch=launch(command)),
+            WARNING,
+        )
         for count, given, command in (
             (4, config(distributed_type="NO"), "accelerate launch --num_processes 4 train.py"),
             (
@@ -140,7 +187,11 @@ CONFIGURATION = (
             (0, NO_CONFIG, "accelerate launch --num_processes 2 train.py"),
             (1, NO_CONFIG, "accelerate launch --num_processes 2 train.py"),
             (0, NO_CONFIG, "accelerate launch --cpu --num_processes 2 train.py"),
-            (0, config(distributed_type="MULTI_CPU", num_processes=2), "accelerate launch train.py"),
+            (
+                0,
+                config(distributed_type="MULTI_CPU", num_processes=2),
+                "accelerate launch train.py",
+            ),
         )
     ),
     Case(
@@ -150,9 +201,18 @@ CONFIGURATION = (
         WARNING,
     ),
     *(
-        Case("processes-not-started", command, facts(count, config=given, launch=launch(command)), None)
+        Case(
+            "processes-not-started",
+            command,
+            facts(count, config=given, launch=launch(command)),
+            None,
+        )
         for count, given, command in (
-            (4, config(distributed_type="NO"), "accelerate launch --multi_gpu --num_processes 4 train.py"),
+            (
+                4,
+                config(distributed_type="NO"),
+                "accelerate launch --multi_gpu --num_processes 4 train.py",
+            ),
             (
                 4,
                 config(distributed_type="NO"),
@@ -169,7 +229,9 @@ CONFIGURATION = (
             (
                 0,
                 config(
-                    distributed_type="MULTI_CPU", num_processes=2, mpirun_config={"mpirun_hostfile": "hosts"}
+                    distributed_type="MULTI_CPU",
+                    num_processes=2,
+                    mpirun_config={"mpirun_hostfile": "hosts"},
                 ),
                 "accelerate launch train.py",
             ),
@@ -194,7 +256,11 @@ CONFIGURATION = (
     Case(
         "config-unreadable",
         "no number anywhere",
-        facts(2, config=config(distributed_type="MULTI_GPU"), launch=launch("accelerate launch train.py")),
+        facts(
+            2,
+            config=config(distributed_type="MULTI_GPU"),
+            launch=launch("accelerate launch train.py"),
+        ),
         ERROR,
     ),
     Case(
@@ -293,9 +359,17 @@ CONFIGURATION = (
         facts(2, config=config(gpu_ids="all"), variables={"CUDA_VISIBLE_DEVICES": "2,3"}),
         None,
     ),
-    Case("no-accelerate-config", "asked for another", facts(2, config=replace(NO_CONFIG, asked=True)), None),
     Case(
-        "no-accelerate-config", "no accelerate", with_software(facts(2, config=NO_CONFIG), packages={}), None
+        "no-accelerate-config",
+        "asked for another",
+        facts(2, config=replace(NO_CONFIG, asked=True)),
+        None,
+    ),
+    Case(
+        "no-accelerate-config",
+        "no accelerate",
+        with_software(facts(2, config=NO_CONFIG), packages={}),
+        None,
     ),
     Case(
         "no-accelerate-config",
@@ -339,11 +413,18 @@ CONFIGURATION = (
     Case(
         "idle-devices",
         "meant: --cpu",
-        facts(4, config=config(distributed_type="NO"), launch=launch("accelerate launch --cpu a.py")),
+        facts(
+            4, config=config(distributed_type="NO"), launch=launch("accelerate launch --cpu a.py")
+        ),
         None,
     ),
     Case("idle-devices", "no config", facts(4, config=NO_CONFIG), None),
-    Case("idle-devices", "a broken config", facts(4, config=replace(config(), problem="ScannerError")), None),
+    Case(
+        "idle-devices",
+        "a broken config",
+        facts(4, config=replace(config(), problem="ScannerError")),
+        None,
+    ),
     Case(
         "idle-devices",
         "torchrun",
@@ -357,12 +438,22 @@ CONFIGURATION = (
         facts(4, config=config(distributed_type="MULTI_GPU", num_processes=2, gpu_ids="0,1,2")),
         WARNING,
     ),
-    Case("too-few-devices", "one process on none", facts(0, config=config(distributed_type="NO")), None),
-    Case("too-few-devices", "not said", facts(0, config=config(distributed_type="MULTI_GPU")), None),
+    Case(
+        "too-few-devices",
+        "one process on none",
+        facts(0, config=config(distributed_type="NO")),
+        None,
+    ),
+    Case(
+        "too-few-devices", "not said", facts(0, config=config(distributed_type="MULTI_GPU")), None
+    ),
     Case(
         "too-few-devices",
         "devices not known",
-        with_torch(facts(0, config=config(distributed_type="MULTI_GPU", num_processes=2)), problem="killed"),
+        with_torch(
+            facts(0, config=config(distributed_type="MULTI_GPU", num_processes=2)),
+            problem="killed",
+        ),
         None,
     ),
     Case(

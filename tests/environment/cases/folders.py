@@ -19,7 +19,10 @@ UNSAFE = UnsafePickle(path=PurePosixPath("train.pt"), globals=("os.system",))
 
 FOLDERS = (
     Case(
-        "unloadable-pickle", "torch 2.13", facts(folder=Folder(path="ckpt", refused=(UNLOADABLE,))), WARNING
+        "unloadable-pickle",
+        "torch 2.13",
+        facts(folder=Folder(path="ckpt", refused=(UNLOADABLE,))),
+        WARNING,
     ),
     Case(
         "unloadable-pickle",
@@ -32,7 +35,9 @@ FOLDERS = (
     ),
     Case("unloadable-pickle", "clean", facts(folder=Folder(path="ckpt")), None),
     Case("unsafe-pickle", "os.system", facts(folder=Folder(path="ckpt", refused=(UNSAFE,))), ERROR),
-    Case("unsafe-pickle", "a class", facts(folder=Folder(path="ckpt", refused=(UNLOADABLE,))), None),
+    Case(
+        "unsafe-pickle", "a class", facts(folder=Folder(path="ckpt", refused=(UNLOADABLE,))), None
+    ),
     Case(
         "pickle-with-classes",
         "custom",
@@ -40,16 +45,26 @@ FOLDERS = (
             folder=Folder(
                 path="ckpt",
                 with_classes=(
-                    ClassPickle(path="custom_checkpoint_0.pkl", globals=("pkg.Ema",), line="import pkg"),
+                    ClassPickle(
+                        path="custom_checkpoint_0.pkl", globals=("pkg.Ema",), line="import pkg"
+                    ),
                 ),
             )
         ),
         NOTE,
     ),
     Case("pickle-with-classes", "clean", facts(folder=Folder(path="ckpt")), None),
-    Case("weights-only-forced", "on", facts(variables={"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}), WARNING),
     Case(
-        "weights-only-forced", "off", facts(variables={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "true"}), WARNING
+        "weights-only-forced",
+        "on",
+        facts(variables={"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}),
+        WARNING,
+    ),
+    Case(
+        "weights-only-forced",
+        "off",
+        facts(variables={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "true"}),
+        WARNING,
     ),
     Case("weights-only-forced", "0", facts(variables={"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}), None),
     Case(

@@ -14,23 +14,35 @@ PARSER = """
 
 LAUNCHING = (
     Case(
-        "script-missing", "gone", facts(launch=launch("accelerate launch a.py"), missing_script="a.py"), ERROR
+        "script-missing",
+        "gone",
+        facts(launch=launch("accelerate launch a.py"), missing_script="a.py"),
+        ERROR,
     ),
     Case("script-missing", "there", facts(launch=launch("accelerate launch train.py")), None),
     Case(
-        "flags-before-script", "refused", facts(launch=launch("accelerate launch --lr 1e-3 train.py")), ERROR
+        "flags-before-script",
+        "refused",
+        facts(launch=launch("accelerate launch --lr 1e-3 train.py")),
+        ERROR,
     ),
     Case(
         "flags-before-script",
         "taken",
-        facts(launch=launch("accelerate launch --mixed_precision bf16 train.py"), script=script(PARSER)),
+        facts(
+            launch=launch("accelerate launch --mixed_precision bf16 train.py"),
+            script=script(PARSER),
+        ),
         WARNING,
     ),
     Case("flags-before-script", "shared", facts(script=script(PARSER)), NOTE),
     Case(
         "flags-before-script",
         "in order",
-        facts(launch=launch("accelerate launch --num_processes 2 train.py --lr 1e-3"), script=script(PARSER)),
+        facts(
+            launch=launch("accelerate launch --num_processes 2 train.py --lr 1e-3"),
+            script=script(PARSER),
+        ),
         None,
     ),
     Case("flags-before-script", "torchrun", facts(launch=launch("torchrun --lr 1 train.py")), None),
@@ -43,7 +55,10 @@ LAUNCHING = (
     Case(
         "launch-flags-behind-script",
         "the script's own",
-        facts(launch=launch("accelerate launch train.py --mixed_precision bf16"), script=script(PARSER)),
+        facts(
+            launch=launch("accelerate launch train.py --mixed_precision bf16"),
+            script=script(PARSER),
+        ),
         None,
     ),
     Case(

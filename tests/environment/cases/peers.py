@@ -76,6 +76,11 @@ PEERS = (
     Case("acs-redirects", "off", facts(2), None),
     Case("distant-pair", "two sockets", with_machine(facts(2), bus=bus(way="SYS")), NOTE),
     Case("distant-pair", "through the CPU", with_machine(facts(2), bus=bus(way="PHB")), NOTE),
-    Case("distant-pair", "NVLink", with_machine(facts(2), bus=replace(bus(way="SYS"), linked=LINKED)), None),
+    Case(
+        "distant-pair",
+        "NVLink",
+        with_machine(facts(2), bus=replace(bus(way="SYS"), linked=LINKED)),
+        None,
+    ),
     Case("distant-pair", "one switch", facts(2), None),
 )

@@ -11,7 +11,10 @@ TIED = Folder(
     names=("embed.weight", "layers.0.weight", "head.weight"),
     model="model.safetensors",
     ties=(
-        Tie(names=("embed.weight", "head.weight"), proof="model.safetensors names the other as its alias"),
+        Tie(
+            names=("embed.weight", "head.weight"),
+            proof="model.safetensors names the other as its alias",
+        ),
     ),
 )
 
@@ -52,19 +55,48 @@ PLACEMENT = (
         None,
     ),
     Case("device-map-missing-device", "2 of 2", facts(2, device_map=_map(embed=2)), ERROR),
-    Case("device-map-incomplete", "lacks one", facts(folder=TIED, device_map=_map(embed=0, head=0)), ERROR),
+    Case(
+        "device-map-incomplete",
+        "lacks one",
+        facts(folder=TIED, device_map=_map(embed=0, head=0)),
+        ERROR,
+    ),
     Case(
         "device-map-incomplete",
         "whole",
         facts(folder=TIED, device_map=DeviceMap(source="m", entries={"": 0})),
         None,
     ),
-    Case("device-map-unknown-module", "misspelt", facts(folder=TIED, device_map=_map(layer=0)), NOTE),
-    Case("device-map-unknown-module", "known", facts(folder=TIED, device_map=_map(layers=0, embed=0)), None),
-    Case("device-map-missing-device", "3 of 2", facts(2, folder=TIED, device_map=_map(embed=3)), ERROR),
-    Case("device-map-missing-device", "there", facts(2, folder=TIED, device_map=_map(embed=1)), None),
-    Case("device-map-missing-device", "no GPU here", facts(folder=TIED, device_map=_map(embed=3)), None),
+    Case(
+        "device-map-unknown-module", "misspelt", facts(folder=TIED, device_map=_map(layer=0)), NOTE
+    ),
+    Case(
+        "device-map-unknown-module",
+        "known",
+        facts(folder=TIED, device_map=_map(layers=0, embed=0)),
+        None,
+    ),
+    Case(
+        "device-map-missing-device",
+        "3 of 2",
+        facts(2, folder=TIED, device_map=_map(embed=3)),
+        ERROR,
+    ),
+    Case(
+        "device-map-missing-device", "there", facts(2, folder=TIED, device_map=_map(embed=1)), None
+    ),
+    Case(
+        "device-map-missing-device",
+        "no GPU here",
+        facts(folder=TIED, device_map=_map(embed=3)),
+        None,
+    ),
     Case("device-map-offloads", "cpu", facts(2, device_map=_map(embed=0, layers="cpu")), NOTE),
     Case("device-map-offloads", "disk", facts(2, device_map=_map(layers="disk")), NOTE),
-    Case("device-map-offloads", "a CPU machine", facts(device_map=_map(embed="cpu", layers="cpu")), None),
+    Case(
+        "device-map-offloads",
+        "a CPU machine",
+        facts(device_map=_map(embed="cpu", layers="cpu")),
+        None,
+    ),
 )

@@ -37,7 +37,10 @@ GOOD = {
     "imports": "",
     "arguments": "",
     "scheduler": "scheduler = get_linear_schedule_with_warmup(optimizer, 10, 100)",
-    "prepare": "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)",
+    "prepare": (
+        "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, "
+        "scheduler)"
+    ),
     "load": "accelerator.load_state(args.resume_from_checkpoint)",
     "epoch": "active = accelerator.skip_first_batches(loader, done) if epoch == first else loader",
     "loop": "active",
@@ -49,7 +52,10 @@ SEEDABLE = "dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
 TORCHS = "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)"
 UNPREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 NO_LOADER = "model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)"
-BY_NAME = 'for name in ("loader", "scheduler"): setattr(self, name, accelerator.prepare(getattr(self, name)))'
+BY_NAME = (
+    'for name in ("loader", "scheduler"): setattr(self, name, accelerator.prepare(getattr(self, '
+    "name)))"
+)
 NO_SKIP = {"epoch": "pass", "loop": "enumerate(loader)"}
 
 

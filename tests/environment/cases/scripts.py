@@ -57,7 +57,9 @@ WRAPPED = """
 
 SCRIPTS = (
     Case("prepared-twice", "twice", facts(script=script(TWICE.format("accelerate"))), WARNING),
-    Case("prepared-twice", "guarded by ckptfix", facts(script=script(TWICE.format("ckptfix"))), NOTE),
+    Case(
+        "prepared-twice", "guarded by ckptfix", facts(script=script(TWICE.format("ckptfix"))), NOTE
+    ),
     Case(
         "prepared-twice",
         "guarded by ckptfix run",
@@ -68,7 +70,12 @@ SCRIPTS = (
         NOTE,
     ),
     Case("prepared-twice", "once", facts(script=script(TRAIN.format(""))), None),
-    Case("wrapped-before-prepare", "DDP", facts(script=script(WRAPPED.format("DDP(model)"))), WARNING),
+    Case(
+        "wrapped-before-prepare",
+        "DDP",
+        facts(script=script(WRAPPED.format("DDP(model)"))),
+        WARNING,
+    ),
     Case("wrapped-before-prepare", "bare", facts(script=script(WRAPPED.format("Net()"))), None),
     Case(
         "script-not-python",
@@ -112,7 +119,10 @@ SCRIPTS = (
         )
     ),
     Case(
-        "unknown-accelerate-name", "right", facts(script=script("from accelerate import PartialState")), None
+        "unknown-accelerate-name",
+        "right",
+        facts(script=script("from accelerate import PartialState")),
+        None,
     ),
     Case(
         "unknown-accelerate-name",
@@ -136,7 +146,10 @@ SCRIPTS = (
         ERROR,
     ),
     Case(
-        "accelerator-before-notebook-launcher", "inside", facts(script=script(NOTEBOOK.format("", 2))), None
+        "accelerator-before-notebook-launcher",
+        "inside",
+        facts(script=script(NOTEBOOK.format("", 2))),
+        None,
     ),
     Case(
         "accelerator-before-notebook-launcher",
@@ -156,11 +169,20 @@ SCRIPTS = (
         facts(script=script(NOTEBOOK.format("model.cuda()", 2))),
         WARNING,
     ),
-    Case("device-before-notebook-launcher", "inside", facts(script=script(NOTEBOOK.format("", 2))), None),
+    Case(
+        "device-before-notebook-launcher",
+        "inside",
+        facts(script=script(NOTEBOOK.format("", 2))),
+        None,
+    ),
     Case(
         "plain-backward",
         "plain",
-        facts(script=script("from accelerate import Accelerator\nAccelerator()\n(loss / 2).backward()")),
+        facts(
+            script=script(
+                "from accelerate import Accelerator\nAccelerator()\n(loss / 2).backward()"
+            )
+        ),
         WARNING,
     ),
     Case("plain-backward", "accelerator's", facts(script=script(TRAIN.format(""))), None),
@@ -181,14 +203,18 @@ SCRIPTS = (
         "deepspeed-several-models",
         "command line",
         facts(
-            launch=launch("accelerate launch --use_deepspeed train.py"), script=script(TWO_MODELS.format(""))
+            launch=launch("accelerate launch --use_deepspeed train.py"),
+            script=script(TWO_MODELS.format("")),
         ),
         WARNING,
     ),
     Case(
         "deepspeed-several-models",
         "another command line",
-        facts(launch=launch("accelerate launch --multi_gpu train.py"), script=script(TWO_MODELS.format(""))),
+        facts(
+            launch=launch("accelerate launch --multi_gpu train.py"),
+            script=script(TWO_MODELS.format("")),
+        ),
         None,
     ),
     Case(
@@ -197,28 +223,44 @@ SCRIPTS = (
         facts(variables={"ACCELERATE_USE_DEEPSPEED": "true"}, script=script(TWO_MODELS.format(""))),
         WARNING,
     ),
-    Case("deepspeed-several-models", "in two calls", facts(script=script(TWO_CALLS.format(""))), WARNING),
+    Case(
+        "deepspeed-several-models",
+        "in two calls",
+        facts(script=script(TWO_CALLS.format(""))),
+        WARNING,
+    ),
     Case(
         "deepspeed-several-models",
         "in two calls with a plugin each",
-        facts(script=script(TWO_CALLS.format('accelerator.state.select_deepspeed_plugin("teacher")'))),
+        facts(
+            script=script(TWO_CALLS.format('accelerator.state.select_deepspeed_plugin("teacher")'))
+        ),
         None,
     ),
     Case(
         "deepspeed-several-models",
         "two optimizers",
-        facts(config=config(distributed_type="DEEPSPEED"), script=script("a.prepare(model, opt_1, opt_2)")),
+        facts(
+            config=config(distributed_type="DEEPSPEED"),
+            script=script("a.prepare(model, opt_1, opt_2)"),
+        ),
         WARNING,
     ),
     Case(
         "deepspeed-several-models",
         "two Accelerators",
         facts(
-            config=config(distributed_type="DEEPSPEED"), script=script("a.prepare(model)\nb.prepare(teacher)")
+            config=config(distributed_type="DEEPSPEED"),
+            script=script("a.prepare(model)\nb.prepare(teacher)"),
         ),
         None,
     ),
-    Case("deepspeed-several-models", "no DeepSpeed", facts(script=script(TWO_MODELS.format(""))), None),
+    Case(
+        "deepspeed-several-models",
+        "no DeepSpeed",
+        facts(script=script(TWO_MODELS.format(""))),
+        None,
+    ),
     Case(
         "deepspeed-several-models",
         "one model",
@@ -232,7 +274,10 @@ SCRIPTS = (
         None,
     ),
     Case(
-        "device-map-in-training", "auto", facts(script=script(TRAIN.format(', device_map="auto"'))), WARNING
+        "device-map-in-training",
+        "auto",
+        facts(script=script(TRAIN.format(', device_map="auto"'))),
+        WARNING,
     ),
     Case(
         "device-map-in-training",
@@ -240,13 +285,25 @@ SCRIPTS = (
         facts(script=script(TRAIN.format(', device_map={"": PartialState().process_index}'))),
         None,
     ),
-    Case("device-map-in-training", "none", facts(script=script(TRAIN.format(", device_map=None"))), None),
+    Case(
+        "device-map-in-training",
+        "none",
+        facts(script=script(TRAIN.format(", device_map=None"))),
+        None,
+    ),
     Case(
         "skip-keys-given",
         "a set",
         facts(script=script("dispatch_model(model, device_map, skip_keys={'past_key_values'})")),
         NOTE,
     ),
-    Case("skip-keys-given", "none", facts(script=script("dispatch_model(model, device_map)")), None),
-    Case("skip-keys-given", "None", facts(script=script("dispatch_model(m, d, skip_keys=None)")), None),
+    Case(
+        "skip-keys-given", "none", facts(script=script("dispatch_model(model, device_map)")), None
+    ),
+    Case(
+        "skip-keys-given",
+        "None",
+        facts(script=script("dispatch_model(m, d, skip_keys=None)")),
+        None,
+    ),
 )

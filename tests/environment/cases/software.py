@@ -25,7 +25,9 @@ SOFTWARE = (
         "other",
         with_software(
             facts(),
-            command=Command(path="/usr/bin/accelerate", interpreter="/usr/bin/python3", is_ours=False),
+            command=Command(
+                path="/usr/bin/accelerate", interpreter="/usr/bin/python3", is_ours=False
+            ),
         ),
         WARNING,
     ),
@@ -36,7 +38,9 @@ SOFTWARE = (
         "the command's",
         with_software(
             facts(),
-            command=Command(path="/a", interpreter="/usr/bin/python3.8", python=(3, 8), is_ours=False),
+            command=Command(
+                path="/a", interpreter="/usr/bin/python3.8", python=(3, 8), is_ours=False
+            ),
         ),
         ERROR,
     ),
@@ -96,11 +100,18 @@ SOFTWARE = (
     Case(
         "python-too-old",
         "known by two numbers",
-        with_software(facts(), command=Command(path="/a", interpreter="/b", python=(3, 10), is_ours=False)),
+        with_software(
+            facts(), command=Command(path="/a", interpreter="/b", python=(3, 10), is_ours=False)
+        ),
         None,
     ),
     *(
-        Case("no-compiler", f"nvcc by {name}", replace(NEEDS_NVCC, variables={name: "/usr/local/cuda"}), None)
+        Case(
+            "no-compiler",
+            f"nvcc by {name}",
+            replace(NEEDS_NVCC, variables={name: "/usr/local/cuda"}),
+            None,
+        )
         for name in ("CUDA_HOME", "CUDA_PATH")
     ),
     Case(

@@ -1,4 +1,5 @@
-"""Imported by every Python that starts with this folder on its path: a child of a simulated process simulates, too.
+"""Imported by every Python that starts with this folder on its path: a child of a simulated process
+simulates, too.
 
 torch is not imported here, for most children never need it; the devices appear when it is.
 """

@@ -1,6 +1,8 @@
-"""Start of the recorder in a python that a proof runs; ``site`` imports this file before the script.
+"""Start of the recorder in a python that a proof runs; ``site`` imports this file before the
+script.
 
-The script sees the sys.path and the modules that it sees without the proof, another ``sitecustomize`` included.
+The script sees the sys.path and the modules that it sees without the proof, another
+``sitecustomize`` included.
 """
 
 import importlib
