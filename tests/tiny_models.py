@@ -74,7 +74,9 @@ def small(config: Mapping[Any, Any]) -> dict[Any, Any]:
             made[key] = [3]
         elif str(key).endswith("_token_id") and type(value) is int and value > 60:
             made[key] = 3
-        elif key in ("layer_types", "mlp_layer_types") and isinstance(value, list):
+        elif key in ("layer_types", "mlp_layer_types", "kv_source_layers") and isinstance(
+            value, list
+        ):
             made[key] = value[:2]
         else:
             made[key] = value
