@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import STEMS_OF_LIBRARIES, TRAINER_STATE, parse_file_name
+from ckptfix.checkpoint.filenames import (
+    NOT_STATES,
+    STEMS_OF_LIBRARIES,
+    TRAINER_STATE,
+    Role,
+    parse_file_name,
+)
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.loading_order import SAFE, kind_of, loaders_of
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, read_config
@@ -33,6 +39,9 @@ CONFIG_OF_LIBRARY = {"peft": ADAPTER, "transformers": CONFIG, "diffusers": CONFI
 _CONFIGS = (CONFIG, ADAPTER, "quantize_config.json", "hf_quant_config.json")
 """Configs that rules read. The last two are those of GPTQ and of modelopt."""
 
+_STATES = frozenset(Role).difference(NOT_STATES, (Role.TRAINING_ARGUMENTS,))
+"""Roles of files from which a run resumes. The Trainer leaves its arguments next to a final model."""
+
 MISSING = "is missing"
 """Fault of an index that is not there."""
 
@@ -50,10 +59,10 @@ class Load(NamedTuple):
     weights. ``library``: ``transformers``, ``diffusers`` or ``peft``. ``configs``: name -> content,
     of those that are readable. ``tensors``: key -> tensor, of all files. ``is_whole``: the header
     of each file was read. ``states_of``: whose states of a training lie next to them,
-    ``save_state`` or of the Trainer. ``deepspeed``: the folder of DeepSpeed next to them, "" for
-    none. ``steps``: of the optimizer, as a counter next to them shows. ``size``: the most bytes of
-    a tensor that a rule reads. ``index_fault``: what is wrong with the index of its shards, ""
-    where it has none, or nothing is.
+    ``save_state``, of the Trainer or of a script, "" for none. ``deepspeed``: the folder of
+    DeepSpeed next to them, "" for none. ``steps``: of the optimizer, as a counter next to them
+    shows. ``size``: the most bytes of a tensor that a rule reads. ``index_fault``: what is wrong
+    with the index of its shards, "" where it has none, or nothing is.
     """
 
     path: PurePosixPath
@@ -93,14 +102,15 @@ def loads_of(
     *,
     libraries: Collection[str] = tuple(CONFIG_OF_LIBRARY),
     data: bool = False,
+    has_optimizer: bool = False,
     count_steps: Callable[[], int] = lambda: 0,
 ) -> Iterator[Load]:
     """Yield each load that the configs of a folder and the names of its weights promise. Reads the
     configs alone.
 
     ``libraries``: those whose loads are asked for. ``data``: let the rules read tensors as a whole.
-    ``count_steps``: returns those of the optimizer, as a counter in the folder shows; called where
-    there is a load.
+    ``has_optimizer``: one is in a file of the folder, under any name. ``count_steps``: returns
+    those of the optimizer, as a counter in the folder shows; called where there is a load.
 
     Weights without the config of their library yield nothing: no ``from_pretrained`` takes them.
     Two families of one model, such as safetensors next to ``.bin``, are two loads, those of an
@@ -136,6 +146,8 @@ def loads_of(
             if folder.is_save_state
             else "Trainer"
             if folder.has_file(TRAINER_STATE)
+            else "script"
+            if has_optimizer or any(component.role in _STATES for component in folder.components)
             else ""
         )
         for group in families:

@@ -344,7 +344,16 @@ def diagnose(
             of_run = trainer if folder.only is None else trainer_progress(folder.root)
             return trained_steps(folder.root, of_run.step, optimizers)
 
-        loads = [*loads_of(folder, groups, libraries=JUDGED, data=data, count_steps=count_steps)]
+        loads = [
+            *loads_of(
+                folder,
+                groups,
+                libraries=JUDGED,
+                data=data,
+                has_optimizer=bool(every_optimizer),
+                count_steps=count_steps,
+            )
+        ]
         of_loads = diagnose_loads([*loads, *adapters_without_config(folder, groups, loads)])
         of_save = diagnose_save(
             folder, sharded, damaged, has_deepspeed=bool(deepspeed), neighbours=neighbours

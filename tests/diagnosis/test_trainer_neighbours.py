@@ -82,8 +82,8 @@ def rounded(weights: Tensors) -> Tensors:
     return {key: value.half() for key, value in weights.items()}
 
 
-def renamed(weights: Tensors) -> Tensors:
-    return {f"model.{key}": value for key, value in weights.items()}
+def behind(prefix: str) -> Callable[[Tensors], Tensors]:
+    return lambda weights: {prefix + key: value for key, value in weights.items()}
 
 
 def reshaped(weights: Tensors) -> Tensors:
@@ -158,11 +158,12 @@ def test_rounded_weights_are_a_note_at_the_end_of_a_run(run: Path) -> None:
     assert latest_checkpoint(run, pattern=TRAINER) == root
 
 
+@pytest.mark.parametrize("prefix", ["model.", "module."])
 @pytest.mark.parametrize("number", [2, 4])
-def test_other_keys_are_told_by_the_class_of_the_model(run: Path, number: int) -> None:
+def test_other_keys_are_told_by_the_class_of_the_model(run: Path, number: int, prefix: str) -> None:
     root = run / f"checkpoint-{number}"
     weights = load_file(root / WEIGHTS)
-    changed(renamed)(root)
+    changed(behind(prefix))(root)
     assert "dead-weights" in {finding.code for finding in check(root).findings}
     assert resumed(root, weights) == "others"
     if number == 4:

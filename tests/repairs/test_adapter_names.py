@@ -32,6 +32,7 @@ from tests.tiny_adapters import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+OPTIMIZER = torch.optim.AdamW([torch.ones(1)]).state_dict()
 ALLOWED = Policy(allow=frozenset({"dead-adapter"}))
 
 
@@ -176,12 +177,16 @@ def twice(tensors: Tensors) -> Tensors:
     return {**tensors, **behind("module.")(tensors)}
 
 
-def test_next_to_save_state_a_repair_asks(tmp_path: Path) -> None:
-    """The script's load hook can look for the keys that its save hook wrote."""
+@pytest.mark.parametrize("file", ["random_states_0.pkl", "optimizer.pt"])
+def test_next_to_states_of_a_training_a_repair_asks(file: str, tmp_path: Path) -> None:
+    """The script's load hook can look for the keys that its save hook wrote, and a script that has
+    no hooks for those that it saved itself.
+    """
     tensors = lora(tmp_path)
     write(tmp_path, behind("_orig_mod.")(tensors))
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-    torch.save({"step": 0, "random_state": (3, (1, 2), None)}, tmp_path / "random_states_0.pkl")
+    states = {"step": 0, "random_state": (3, (1, 2), None)}
+    torch.save(OPTIMIZER if file == "optimizer.pt" else states, tmp_path / file)
     (finding,) = (each for each in check(tmp_path).findings if each.code == "dead-adapter")
     assert (finding.severity.value, finding.action.value) == ("warning", "ask")
     assert repair(tmp_path).steps == ()

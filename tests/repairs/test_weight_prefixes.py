@@ -2,16 +2,21 @@
 byte.
 """
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from ckptfix import Policy, check, repair, undo
+from ckptfix import Policy, check, latest_checkpoint, repair, undo
+from ckptfix.checkpoint.filenames import TRAINER
 from ckptfix.cli import run
 from tests.diagnosis.test_pretrained_models import PREFIXES, in_shards, saved
-from tests.tiny_models import NAME, Tensors, load, tensors_of, write
+from tests.diagnosis.test_trainer_neighbours import Begin
+from tests.diagnosis.test_trainer_states import trainer_in
+from tests.tiny_models import NAME, Tensors, load, tiny, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -88,9 +93,69 @@ def test_next_to_save_state_a_repair_asks(
     assert load(tmp_path) == "complete"
 
 
-def test_a_folder_of_the_trainer(tmp_path: Path) -> None:
-    write(tmp_path, {f"module.{key}": each for key, each in saved(tmp_path).items()})
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 1, "log_history": []}))
-    assert repair(tmp_path).status == 0
-    assert not any(key.startswith("module.") for key in tensors_of(tmp_path))
+WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "compiled": (lambda model: torch.compile(model, backend="eager"), "note"),
+    "in DataParallel": (torch.nn.DataParallel, "error"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_trainer_of_a_wrapped_model_resumes_after_a_default_repair(
+    name: str, tmp_path: Path
+) -> None:
+    """The Trainer loads with ``strict=False``: after a rename it would begin with random weights,
+    and say nothing.
+    """
+    wrap, severity = WRAPPED[name]
+    run = tmp_path / "run"
+
+    def begins_with(checkpoint: Path | None) -> Tensors:
+        of_bare, begin = trainer_in(run, remove_unused_columns=False), Begin()
+        trainer = type(of_bare)(
+            wrap(of_bare.model),
+            of_bare.args,
+            train_dataset=of_bare.train_dataset,
+            callbacks=[begin],
+        )
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        return begin.weights
+
+    begins_with(None)
+    root = run / "checkpoint-4"
+    weights, before = load_file(root / NAME), contents(root)
+    assert [
+        finding.severity.value for finding in check(root).findings if finding.code == "dead-weights"
+    ] == [severity]
+    assert latest_checkpoint(run, pattern=TRAINER) == root
+    assert repair(root).steps == ()
+    assert contents(root) == before
+    begun = begins_with(root)
+    assert all(torch.equal(begun[key], each) for key, each in weights.items())
+    assert load(root) == "25 random, 25 unused"
+    repair(root, policy=Policy(allow=frozenset({"dead-weights"})))
+    assert load(root) == "complete"
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "optimizer.bin", "progress.pt"])
+def test_a_script_that_wraps_its_model_resumes_after_a_default_repair(
+    file: str, tmp_path: Path
+) -> None:
+    saved(tmp_path)
+    (tmp_path / NAME).unlink()
+    model = torch.nn.DataParallel(tiny("LlamaForCausalLM"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.ones(1, 2, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    state = optimizer.state_dict()
+    torch.save({"optimizer": state, "step": 1} if file == "progress.pt" else state, tmp_path / file)
+    assert load(tmp_path) == "21 random, 21 unused"
+    (finding,) = (each for each in check(tmp_path).findings if each.code == "dead-weights")
+    assert (finding.severity.value, finding.action.value) == ("note", "ask")
+    assert "a script that wraps its model resumes with these keys" in finding.advice
+    assert repair(tmp_path).steps == ()
+    torch.nn.DataParallel(tiny("LlamaForCausalLM")).load_state_dict(
+        torch.load(tmp_path / "pytorch_model.bin")
+    )
+    repair(tmp_path, policy=Policy(allow=frozenset({"dead-weights"})))
     assert load(tmp_path) == "complete"

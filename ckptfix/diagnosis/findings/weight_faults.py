@@ -65,6 +65,19 @@ class MixedWeights(DoubtfulWeights):
     severity = Severity.ERROR
 
 
+class WrappedWeights(DoubtfulWeights):
+    """Weights behind a prefix that the Trainer does not add: its resume leaves them out, too."""
+
+    __slots__ = ()
+
+    severity = Severity.ERROR
+
+    @property
+    def resume(self) -> Resume:
+        """The outcome of a resume: a script that gives its Trainer a wrapped model finds them."""
+        return Resume.FAILS_IF_NEW
+
+
 class ForeignWeights(DeadWeights):
     """Weights of which no key, or hardly one, is a key of their class, whatever is before them."""
 
@@ -83,7 +96,9 @@ class ForeignWeights(DeadWeights):
 
 
 class ForeignWeightsOfState(ForeignWeights):
-    """The same in a folder of ``save_state``, which loads them into the model of the script."""
+    """The same in a folder from which a run resumes: they are loaded into the model of its
+    script.
+    """
 
     __slots__ = ()
 

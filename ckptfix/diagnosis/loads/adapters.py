@@ -272,10 +272,12 @@ class _Names:
             # PEFT records the name of a base that is not wrapped itself when it is adapted.
             reason = "a script that wraps its base before it adds the adapter finds these keys"
             yield AdapterOfWrapped(**facts, reason=reason)
-        elif self._load.states_of == "save_state":
-            yield DoubtfulAdapter(
-                **facts, reason="a load hook of the script may look for these keys"
+        elif self._load.states_of in ("save_state", "script"):
+            resumes = (
+                "load hook of the" if self._load.states_of == "save_state" else "resume by the"
             )
+            reason = f"a {resumes} script may look for these keys"
+            yield DoubtfulAdapter(**facts, reason=reason)
         elif self._names and self._has_unnamed:
             reason = "only some of the keys have a name, so they may be of two adapters"
             yield DoubtfulAdapter(**facts, reason=reason)

@@ -38,12 +38,29 @@ from ckptfix.diagnosis.findings.weight_faults import (
     ForeignWeightsOfState,
     MismatchedConfig,
     MixedWeights,
+    WrappedWeights,
 )
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
 from ckptfix.wording import count_of, series
 
 _BASE = ("base_model", "model")
 """Segments that PEFT adds: the attributes of ``PeftModel`` and of its tuner."""
+
+_RESUMES = {
+    "save_state": (
+        "save_state wrote the folder, and load_state finds these keys in a model that the script "
+        "wraps"
+    ),
+    "Trainer": (
+        "a Trainer whose script compiles or wraps the model itself resumes with these keys, one "
+        "of the bare model with random weights"
+    ),
+    "script": (
+        "states of a training lie next to it, and a script that wraps its model resumes with "
+        "these keys"
+    ),
+}
+"""Whose states of a training lie next to weights behind a prefix -> who loads these keys."""
 
 _FEW = 20
 """One key of so many may be of a class by accident, such as a head next to a wrapped model. Of
@@ -156,7 +173,7 @@ class _Names:
     def findings(self) -> Iterator[Finding]:
         """Yield the finding about keys behind a prefix, or about keys of another class."""
         if self._foreign and not self.unchecked():
-            is_state = self._load.states_of == "save_state"
+            is_state = self._load.states_of in ("save_state", "script")
             known, key = self._known, self._foreign[0]
             segments = key.split(".")
             ends = (".".join(segments[at:]) for at in range(1, len(segments)))
@@ -188,12 +205,14 @@ class _Names:
         if len(chains) > 1:
             reason = "its keys begin with several prefixes, and a repair removes one of them"
             yield MixedWeights(**facts, reason=reason)
-        elif self._load.states_of == "save_state":
-            reason = (
-                "save_state wrote the folder, and load_state finds these keys in a model that the "
-                "script wraps"
-            )
-            yield DoubtfulWeights(**facts, reason=reason)
+        elif self._load.states_of:
+            # A Trainer whose script compiles the model saves _orig_mod, and resumes exactly. It
+            # loads with strict=False: after a rename it began with random weights, and said
+            # nothing. One of a model in DistributedDataParallel does the same with module, but
+            # that is rare.
+            is_wrapped = self._load.states_of == "Trainer" and set(chains) != {()}
+            kind = WrappedWeights if is_wrapped else DoubtfulWeights
+            yield kind(**facts, reason=_RESUMES[self._load.states_of])
         else:
             yield DeadWeights(**facts)
 
