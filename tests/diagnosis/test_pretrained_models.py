@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -18,9 +19,11 @@ from transformers.conversion_mapping import (
 )
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ckptfix import check
+from ckptfix import check, repair
 from ckptfix.checkpoint import architectures
 from ckptfix.diagnosis.loads.pretrained_models import _FEW, _REMOVED_BY_LOADS
+from tests.diagnosis.test_trainer_neighbours import Begin
+from tests.diagnosis.test_trainer_states import trainer_in
 from tests.tiny_models import NAME, Tensors, load, reconfigure, small, tensors_of, tiny, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -336,6 +339,54 @@ def test_files_without_a_key_of_their_class(name: str, tmp_path: Path) -> None:
     )
     torch.save({"step": 0, "random_state": (3, (1, 2), None)}, tmp_path / "random_states_0.pkl")
     assert told(tmp_path) == [("dead-weights", "note")]
+
+
+def injected(model: Any) -> Any:
+    """Return a model with LoRA inside: it stays of its class, and saves the keys that it has."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[1])
+    return peft.inject_adapter_in_model(config, model)
+
+
+DEEPER: dict[str, tuple[str, Callable[[str], bool], str]] = {
+    "a PeftModel": ("base_model.model.", lambda key: True, "21 random, 23 unused"),
+    "one without its adapter": ("base_model.model.", lambda key: "lora_" not in key, "21 random, 21 unused"),
+    "a model with LoRA": ("", lambda key: True, "1 random, 3 unused"),
+    "the same without its adapter": ("", lambda key: "lora_" not in key, "1 random, 1 unused"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEEPER)
+def test_weights_of_modules_that_peft_adapted(name: str, tmp_path: Path) -> None:
+    """A repair took ``base_model.model.`` away, and said that it is verified: base_layer stayed."""
+    prefix, is_kept, lost = DEEPER[name]
+    saved(tmp_path)
+    tensors = injected(tiny("LlamaForCausalLM")).state_dict()
+    write(tmp_path, {prefix + key: each for key, each in tensors.items() if is_kept(key)})
+    assert load(tmp_path) == lost
+    (finding,) = check(tmp_path).findings
+    assert (finding.code, finding.severity.value) == ("dead-weights", "error")
+    assert f"leaves {21 if prefix else 1} of " in str(finding)
+    assert "expected keys like 'model.layers.1.self_attn.q_proj.weight'" in str(finding)
+    assert repair(tmp_path).steps == ()
+    adapted = injected(tiny("LlamaForCausalLM"))
+    if not prefix:
+        assert not adapted.load_state_dict(tensors_of(tmp_path), strict=False).unexpected_keys
+
+
+def test_a_trainer_of_a_model_with_an_injected_adapter(tmp_path: Path) -> None:
+    def begins_with(checkpoint: Path | None) -> Tensors:
+        trainer, begin = trainer_in(tmp_path), Begin()
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["query"]), trainer.model)
+        trainer.add_callback(begin)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        return begin.weights
+
+    begins_with(None)
+    root = tmp_path / "checkpoint-4"
+    begun = begins_with(root)
+    assert all(torch.equal(begun[key], each) for key, each in tensors_of(root).items())
+    assert load(root) == "2 random, 4 unused"
+    assert told(root) == [("dead-weights", "note")]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,9 @@ from ckptfix.wording import count_of, series
 _BASE = ("base_model", "model")
 """Segments that PEFT adds: the attributes of ``PeftModel`` and of its tuner."""
 
+_DEEPER = ".base_layer."
+"""Part of the keys of a module that PEFT adapts: its own weights are in there."""
+
 _RESUMES = {
     "save_state": (
         "save_state wrote the folder, and load_state finds these keys in a model that the script "
@@ -149,16 +152,29 @@ class _Names:
             for key, name in bare.items()
             if name != key and name not in load.tensors and known.fits(name) and not known.fits(key)
         }
+        # A model that PEFT adapted has its own weights one level deeper.
+        self._deeper = {
+            key: expected
+            for key, name in bare.items()
+            if _DEEPER in name
+            and (expected := name.replace(_DEEPER, ".")) not in load.tensors
+            and known.fits(expected)
+            and not known.fits(key)
+        }
         others = [
-            key for key in load.tensors if key not in self._dead and not self._is_ignored(key)
+            key
+            for key in load.tensors
+            if key not in self._dead and key not in self._deeper and not self._is_ignored(key)
         ]
         unknown = sum(not known.fits(key) for key in others)
         # Keys that fit neither way, such as of a head of the script's own, must be few, and no
         # other key may fit.
-        if unknown and (unknown < len(others) or 10 * unknown > len(load.tensors)):
+        is_unsure = unknown < len(others) or 10 * unknown > len(load.tensors)
+        if unknown and is_unsure and not self._deeper:
             self._dead = {}
-        self.expected = {self._dead.get(key, key): key for key in load.tensors}
-        read = [] if self._dead else [key for key in load.tensors if not self._is_ignored(key)]
+        names = self._dead | self._deeper
+        self.expected = {names.get(key, key): key for key in load.tensors}
+        read = [] if names else [key for key in load.tensors if not self._is_ignored(key)]
         strangers = [key for key in read if not known.fits(key)]
         self._foreign = strangers if _FEW * (len(read) - len(strangers)) < len(read) else []
 
@@ -172,21 +188,22 @@ class _Names:
 
     def findings(self) -> Iterator[Finding]:
         """Yield the finding about keys behind a prefix, or about keys of another class."""
+        states_of = self._load.states_of
+        if self._deeper:
+            # Without base_layer a load finds them, and no repair takes it out. A Trainer of a model
+            # with an injected adapter resumes with these keys.
+            key, expected = next(iter(self._deeper.items()))
+            lost = len({**self._dead, **self._deeper})
+            yield self._foreign_weights(lost, key, expected, is_state=bool(states_of))
+            return
         if self._foreign and not self.unchecked():
-            is_state = self._load.states_of in ("save_state", "script")
             known, key = self._known, self._foreign[0]
             segments = key.split(".")
             ends = (".".join(segments[at:]) for at in range(1, len(segments)))
             expected = next((end for end in ends if pattern_of(end) in known.keys), "")
-            yield (ForeignWeightsOfState if is_state else ForeignWeights)(
-                path=self._load.path,
-                tensors=len(self._foreign),
-                total=len(self._load.tensors),
-                key=key,
-                expected=expected or (known.embedding or min(known.keys)).replace("*", "0"),
-                model=known.name,
-                version=table_version(),
-            )
+            expected = expected or (known.embedding or min(known.keys)).replace("*", "0")
+            is_state = states_of in ("save_state", "script")
+            yield self._foreign_weights(len(self._foreign), key, expected, is_state=is_state)
         if not self._dead:
             return
         chains = Counter(_prefix(key) for key in self._dead)
@@ -205,16 +222,29 @@ class _Names:
         if len(chains) > 1:
             reason = "its keys begin with several prefixes, and a repair removes one of them"
             yield MixedWeights(**facts, reason=reason)
-        elif self._load.states_of:
+        elif states_of:
             # A Trainer whose script compiles the model saves _orig_mod, and resumes exactly. It
             # loads with strict=False: after a rename it began with random weights, and said
             # nothing. One of a model in DistributedDataParallel does the same with module, but
             # that is rare.
-            is_wrapped = self._load.states_of == "Trainer" and set(chains) != {()}
+            is_wrapped = states_of == "Trainer" and set(chains) != {()}
             kind = WrappedWeights if is_wrapped else DoubtfulWeights
-            yield kind(**facts, reason=_RESUMES[self._load.states_of])
+            yield kind(**facts, reason=_RESUMES[states_of])
         else:
             yield DeadWeights(**facts)
+
+    def _foreign_weights(
+        self, tensors: int, key: str, expected: str, *, is_state: bool
+    ) -> ForeignWeights:
+        return (ForeignWeightsOfState if is_state else ForeignWeights)(
+            path=self._load.path,
+            tensors=tensors,
+            total=len(self._load.tensors),
+            key=key,
+            expected=expected,
+            model=self._known.name,
+            version=table_version(),
+        )
 
     def unchecked(self) -> str:
         """Return in words why keys of another class are not told, "" where they are or where there
