@@ -45,6 +45,8 @@ from ckptfix.diagnosis.findings.duplicates import (
     IdenticalStates,
     NestedPrefix,
 )
+from ckptfix.diagnosis.findings.load_faults import DeadAdapter
+from ckptfix.diagnosis.findings.weight_faults import DeadWeights
 from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
@@ -136,12 +138,21 @@ class RepairReceipt(Printable, Serialized):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """The steps before the script resumes, in words; empty where no entry was dropped."""
+        """The steps before the script resumes, and when the repair is wrong, in words; mostly
+        empty.
+        """
         advice = _before_resuming(self.steps, self.found)
+        fixed = {code for step in self.steps for code in step.fixes}
+        if fixed & {DeadAdapter.code, DeadWeights.code}:
+            advice = (
+                *advice,
+                (
+                    "wrong if a script loads the file itself with load_state_dict: it needs the "
+                    "old keys, and with strict=False it says nothing without them"
+                ),
+            )
         # Before a repair the finding says so, and a repaired copy has nothing to undo.
-        if self.transaction is not None and any(
-            DoubledModel.code in step.fixes for step in self.steps
-        ):
+        if self.transaction is not None and DoubledModel.code in fixed:
             return (
                 *advice,
                 (

@@ -343,3 +343,22 @@ def test_a_saved_plan_keeps_the_name(tmp_path: Path) -> None:
     assert read_plan(plan).policy.adapter == "main"
     assert run(["repair", "--plan", str(plan)]) == 0
     assert live(root, tensors) == "8 of 8"
+
+
+def test_a_script_that_loads_the_keys_itself_is_told_before_and_after_a_repair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing in the folder tells it from an adapter that PEFT is to load, and its load with
+    ``strict=False`` would take nothing, and say nothing.
+    """
+    tensors = lora(tmp_path)
+    write(tmp_path, renamed(with_name("main"))(tensors))
+    before = contents(tmp_path)
+    (finding,) = check(tmp_path).findings
+    assert "loads the file itself with load_state_dict needs these keys" in finding.advice
+    for options, status in ((["--dry-run"], 1), ([], 0)):
+        assert run(["repair", str(tmp_path), *options]) == status
+        assert "wrong if a script loads the file itself" in capsys.readouterr().out
+    assert live(tmp_path, tensors) == "8 of 8"
+    undo(tmp_path)
+    assert contents(tmp_path) == before

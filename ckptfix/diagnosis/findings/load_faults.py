@@ -41,6 +41,14 @@ class UnusedKeys(Finding):
             f"{self.expected!r}, found {self.key!r})"
         )
 
+    @property
+    def advice(self) -> str:
+        """What a repair does, and when it would be wrong: no folder tells what a script loads."""
+        return (
+            "ckptfix repair DIR renames them; a script that loads the file itself with "
+            "load_state_dict needs these keys, and ckptfix undo DIR brings them back"
+        )
+
     def key_map(self, adapter: str) -> KeyMap:
         """Return the map to the keys that the loader looks for.
 
