@@ -294,6 +294,22 @@ def ties_of(build: Build) -> dict[Attribute, dict[str, str]]:
     return ties
 
 
+def keeps_flag(config: Any, path: Attribute) -> bool:
+    """Return whether a config has the flag that it is made with: T5 ties always, and VibeVoice
+    never.
+    """
+    for flag in (True, False):
+        settings = config.to_dict()
+        settings.pop("transformers_version", None)
+        part: Any = settings
+        for name in path:
+            part = part[name]
+        part[_TIE] = flag
+        if getattr(dict(configs_in(type(config)(**settings)))[path], _TIE) is not flag:
+            return False
+    return True
+
+
 def without_ties(build: Build) -> dict[str, tuple[int, ...]]:
     """Return the keys of a file in which nothing is stored twice."""
     tied = {target for ties in ties_of(build).values() for target in ties}
@@ -373,7 +389,11 @@ def described(cls: Any) -> dict[str, Any]:
             for (pattern, dimension), (path, *rest) in rows.items()
         },
         "parts": {".".join(path): part.model_type for path, part in parts.items() if path},
-        "flags": {".".join(path): getattr(type(parts[path])(), _TIE) for path in ties},
+        "flags": {
+            ".".join(path): getattr(type(parts[path])(), _TIE)
+            for path in ties
+            if keeps_flag(config, path)
+        },
         "ties": {
             ".".join(path): {
                 pattern_of(target): pattern_of(source) for target, source in tied.items()

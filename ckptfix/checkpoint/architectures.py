@@ -84,11 +84,12 @@ class Architecture(NamedTuple):
     them. ``numbers``: pattern that ends in ``*`` -> how many numbers it has, 0 to N - 1. ``rows``:
     (pattern, dimension) -> its size. ``parts``: config inside of the config -> its ``model_type``.
     ``flags``: the config (its path with dots, "" for the whole) with a ``tie_word_embeddings`` that
-    ties something -> its default. ``ties``: that config -> key that is tied (and not saved) -> key
-    that has its values. ``missing``, ``unexpected``: regular expressions of keys that a load does
-    not report. ``unsaved``: keys that ``save_pretrained`` leaves out. ``head``, ``embedding``: the
-    weights of the output and of the input, "" for none. ``prefix``: ``base_model_prefix``.
-    ``is_renamed``: a load may rename keys that are not in ``keys``.
+    ties something, unless its class overrides it -> its default. ``ties``: any config with one ->
+    key that is tied (and not saved) -> key that has its values. ``missing``, ``unexpected``:
+    regular expressions of keys that a load does not report. ``unsaved``: keys that
+    ``save_pretrained`` leaves out. ``head``, ``embedding``: the weights of the output and of the
+    input, "" for none. ``prefix``: ``base_model_prefix``. ``is_renamed``: a load may rename keys
+    that are not in ``keys``.
     """
 
     name: str
@@ -144,7 +145,8 @@ class Architecture(NamedTuple):
         default says so.
         """
         part = self._part(config, flag)
-        if part is None:
+        # The config of T5 makes a flag that is false true.
+        if part is None or flag not in self.flags:
             return None
         value = part.get(
             "tie_word_embeddings", self.flags[flag] if knows_defaults(config) else None

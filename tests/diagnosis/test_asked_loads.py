@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from ckptfix import check
+from ckptfix.checkpoint.architectures import Architecture
 from ckptfix.cli import run
 from ckptfix.devices.reload.oracle import ask
 from ckptfix.diagnosis.loads.outcome import LoadOutcome
@@ -47,6 +48,7 @@ from tests.tiny_adapters import (
     with_name,
     write,
 )
+from tests.tiny_models import reconfigure, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -531,6 +533,23 @@ def test_findings_that_the_library_contradicts(
     assert "8 of 8 tensors of the adapter live" in text
     assert "by its headers alone: " in text
     assert "[dead-adapter]" in text
+
+
+@pytest.mark.slow
+def test_a_head_that_the_library_ties(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that the load ignores is nothing about a head that the file lacks."""
+    of_transformers("t5", tiny("T5ForConditionalGeneration")).save(tmp_path)
+    save_file(
+        {**load_file(tmp_path / "model.safetensors"), "other": torch.ones(1)},
+        tmp_path / "model.safetensors",
+    )
+    reconfigure(tmp_path, tie_word_embeddings=False)
+    monkeypatch.setattr(Architecture, "is_tied", lambda *arguments: False)
+    assert run(["check", str(tmp_path)]) == 1
+    assert run(["check", "--load", str(tmp_path)]) == 0
+    assert "[missing-head]; the answer of transformers" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 of many classes.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,43 @@ def test_a_setting_that_is_left_out_is_the_default_of_its_version_alone(tmp_path
     assert verdicts(tmp_path) == [("error", "missing-head")]
     reconfigure(tmp_path, transformers_version="4.40.0")
     assert verdicts(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Glm4vForConditionalGeneration", {"text_config__tie_word_embeddings": True}),
+        ("MT5ForConditionalGeneration", {}),
+        ("PaddleOCRVLForConditionalGeneration", {}),
+        ("T5ForConditionalGeneration", {}),
+        ("UdopForConditionalGeneration", {}),
+    ],
+)
+def test_a_setting_that_the_class_overrides(
+    name: str, settings: Mapping[str, bool], tmp_path: Path
+) -> None:
+    """T5 ties always; GLM-4V ties where the config of its text says so."""
+    tiny(name, tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in tensors_of(tmp_path)
+    reconfigure(tmp_path, tie_word_embeddings=False, **settings)
+    assert load(tmp_path) == "complete"
+    assert verdicts(tmp_path) == []
+
+
+def test_a_head_that_another_version_ties_by_default(tmp_path: Path) -> None:
+    """Transformers 4.44.2 ties it and writes no tie_word_embeddings, 5.23.0 ties it never."""
+    tiny("BigBirdPegasusForCausalLM").save_pretrained(tmp_path)
+    tensors = tensors_of(tmp_path)
+    del tensors[HEAD]
+    write(tmp_path, tensors)
+    assert load(tmp_path) == "1 random, 0 unused"
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"tie_word_embeddings"', '"other"'))
+    assert verdicts(tmp_path) == [("error", "missing-head")]
+    reconfigure(tmp_path, transformers_version="4.44.2")
+    assert verdicts(tmp_path) == []
+    reconfigure(tmp_path, tie_word_embeddings=False)
+    assert verdicts(tmp_path) == [("error", "missing-head")]
 
 
 @pytest.mark.parametrize("value", [None, "false", 0, [False], {"a": 1}])

@@ -16,6 +16,7 @@ from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
 from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.config_faults import MissingHead
 from ckptfix.diagnosis.findings.load_faults import IncompleteAdapter, MismatchedAdapter, UnusedKeys
 from ckptfix.diagnosis.findings.weight_faults import MismatchedConfig
 from ckptfix.hardware import Child, ChildEnded
@@ -38,7 +39,7 @@ from ckptfix.devices.reload.oracle import main
 main()
 """
 
-_TOLD_BY_A_LOAD = (UnusedKeys, IncompleteAdapter, MismatchedAdapter, MismatchedConfig)
+_TOLD_BY_A_LOAD = (UnusedKeys, IncompleteAdapter, MismatchedAdapter, MismatchedConfig, MissingHead)
 """Findings about keys and shapes, of which the load by the library itself is the better judge."""
 
 _NOBODY = (
@@ -205,9 +206,14 @@ class Loaders:
         outcomes = []
         for load in taken.values():
             outcome = self._outcome(load)
-            # What a load ignores may be layers that a finding is about.
-            is_clean = not outcome.status and not outcome.unexpected
-            wrong = [finding for finding in findings if is_clean and _is_about(finding, load)]
+            # What a load ignores may be layers that a finding is about, but no head that it lacks.
+            wrong = [
+                finding
+                for finding in findings
+                if not outcome.status
+                and (isinstance(finding, MissingHead) or not outcome.unexpected)
+                and _is_about(finding, load)
+            ]
             findings = tuple(finding for finding in findings if finding not in wrong)
             words = tuple(f"{finding} [{finding.code}]" for finding in wrong)
             outcomes.append(outcome._replace(contradicts=words))

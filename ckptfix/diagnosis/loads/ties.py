@@ -14,6 +14,7 @@ from ckptfix.checkpoint.architectures import (
     Architecture,
     Unknown,
     architecture_of,
+    knows_defaults,
     pattern_of,
     table_version,
 )
@@ -114,9 +115,12 @@ def _head(load: Load, known: Architecture) -> Iterator[MissingHead]:
     ]
     if any(known.is_tied(load.config, flag) is not False for flag in flags):
         return
-    # A part of a config that the table does not connect with the head.
+    # A part of a config that the table does not connect with the head: configs of GLM-4V take the
+    # flag of their text_config. Without any the default of another version may tie it: 4.44.2 ties
+    # the head of BigBirdPegasusForCausalLM, 5.23.0 does not.
     parts = [load.config, *(part for part in load.config.values() if isinstance(part, Mapping))]
-    if not flags and any(part.get(_FLAG) for part in parts):
+    said = [part[_FLAG] for part in parts if _FLAG in part]
+    if any(said) or not (said or knows_defaults(load.config)):
         return
     yield (UnneededHead if load.states_of == "save_state" else MissingHead)(
         path=load.path,
