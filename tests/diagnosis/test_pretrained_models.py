@@ -140,6 +140,38 @@ def test_sizes_and_numbers(name: str, tmp_path: Path) -> None:
     assert told(tmp_path) == findings
 
 
+@pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_layer_types_of_another_length(name: str, more: int, tmp_path: Path) -> None:
+    saved(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    types = config.get("layer_types", ["full_attention"] * 2)
+    reconfigure(tmp_path, layer_types=[types[0]] * (2 + more))
+    is_loaded = load(tmp_path) == "complete"
+    assert is_loaded == (not more or (more > 0 and name.startswith("Deep")))
+    assert told(tmp_path) == ([] if is_loaded else [ERROR])
+
+
+def test_the_advice_for_removed_layers_leads_to_a_load(tmp_path: Path) -> None:
+    write(tmp_path, without("layers.1.")(saved(tmp_path, "Qwen2ForCausalLM")))
+    (finding,) = check(tmp_path).findings
+    assert "correct num_hidden_layers and layer_types (an item for each layer)" in finding.advice
+    reconfigure(tmp_path, num_hidden_layers=1)
+    assert load(tmp_path).endswith("Error")
+    assert told(tmp_path) == [ERROR]
+    reconfigure(tmp_path, layer_types=["full_attention"])
+    assert load(tmp_path) == "complete"
+    assert check(tmp_path).findings == ()
+
+
+def test_weights_in_a_file_that_the_config_names(tmp_path: Path) -> None:
+    write(tmp_path, without("layers.1.")(saved(tmp_path)))
+    reconfigure(tmp_path, transformers_weights="other.safetensors")
+    assert load(tmp_path) == "FileNotFoundError"
+    assert told(tmp_path) == []
+    assert any("transformers_weights" in words for words in unchecked(tmp_path))
+
+
 QWEN = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2,
         "num_hidden_layers": 1, "vocab_size": 64}  # fmt: skip
 
@@ -227,6 +259,26 @@ def test_a_model_of_the_trainer_and_one_next_to_save_state(tmp_path: Path) -> No
     state.unlink()
     torch.save({"step": 0, "random_state": (3, (1, 2), None)}, tmp_path / "random_states_0.pkl")
     assert told(tmp_path) == [("dead-weights", "note")]
+
+
+@pytest.mark.parametrize("config", [{"num_hidden_layers": 3}, {"vocab_size": 70}])
+def test_a_model_that_the_script_changed_next_to_its_states(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """A resume loads into the model of the script, such as one without its last layers."""
+    saved(tmp_path)
+    reconfigure(tmp_path, **config)
+    assert told(tmp_path) == [ERROR]
+    for name, content in (
+        ("trainer_state.json", {"global_step": 1, "epoch": 1.0, "log_history": []}),
+        ("random_states_0.pkl", {"step": 0, "random_state": (3, (1, 2), None)}),
+    ):
+        if name.endswith("json"):
+            (tmp_path / name).write_text(json.dumps(content))
+        else:
+            torch.save(content, tmp_path / name)
+        assert told(tmp_path) == [("mismatched-config", "note")]
+        (tmp_path / name).unlink()
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ from typing import ClassVar
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.diagnosis.findings.load_faults import UnusedKeys
+from ckptfix.wording import series
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ class MismatchedConfig(Finding):
 
     ``setting``: the attribute of the config, ``value``: what it says. ``tensors``: what the file
     has. ``effect``: of a load. ``version``: of transformers, whose class ``model`` the table
-    describes.
+    describes. ``lists``: of the config, with an item for each layer.
     """
 
     code = "mismatched-config"
@@ -119,8 +120,8 @@ class MismatchedConfig(Finding):
     action = Action.TELL
     meaning = (
         "`config.json` has another vocabulary, or another number of layers or experts, than the "
-        "tensors: `from_pretrained` of transformers fails with `size mismatch`, or leaves layers "
-        "random"
+        "tensors, or than its list `layer_types`: `from_pretrained` of transformers fails, or "
+        "leaves layers random"
     )
 
     model: str
@@ -129,6 +130,7 @@ class MismatchedConfig(Finding):
     value: int
     tensors: str
     effect: str
+    lists: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -148,9 +150,14 @@ class MismatchedConfig(Finding):
         """Advice to bring config and weights of one save together."""
         return (
             "config and weights are of two saves, or a part of the weights is lost: copy both "
-            f"again from one save, or correct {self.setting} in config.json if the tensors are "
+            f"again from one save, or correct {self._settings()} in config.json if the tensors are "
             "complete"
         )
+
+    def _settings(self) -> str:
+        """Return what is to be corrected: transformers refuses a list of another length."""
+        each = " (an item for each layer)" if self.lists else ""
+        return series([self.setting, *self.lists]) + each
 
 
 class DroppedLayers(MismatchedConfig):
@@ -159,3 +166,26 @@ class DroppedLayers(MismatchedConfig):
     __slots__ = ()
 
     severity = Severity.WARNING
+
+
+class ConfigOfState(MismatchedConfig):
+    """The same next to the states of a training: a resume loads into the model of the script, which
+    may have removed layers of it.
+    """
+
+    __slots__ = ()
+
+    severity = Severity.NOTE
+
+    @property
+    def resume(self) -> Resume:
+        """The outcome of a resume, which does not build the model from the config."""
+        return Resume.SUCCEEDS
+
+    @property
+    def advice(self) -> str:
+        """Advice for a load by the config."""
+        return (
+            "a resume loads into the model of the script; if from_pretrained is to load the "
+            f"folder: correct {self._settings()} in config.json"
+        )

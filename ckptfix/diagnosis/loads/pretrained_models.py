@@ -31,6 +31,7 @@ from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.weight_faults import (
+    ConfigOfState,
     DeadWeights,
     DoubtfulWeights,
     DroppedLayers,
@@ -94,6 +95,8 @@ def judge_pretrained(load: Load) -> LoadVerdict:
     if ADAPTER in load.configs:
         # from_pretrained loads the base that the adapter names, and not the weights next to it.
         return _unchecked(f"{ADAPTER} lies next to it")
+    if load.config.get("transformers_weights"):
+        return _unchecked("it names the file with the weights itself (transformers_weights)")
     known = architecture_of(load.config)
     if isinstance(known, Unknown):
         return _unchecked(known.reason)
@@ -105,7 +108,7 @@ def judge_pretrained(load: Load) -> LoadVerdict:
         return _unchecked("not all of its keys can be read")
     names = _Names(load, known)
     placed = [*_placed(known, names.expected)]
-    findings = [*names.findings(), *_numbers(load, known, placed)]
+    findings = [*names.findings(), *_numbers(load, known, placed), *_lists(load, known)]
     unchecked = list(_uncertain(load, known, placed))
     if why := names.unchecked():
         unchecked.append(
@@ -118,7 +121,10 @@ def judge_pretrained(load: Load) -> LoadVerdict:
     else:
         findings += _rows(load, known, placed)
     is_explained = any(isinstance(finding, DeadWeights) for finding in findings)
-    beyond = f"{load.path}: keys and shapes beyond prefixes, layers, experts and rows of embeddings"
+    beyond = (
+        f"{load.path}: keys, shapes and settings beyond prefixes, layers, experts and rows of "
+        "embeddings"
+    )
     return LoadVerdict(
         tuple(findings),
         (*unchecked, f"{beyond}; ckptfix check --load asks the library itself"),
@@ -341,7 +347,7 @@ def _rows(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterato
         key, has, expected = places[0]
         value = known.value(load.config, follows.attribute)
         assert value is not None
-        yield MismatchedConfig(
+        yield (ConfigOfState if load.states_of else MismatchedConfig)(
             path=load.path,
             model=known.name,
             version=table_version(),
@@ -381,7 +387,8 @@ def _numbers(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iter
         value = known.value(load.config, follows.attribute)
         assert value is not None
         is_missing = follows in wrong and places is wrong[follows]
-        yield (MismatchedConfig if is_missing else DroppedLayers)(
+        kind = MismatchedConfig if is_missing else DroppedLayers
+        yield (ConfigOfState if load.states_of else kind)(
             path=load.path,
             model=known.name,
             version=table_version(),
@@ -390,6 +397,38 @@ def _numbers(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iter
             tensors=places[0]
             + (f", and of {count_of(len(places) - 1, 'other module')}" if places[1:] else ""),
             effect="leaves them random" if is_missing else "drops them",
+            lists=_lists_of(load.config, follows, value),
+        )
+
+
+def _lists_of(config: Any, follows: Follows, value: int) -> tuple[str, ...]:
+    """Return the lists of a config that have an item for each layer, by their names."""
+    for name in follows.attribute.path[:-1]:
+        config = config[name]
+    return tuple(
+        name
+        for name, each in config.items()
+        if "layer" in name and isinstance(each, list) and len(each) == value
+    )
+
+
+def _lists(load: Load, known: Architecture) -> Iterator[Finding]:
+    """Yield the finding about layer types that are not as many as the layers: transformers 5.23
+    refuses the config in each of its 145 classes with both, but cuts a longer list of DeepSeek V4.
+    """
+    count, types = load.config.get("num_hidden_layers"), load.config.get("layer_types")
+    if type(count) is not int or not isinstance(types, list) or len(types) == count:
+        return
+    if known.model_type != "deepseek_v4" or len(types) < count:
+        yield (ConfigOfState if load.states_of else MismatchedConfig)(
+            path=load.path.with_name(CONFIG),
+            model=known.name,
+            version=table_version(),
+            setting="num_hidden_layers",
+            value=count,
+            tensors=f"layer_types has {count_of(len(types), 'item')}",
+            effect="refuses it",
+            lists=("layer_types",),
         )
 
 

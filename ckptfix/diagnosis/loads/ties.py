@@ -32,6 +32,8 @@ def judge_ties(load: Load) -> LoadVerdict:
     """Return the verdict on weights that the config ties, and on a head that it does not tie."""
     if not load.config or ADAPTER in load.configs or not load.is_whole or not load.tensors:
         return LoadVerdict()
+    if load.config.get("transformers_weights"):
+        return LoadVerdict()
     known = architecture_of(load.config)
     if isinstance(known, Unknown):
         return LoadVerdict()
