@@ -462,6 +462,28 @@ def test_ranks_by_a_path_for_each_of_many_modules(tmp_path: Path) -> None:
     assert verdict(tmp_path) == [("mismatched-adapter", "error")]
 
 
+def test_long_settings_of_a_small_adapter(tmp_path: Path) -> None:
+    """100 patterns for 1,000 long paths took 12 s, and 20,000 targets 15 s."""
+    paths = [f"{'a.' * 138}{number:06}.q" for number in range(1000)]
+    tensors = {
+        f"base_model.model.{path}.lora_{half}.weight": torch.ones(1, 1)
+        for path in paths
+        for half in "AB"
+    }
+    write(tmp_path, tensors)
+    config = {
+        "peft_type": "LORA",
+        "r": 1,
+        "target_modules": ["q", *(f"l{number}" for number in range(20_000))],
+        "rank_pattern": {f"a.*b{number}": 2 for number in range(100)},
+    }
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    begin = time.process_time()
+    report = check(tmp_path)
+    assert time.process_time() - begin < 3
+    assert any("rank_pattern of adapter_config.json" in words for words in report.not_checked)
+
+
 def test_several_adapters_below_one_folder(tmp_path: Path) -> None:
     for name in ("draft", "main"):
         lora(tmp_path / name)

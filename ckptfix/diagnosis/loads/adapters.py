@@ -9,6 +9,7 @@ RuntimeError.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import takewhile
 from math import prod
 from pathlib import PurePosixPath
@@ -113,6 +114,11 @@ _AGAIN = "copy the adapter again from where it came, use another checkpoint, or 
 _MAX_KEY, _MAX_PATTERNS = 300, 100
 """Length and number of texts of a config beyond which they are not compared: no library writes so
 many.
+"""
+
+_MAX_MATCHES = 20_000
+"""Pairs of a module and a regular expression of a config beyond which ranks are not compared: each
+takes up to 60 us.
 """
 
 _MAX_WAYS = 10_000
@@ -490,7 +496,8 @@ def _missing(
     if targets := _texts(load.config.get("target_modules")):
         wanted = {target for target in targets if len(target) <= _MAX_KEY}
         matched = {suffix for module in modules for suffix in _suffixes(module) if suffix in wanted}
-        absent = [target for target in targets if target in wanted - matched]
+        unmatched = wanted - matched
+        absent = [target for target in targets if target in unmatched]
         if not modules and not load.config.get("trainable_token_indices"):
             yield IncompleteAdapter(
                 path=load.path,
@@ -545,7 +552,7 @@ def _is_selective(config: Config) -> bool:
     return any(map(config.get, ("exclude_modules", "target_parameters", "trainable_token_indices")))
 
 
-def _ranks(load: Load, kind: str, parameters: Iterable[_Parameter]) -> LoadVerdict:
+def _ranks(load: Load, kind: str, parameters: Sequence[_Parameter]) -> LoadVerdict:
     """Return the findings about ranks that are not those of the config."""
     config = load.config
     setting = "init_r" if kind == "ADALORA" else "r"
@@ -557,7 +564,9 @@ def _ranks(load: Load, kind: str, parameters: Iterable[_Parameter]) -> LoadVerdi
     if not dimensions or (rank is None and kind != "LORA"):
         return LoadVerdict()
     rank = 8 if rank is None else rank
-    pattern_of = _matcher(patterns or {}) if isinstance(patterns or {}, dict) else None
+    modules = {parameter.module for parameter in parameters}
+    is_plain = isinstance(patterns or {}, dict)
+    pattern_of = _matcher(patterns or {}, len(modules)) if is_plain else None
     if type(rank) is not int or pattern_of is None:
         what = setting if type(rank) is not int else "rank_pattern"
         words = (
@@ -605,9 +614,11 @@ def _texts(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def _matcher(patterns: Mapping[str, object]) -> Callable[[str], str] | None:
+def _matcher(patterns: Mapping[str, object], modules: int) -> Callable[[str], str] | None:
     """Return what finds the first pattern for a module, as ``get_pattern_key`` of PEFT does; None
-    for a complex one.
+    for a complex one, and for too many of them.
+
+    ``modules``: how many are to be matched.
 
     A pattern is a regular expression of the user. EVA writes a plain path for each of a thousand
     modules.
@@ -620,7 +631,7 @@ def _matcher(patterns: Mapping[str, object]) -> Callable[[str], str] | None:
         if re.fullmatch(r"[\w.-]+", pattern):
             plain[pattern] = number
             continue
-        if not _is_quick(pattern) or len(compiled) == _MAX_PATTERNS:
+        if not _is_quick(pattern) or (len(compiled) + 1) * modules > _MAX_MATCHES:
             return None
         try:
             compiled.append((number, re.compile(rf"(.*\.)?({pattern})$")))
@@ -628,6 +639,7 @@ def _matcher(patterns: Mapping[str, object]) -> Callable[[str], str] | None:
             return None
     names = list(patterns)
 
+    @cache
     def pattern_of(module: str) -> str:
         numbers = [plain[suffix] for suffix in _suffixes(module) if suffix in plain]
         numbers += [number for number, pattern in compiled if pattern.match(module)]

@@ -84,6 +84,9 @@ off.
 _Placed = tuple[str, str, str]
 """A key of the class, its pattern in the table, and the key of the file."""
 
+_MOST_NUMBERS = 1 << 16
+"""Layers or experts beyond which none is missed."""
+
 _LONGEST_KEY = 500
 """Characters of a key beyond which it is not compared: no class has one of 250."""
 
@@ -370,35 +373,40 @@ def _numbers(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iter
             group = ".".join(at_patterns[: at + 1])
             if segment == "*" and group in known.numbers:
                 numbers[group, ".".join(segments[:at])].add(int(segments[at]))
-    wrong: dict[Follows, list[str]] = defaultdict(list)
-    surplus: dict[Follows, list[str]] = defaultdict(list)
+    wrong: dict[Follows, list[tuple[str, set[int]]]] = defaultdict(list)
+    surplus: dict[Follows, list[tuple[str, set[int]]]] = defaultdict(list)
     for (group, parent), present in numbers.items():
         follows = known.numbers[group]
         expected = known.size(load.config, follows)
         if expected is None:
             continue
-        missing = sorted(set(range(min(expected, 1 << 16))) - present)
-        beyond = sorted(number for number in present if number >= expected)
-        if missing:
-            wrong[follows].append(f"no tensors of {parent}.{_in_words(missing)}")
-        elif beyond and not _is_expected(load, known, parent, beyond):
-            surplus[follows].append(f"tensors of {parent}.{_in_words(beyond)}")
-    for follows, places in (*wrong.items(), *surplus.items()):
-        value = known.value(load.config, follows.attribute)
-        assert value is not None
-        is_missing = follows in wrong and places is wrong[follows]
-        kind = MismatchedConfig if is_missing else DroppedLayers
-        yield (ConfigOfState if load.states_of else kind)(
-            path=load.path,
-            model=known.name,
-            version=table_version(),
-            setting=str(follows.attribute),
-            value=value,
-            tensors=places[0]
-            + (f", and of {count_of(len(places) - 1, 'other module')}" if places[1:] else ""),
-            effect="leaves them random" if is_missing else "drops them",
-            lists=_lists_of(load.config, follows, value),
-        )
+        numbered = range(min(expected, _MOST_NUMBERS))
+        if sum(number in numbered for number in present) < len(numbered):
+            wrong[follows].append((parent, present))
+        elif beyond := {number for number in present if number >= expected}:
+            surplus[follows].append((parent, beyond))
+    if surplus:
+        surplus = _not_expected(load, known, surplus)
+    for is_missing, each in ((True, wrong), (False, surplus)):
+        for follows, places in each.items():
+            value = known.value(load.config, follows.attribute)
+            assert value is not None
+            parent, told = places[0]
+            if is_missing:
+                expected = known.size(load.config, follows) or 0
+                told = set(range(min(expected, _MOST_NUMBERS))) - told
+            kind = MismatchedConfig if is_missing else DroppedLayers
+            yield (ConfigOfState if load.states_of else kind)(
+                path=load.path,
+                model=known.name,
+                version=table_version(),
+                setting=str(follows.attribute),
+                value=value,
+                tensors=f"{'no ' * is_missing}tensors of {parent}.{_in_words(sorted(told))}"
+                + (f", and of {count_of(len(places) - 1, 'other module')}" if places[1:] else ""),
+                effect="leaves them random" if is_missing else "drops them",
+                lists=_lists_of(load.config, follows, value),
+            )
 
 
 def _lists_of(config: Any, follows: Follows, value: int) -> tuple[str, ...]:
@@ -408,7 +416,10 @@ def _lists_of(config: Any, follows: Follows, value: int) -> tuple[str, ...]:
     return tuple(
         name
         for name, each in config.items()
-        if "layer" in name and isinstance(each, list) and len(each) == value
+        if "layer" in name
+        and "layer" in follows.attribute.path[-1]
+        and isinstance(each, list)
+        and len(each) == value
     )
 
 
@@ -439,14 +450,33 @@ def _in_words(numbers: list[int]) -> str:
     return shown if len(numbers) <= 3 else f"{shown} and {len(numbers) - 3} more"
 
 
-def _is_expected(load: Load, known: Architecture, parent: str, beyond: list[int]) -> bool:
-    """Return whether layers beyond the last are those that predict further tokens (MTP), which a
+def _not_expected(
+    load: Load, known: Architecture, surplus: Mapping[Follows, list[tuple[str, set[int]]]]
+) -> dict[Follows, list[tuple[str, set[int]]]]:
+    """Return the layers beyond the last without those that predict further tokens (MTP), which a
     load leaves out.
     """
     if any(re.search("nextn|mtp", name) for name in load.config):
-        return True
-    names = tuple(f"{parent}.{number}." for number in beyond)
-    keys = [key for key in load.tensors if key.startswith(names)]
-    return any(not known.fits(key) for key in keys) or any(
-        re.search(pattern, key) for pattern in known.unexpected for key in keys
-    )
+        return {}
+    modules = {
+        f"{parent}.{number}"
+        for places in surplus.values()
+        for parent, beyond in places
+        for number in beyond
+    }
+    depth = max(module.count(".") for module in modules) + 1
+    expected: set[str] = set()
+    for key in load.tensors:
+        segments = key.split(".")[:-1]
+        ends = (at for at, segment in enumerate(segments[:depth], start=1) if segment.isdecimal())
+        inside = modules.intersection(".".join(segments[:end]) for end in ends)
+        if inside - expected and (
+            not known.fits(key) or any(re.search(pattern, key) for pattern in known.unexpected)
+        ):
+            expected |= inside
+    left: dict[Follows, list[tuple[str, set[int]]]] = {}
+    for follows, places in surplus.items():
+        for parent, beyond in places:
+            if expected.isdisjoint(f"{parent}.{number}" for number in beyond):
+                left.setdefault(follows, []).append((parent, beyond))
+    return left
