@@ -64,13 +64,20 @@ class _Entry(NamedTuple):
         have, expected = self.saved, entry.saved
         if _lacking(have, expected) or _sizes(have) != _sizes(expected):
             return False
-        return all(
+        return not self.is_of_other_variant(entry) and all(
             shape == shape_there
             for name, states in have.states.items()
             for state, shape in states.items()
             if (shape_there := expected.states.get(name, {}).get(state)) is not None
             and shape is not None
         )
+
+    def is_of_other_variant(self, entry: "_Entry") -> bool:
+        """Return whether one of two optimizers is AMSGrad and the other is not."""
+        if self.saved is None or entry.saved is None:
+            return False
+        have, expected = _maxima(self.saved), _maxima(entry.saved)
+        return bool(have and expected) and have.isdisjoint(expected)
 
     def has_nothing_of(self, entry: "_Entry") -> bool:
         """Return whether a model is another one than that of an entry, and not a later form of it.
@@ -134,6 +141,9 @@ class _Entry(NamedTuple):
             return _groups(have), _groups(expected)
         if lacking := _lacking(have, expected):
             return f"param groups without {list_names(lacking)}", "param groups with these options"
+        if self.is_of_other_variant(entry):
+            kept, left_out = "moments with max_exp_avg_sq", "moments without max_exp_avg_sq"
+            return (kept, left_out) if True in _maxima(have) else (left_out, kept)
         count = sum(
             any(
                 _shapes(expected.states.get(name, {})).get(state, shape) != shape
@@ -168,6 +178,13 @@ def _lacking(have: SavedOptimizer, expected: SavedOptimizer) -> list[str]:
     adds them.
     """
     return sorted(expected.options - have.options - _OF_SCHEDULERS)
+
+
+def _maxima(saved: SavedOptimizer) -> set[bool]:
+    """Return whether parameters with the moments of Adam have those of AMSGrad, too."""
+    return {
+        "max_exp_avg_sq" in states for states in saved.states.values() if "exp_avg_sq" in states
+    }
 
 
 def _sizes(saved: SavedOptimizer) -> list[int]:
@@ -593,10 +610,13 @@ def _misplaced(
             path=entry.path,
             holds=holds,
             expected=f"{wanted}, as in {known_by}",
-            effect=effect,
+            effect=_OF_VARIANT if entry.is_of_other_variant(expected) else effect,
             remedy="ckptfix repair DIR --keys bare" if is_strippable else "",
         )
 
+
+_OF_VARIANT = "the load succeeds, and the run goes on with the optimizer of the file"
+"""Effect of AMSGrad in a run without it, or the other way round: the load takes over the option."""
 
 _BY_LOAD_STATE = {
     Role.MODEL: "load_state fails",

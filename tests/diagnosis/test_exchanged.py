@@ -112,6 +112,38 @@ def test_a_script_that_prepares_its_optimizers_in_another_order_is_not_told(
     assert [told(root) for root in folders] == [[], [], []]
 
 
+@pytest.mark.parametrize("is_without", [False, True])
+def test_an_optimizer_with_amsgrad_between_two_without(is_without: bool, tmp_path: Path) -> None:
+    """A load takes over the option, so that the run goes on with another optimizer."""
+    amsgrad = partial(torch.optim.AdamW, amsgrad=True)
+    kinds = (amsgrad, torch.optim.AdamW) if is_without else (torch.optim.AdamW, amsgrad)
+    run, other = (Run(kind) for kind in kinds)
+    folders = saves(tmp_path / "run", run)
+    (strange,) = saves(tmp_path / "other", other, (2,))
+    assert [told(root) for root in folders] == [[], [], []]
+    shutil.copy(strange / "optimizer.bin", folders[1])
+    words = ("moments with max_exp_avg_sq", "moments without max_exp_avg_sq")
+    holds, expected = words[::-1] if is_without else words
+    ((severity, sentence),) = told(folders[1])
+    assert severity == "warning"
+    assert sentence.startswith(f"optimizer.bin: it holds {holds} (expected {expected}, as in 2")
+    assert [told(root) for root in (folders[0], folders[2])] == [[], []]
+    run = Run(kinds[0])
+    run.accelerator.load_state(str(folders[1]))
+    assert run.optimizers[0].param_groups[0]["amsgrad"] is not is_without
+
+
+def test_a_run_that_turns_amsgrad_on_is_not_told(tmp_path: Path) -> None:
+    run = Run()
+    folders = saves(tmp_path, run, (1, 2))
+    for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
+        group["amsgrad"] = True
+    for states in (each for optimizer in run.optimizers for each in optimizer.state.values()):
+        states["max_exp_avg_sq"] = torch.zeros_like(states["exp_avg_sq"])
+    folders += saves(tmp_path, run, (3, 4))
+    assert [told(root) for root in folders if "warning" in str(told(root))] == []
+
+
 @pytest.mark.parametrize("kind", ["model.safetensors", "optimizer.bin"])
 def test_a_file_that_was_copied_over_another_is_told(kind: str, tmp_path: Path) -> None:
     _, root, _ = saves(tmp_path, Run())
