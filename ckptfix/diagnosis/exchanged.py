@@ -42,6 +42,9 @@ from ckptfix.wording import count_of, list_names
 
 _ROLES = (Role.MODEL, Role.OPTIMIZER)
 
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+"""Files of PEFT, which the Trainer saves in place of the model."""
+
 
 class _Entry(NamedTuple):
     """A model or an optimizer by its headers.
@@ -239,8 +242,9 @@ def diagnose_exchanged(
         return
     is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
     every = [components for role in _ROLES for components in folder.entries(role)]
-    # An optimizer of adapters belongs to them, and a script may exchange both for a while.
-    if is_of_trainer and every:
+    # An optimizer of an adapter belongs to it, and a script may exchange both for a while.
+    adapters = [one for one in folder.components if one.path.name in _ADAPTERS and is_of_trainer]
+    if is_of_trainer and (every or adapters):
         every += [
             (one,)
             for one in folder.components
@@ -254,7 +258,7 @@ def diagnose_exchanged(
     ]
     files = {component.path: component for components in lists for component in components}
     roles = {components[0].role for components in lists}
-    near = _neighbours(neighbours, files, roles) if lists else []
+    near = _neighbours(neighbours, files, roles, adapters) if lists else []
     is_in_order = not near or _is_in_order(folder)
     near = [neighbour for neighbour in near if neighbour.is_in_order or not is_in_order]
     if not near:
@@ -425,10 +429,15 @@ def _words(outline: _Outline, other: _Outline) -> str:
 
 
 def _neighbours(
-    neighbours: Neighbours, files: Mapping[PurePosixPath, Component], roles: Collection[Role]
+    neighbours: Neighbours,
+    files: Mapping[PurePosixPath, Component],
+    roles: Collection[Role],
+    adapters: Collection[Component],
 ) -> list[_Neighbour]:
     """Return the nearest checkpoints with just these files, none where one has all of them in the
     same outline.
+
+    ``adapters``: files that each of them has in the same outline.
     """
     near = []
     for neighbour in neighbours.nearest():
@@ -438,6 +447,8 @@ def _neighbours(
         if names != files.keys():
             continue
         with suppress(CkptfixError, OSError), neighbour.opened() as root:
+            if not all(_has_outline(root / one.path, one) for one in adapters):
+                continue
             if all(_has_outline(root / path, component) for path, component in files.items()):
                 return []
             there = neighbour.scan(*_ROLES, root=root)

@@ -24,6 +24,7 @@ Tensors = dict[str, torch.Tensor]
 Change = Callable[[Path], object]
 
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
+ADAPTER = "adapter_model.safetensors"
 
 
 class Begin(TrainerCallback):  # type: ignore[misc]
@@ -212,6 +213,38 @@ def test_a_run_that_changes_its_adapters_is_healthy(tmp_path: Path) -> None:
         trainer.train()
     checkpoints = sorted((tmp_path / "run").iterdir())
     assert [told(root) for root in checkpoints] == [[]] * 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("copied", [(OPTIMIZER,), (OPTIMIZER, ADAPTER)])
+def test_an_optimizer_of_another_run_next_to_an_adapter(
+    copied: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The adapter alone shows nothing: a script may freeze parts of it, or exchange both."""
+    peft = pytest.importorskip("peft")
+
+    def adapting(run: Path, heads: list[str] | None) -> Any:
+        trainer = trainer_in(run)
+        config = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=heads)
+        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
+        trainer.args.save_steps, trainer.args.max_steps = 1, 3
+        return trainer
+
+    for name, heads in (("run", ["classifier"]), ("other", None)):
+        adapting(tmp_path / name, heads).train()
+    first, root, last = sorted((tmp_path / "run").iterdir())
+    assert [told(each) for each in (first, root, last)] == [[]] * 3
+    for file in copied:
+        shutil.copy(tmp_path / "other" / "checkpoint-2" / file, root)
+    if ADAPTER in copied:
+        assert told(root) == []
+        return
+    ((severity, sentence),) = told(root)
+    assert severity == "warning"
+    assert sentence.startswith(f"{OPTIMIZER}: it holds 2 param groups with ")
+    assert [told(each) for each in (first, last)] == [[], []]
+    with pytest.raises(ValueError, match="size of optimizer's group"):
+        adapting(tmp_path / "out", ["classifier"]).train(resume_from_checkpoint=str(root))
 
 
 def test_save_state_loads_rounded_weights_without_an_error(tmp_path: Path) -> None:
