@@ -2,13 +2,14 @@
 
 The first page of each tensor is read, and less of each where there are many, so that a folder costs
 1 MiB at most. Two healthy saves differ in their first sample or soon after. Nothing here knows
-which tensors are trained: weights count as equal only where every sample is, so that a frozen base
-with a changing adapter is another save.
+which tensors are trained: weights count as equal only where a sample of each tensor is, so that a
+frozen base with a changing adapter is another save. Tensors that are too many are not compared.
 """
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
+from math import prod
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -21,15 +22,17 @@ from ckptfix.checkpoint.load_inputs import SAMPLE, SAMPLED
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights
 from ckptfix.checkpoint.second_prepare import LEAST_RATE
 from ckptfix.formats.safetensors_file import WeightsIndex
+from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.comparing import Run, first_difference
 from ckptfix.storage.doors import etag_of
 from ckptfix.storage.reading import open_reader
 
-_MOST_SAMPLES = SAMPLED // 256
-"""Of more tensors than this, as many are sampled that are spread evenly: a read of a few bytes
-costs as much.
-"""
+_SCALAR = 8
+"""Bytes of the longest number."""
+
+_LEAST = 64
+"""Bytes of the shortest sample: fewer may not change where a tensor does."""
 
 _NARROW = ("F16", "BF16", "F8", "F6", "F4")
 """Beginnings of dtypes in which a usual step may change no weight: in bfloat16 1 + 1e-3 is 1."""
@@ -38,11 +41,27 @@ _NARROW = ("F16", "BF16", "F8", "F6", "F4")
 class Piece(NamedTuple):
     """``length`` bytes of a tensor, or of a part of one, from ``offset`` of the file ``path`` of a
     folder.
+
+    ``frame``: those of them that are not the tensor's. An item of DCP is a zip file of torch: of
+    2.13 its tensor begins at byte 704, and 870 bytes follow.
     """
 
     path: PurePosixPath
     offset: int
     length: int
+    frame: int = 0
+
+    @property
+    def is_framed(self) -> bool:
+        """True where the frame is about as long as the tensor: no place is surely of the tensor."""
+        return self.frame > 0 and self.length < 2 * self.frame + _LEAST
+
+    def sample(self, size: int) -> "Piece":
+        """Return ``size`` bytes of the tensor, wherever in the piece it begins."""
+        if self.is_framed:
+            return self._replace(frame=0)
+        length = min(size, self.length - 2 * self.frame)
+        return Piece(self.path, self.offset + self.frame, length)
 
 
 def weights_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tuple[Piece, ...] | None:
@@ -127,17 +146,20 @@ def optimizers_in(
         if state.name is not None and state.name.role is Role.OPTIMIZER:
             if state.metadata is None:
                 return None
-            pieces += _items_of(state)
+            # Each step is an item of 1.5 KB, and the moments show as much.
+            pieces += _items_of(state, shortest=_SCALAR + 1)
     return tuple(pieces)
 
 
-def samples_of(pieces: Sequence[Piece], most: int = SAMPLED) -> tuple[Piece, ...]:
-    """Return the beginnings of pieces, ``most`` bytes in all."""
+def samples_of(pieces: Sequence[Piece], most: int = SAMPLED) -> tuple[Piece, ...] | None:
+    """Return a sample of each piece, ``most`` bytes in all; None where they are too many for that.
+
+    None may be left out: of a mixture of 9,216 frozen experts only the head may be trained.
+    """
     pieces = [piece for piece in pieces if piece.length]
-    if len(pieces) > _MOST_SAMPLES:
-        pieces = [pieces[len(pieces) * number // _MOST_SAMPLES] for number in range(_MOST_SAMPLES)]
-    size = min(SAMPLE, most // max(1, len(pieces)))
-    return tuple(Piece(path, offset, min(size, length)) for path, offset, length in pieces)
+    framed = [piece.length for piece in pieces if piece.is_framed]
+    size = min(SAMPLE, (most - sum(framed)) // max(1, len(pieces) - len(framed)))
+    return tuple(piece.sample(size) for piece in pieces) if size >= _LEAST else None
 
 
 def are_equal(root: Path, other: Path, pieces: Sequence[Piece]) -> bool:
@@ -202,7 +224,20 @@ def _pieces_of(component: Component) -> Iterator[Piece]:
             yield Piece(component.path, begin, end - begin)
 
 
-def _items_of(state: DcpFolder) -> Iterator[Piece]:
-    items = state.metadata.stored.values() if state.metadata is not None else ()
-    ordered = sorted(items, key=lambda item: (item.path, item.offset))
-    yield from (Piece(state.path / item.path, item.offset, item.length) for item in ordered)
+def _items_of(state: DcpFolder, shortest: int = 1) -> Iterator[Piece]:
+    """Yield the items of a DCP folder but for tensors of fewer bytes."""
+    if state.metadata is None:
+        return
+    sizes: dict[tuple[str, tuple[int, ...] | None], int] = {
+        (tensor.fqn, chunk.offsets): prod(chunk.lengths) * DTYPE_BITS[tensor.dtype] // 8
+        for tensor in state.metadata.tensors
+        for chunk in tensor.chunks
+        if tensor.dtype in DTYPE_BITS
+    }
+    for item in sorted(state.metadata.stored.values(), key=lambda item: (item.path, item.offset)):
+        size = sizes.get((item.fqn, item.offsets), shortest)
+        # A compressed item may be shorter than its tensor.
+        frame = item.length - size if shortest <= size < item.length else item.length
+        if size >= shortest:
+            where = state.path / item.path
+            yield Piece(where, item.offset, item.length, 0 if item.offsets is None else frame)

@@ -22,7 +22,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     ZeroMoments,
 )
 from ckptfix.diagnosis.optimizer_kinds import SCALARS, STATES, kind_of
-from ckptfix.diagnosis.saved_optimizers import SavedOptimizer
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.stored import Strided, Tiled
@@ -143,6 +143,20 @@ def has_moved(
             ):
                 return True
     return False
+
+
+def moved_shapes(root: Path, saved: SavedOptimizer) -> Iterator[Shape]:
+    """Yield the shapes of the parameters of an optimizer that have a moment with more than zeros at
+    its beginning, of some of them.
+    """
+    with OpenFiles() as files, suppress(CkptfixError, OSError):
+        values = _Values(root, files, saved)
+        for states in _spread(list(saved.tensors.values()), SAMPLED // SAMPLE):
+            moments = [tensor for state, tensor in states.items() if state not in SCALARS]
+            if any(
+                block.strip(b"\0") for one in moments for block in values.blocks(one, _BEGINNING)
+            ):
+                yield max((moment.shape for moment in moments), key=len)
 
 
 def trained_steps(root: Path, step: int | None, optimizers: Sequence[SavedOptimizer]) -> int:

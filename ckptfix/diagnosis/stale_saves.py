@@ -45,17 +45,15 @@ from ckptfix.diagnosis.findings.stale import (
     StaleSave,
 )
 from ckptfix.diagnosis.optimizer_kinds import SCALARS, name_of
-from ckptfix.diagnosis.optimizer_values import has_moved, steps_of
+from ckptfix.diagnosis.optimizer_values import has_moved, moved_shapes, steps_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, saved_optimizers
 from ckptfix.diagnosis.schedules import moves_of, numbers_of
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.pickle_tree import child, is_dict_like, items_of
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.storage.reading import open_reader, store_of
+from ckptfix.storage.reading import store_of
 
 _READ = (Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER)
-_SCALAR = 8
-"""Bytes of the longest number: longer storages of an optimizer are moments."""
 _MOST_SHAPES = 4
 """Shapes of a shard whose moments are read: those with the fewest moments first."""
 
@@ -94,8 +92,11 @@ def diagnose_stale_saves(
 
 
 def _are_equal(root: Path, earlier: Path, pieces: Sequence[Piece], *, data: bool) -> bool:
+    samples = samples_of(pieces)
+    if samples is None and not data:
+        return False
     try:
-        return are_equal(root, earlier, samples_of(pieces)) and (
+        return are_equal(root, earlier, samples or ()) and (
             not data or are_equal(root, earlier, pieces)
         )
     except FileNotFoundError:
@@ -202,7 +203,9 @@ def _judged(
     steps = now.counters[moved] - then.counters[moved]
     if not moved.startswith(_OWN_STEP) and now.may_have_skipped(steps, then):
         return
-    if not _has_moments(folder.root, optimizers) and (same_optimizers or not now.is_without_states):
+    saved = list(saved_optimizers(folder, sharded))
+    shapes = (shape for optimizer in saved for shape in moved_shapes(folder.root, optimizer))
+    if not any(True for _ in shapes) and (same_optimizers or not now.is_without_states):
         return
     # The rate of the later save may be that of a step after it: 0 where a schedule ends.
     shown = (then,) if now.has_rate_of_next_step(then) else (then, now)
@@ -332,15 +335,3 @@ def _is_plain_sgd(optimizer: SavedOptimizer) -> bool:
 
 def _has_momentum(values: Mapping[str, object]) -> bool:
     return values.get("momentum") not in (0, 0.0)
-
-
-def _has_moments(root: Path, optimizers: Sequence[Piece]) -> bool:
-    """Return whether a sample of a moment is not all zeros: without that, no sampled value was
-    trained.
-    """
-    for piece in samples_of(optimizers):
-        if piece.length > _SCALAR:
-            with open_reader(root / piece.path) as reader:
-                if any(reader.read(piece.offset, piece.length)):
-                    return True
-    return False

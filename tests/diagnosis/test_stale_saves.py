@@ -360,6 +360,60 @@ def test_healthy_runs_are_clean(train: Callable[[Path], Path], tmp_path: Path) -
     }
 
 
+def of_a_head_next_to_many_experts(output: Path) -> Path:
+    """Train a head of two tensors next to 9,216 frozen ones."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    made = torch.nn.Module()
+    made.experts = torch.nn.ParameterList([torch.zeros(4) for _ in range(9216)])
+    made.score = torch.nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.score.parameters()))
+    for number in range(1, 4):
+        accelerator.backward(model.score(torch.rand(2, 4)).sum())
+        optimizer.step()
+        accelerator.save_state(str(output / f"checkpoint_{number}"))
+    return output
+
+
+def in_many_items_of_dcp(output: Path) -> Path:
+    """Save as FSDP does: the zip files of 1,600 items have equal beginnings. Few are trained."""
+    weights = {f"{number}.w": torch.nn.Parameter(torch.ones(24, 24)) for number in range(1600)}
+    trained = list(weights.values())[-5:]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for number in range(1, 4):
+        for weight in trained:
+            weight.grad = torch.rand(24, 24)
+        optimizer.step()
+        schedule.step()
+        folder = output / f"checkpoint_{number}"
+        folder.mkdir(parents=True)
+        in_dcp(folder, {key: value.data for key, value in weights.items()}, optimizer.state_dict())
+        torch.save(schedule.state_dict(), folder / "scheduler.bin")
+        torch.save({"step": number}, folder / "random_states_0.pkl")
+    return output
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("train", "path"),
+    [
+        (of_a_head_next_to_many_experts, WEIGHTS),
+        (in_many_items_of_dcp, "pytorch_model_fsdp_0/__0_0.distcp"),
+    ],
+)
+def test_old_bytes_of_many_tensors_are_a_warning_and_a_healthy_run_is_clean(
+    train: Callable[[Path], Path], path: str, tmp_path: Path
+) -> None:
+    output = train(tmp_path)
+    assert [told(output / f"checkpoint_{number}") for number in (2, 3)] == [[], []]
+    shutil.copy(output / "checkpoint_2" / path, output / "checkpoint_3" / path)
+    ((severity, words),) = told(output / "checkpoint_3")
+    assert severity == "warning"
+    assert words.startswith(f"{path}: weights of checkpoint_2 ")
+
+
 def in_sub_folder(folder: Path, weights: Tensors, optimizer: dict[str, Any]) -> str:
     """Save as hooks of diffusers' scripts do."""
     (folder / "unet").mkdir()

@@ -360,6 +360,8 @@ def _same_as_last(
         if weights is None:
             return None
         samples = samples_of(weights, _SAMPLES)
+        if samples is None:
+            return None
         budget.take(sum(piece.length for piece in samples))
         digests.append(f"{where}:{digest_of(scan.root, samples)}")
         has_weights = has_weights or bool(samples)
