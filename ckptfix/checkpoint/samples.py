@@ -130,6 +130,14 @@ def must_change(rate: float, dtypes: Collection[str]) -> bool:
     )
 
 
+def is_table(shape: Sequence[int]) -> bool:
+    """Return whether a parameter may be an embedding, of which a step changes some rows.
+
+    Textual inversion sets back all rows but those of the new tokens, though they have moments.
+    """
+    return len(shape) == 2 and shape[0] > shape[1]
+
+
 def optimizers_in(
     folder: CheckpointFolder, sharded: Sequence[DcpFolder]
 ) -> tuple[Piece, ...] | None:

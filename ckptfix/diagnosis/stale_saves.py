@@ -25,11 +25,13 @@ from typing import NamedTuple
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.load_inputs import SAMPLED
 from ckptfix.checkpoint.neighbours import Neighbour, Neighbours
 from ckptfix.checkpoint.samples import (
     Piece,
     are_equal,
     dtypes_in,
+    is_table,
     must_change,
     optimizers_in,
     samples_of,
@@ -205,8 +207,17 @@ def _judged(
         return
     saved = list(saved_optimizers(folder, sharded))
     shapes = (shape for optimizer in saved for shape in moved_shapes(folder.root, optimizer))
-    if not any(True for _ in shapes) and (same_optimizers or not now.is_without_states):
+    shape = next(shapes, None)
+    if shape is None and (same_optimizers or not now.is_without_states):
         return
+    if is_sampled and shape is not None and is_table(shape) and all(map(is_table, shapes)):
+        # The beginning of an embedding need not change.
+        pieces = (*(weights if same_weights else ()), *(optimizers if same_optimizers else ()))
+        if sum(piece.length for piece in pieces) > SAMPLED or not are_equal(
+            folder.root, root, pieces
+        ):
+            return
+        is_sampled = False
     # The rate of the later save may be that of a step after it: 0 where a schedule ends.
     shown = (then,) if now.has_rate_of_next_step(then) else (then, now)
     rates = [progress.rate for progress in shown if progress.rate is not None]

@@ -252,6 +252,33 @@ def of_rows_at_the_end(output: Path) -> Path:
     return output
 
 
+def of_textual_inversion(output: Path, rows: int = 500) -> Path:
+    """Train one row as diffusers' textual_inversion.py does: all others are set back, also the
+    first one, of the padding, which has moments.
+    """
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    made = torch.nn.Sequential(torch.nn.Embedding(rows, 64), torch.nn.LayerNorm(64))
+    made[1].requires_grad_(False)
+    old = made[0].weight.data.clone()
+    model, optimizer = accelerator.prepare(made, torch.optim.AdamW(made[0].parameters(), lr=5e-3))
+    for number in range(1, 4):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.tensor([0, 5, rows - 20])).square().sum())
+        optimizer.step()
+        old[rows - 20] = made[0].weight.data[rows - 20]
+        made[0].weight.data.copy_(old)
+        accelerator.save_state(str(output / f"checkpoint_{number}"))
+    first, second = (load_file(output / f"checkpoint_{number}" / WEIGHTS) for number in (2, 3))
+    assert not torch.equal(first["0.weight"], second["0.weight"])
+    return output
+
+
+def of_textual_inversion_in_a_large_table(output: Path) -> Path:
+    return of_textual_inversion(output, rows=5000)
+
+
 def with_a_registered_head(output: Path) -> Path:
     """Train a head outside of the prepared model, which is frozen."""
     from accelerate import Accelerator
@@ -343,8 +370,22 @@ HEALTHY = [
     with_a_schedule_that_moves_after_the_save, with_warm_up_from_a_save_before_it,
     of_learning_rate_0, with_warm_up, until_rate_0, of_sgd, of_weights_alone, of_an_adapter,
     of_a_head, with_copies, with_skipped_steps, with_a_schedule_that_moves_anyway,
-    of_rows_at_the_end, with_a_registered_head,
+    of_rows_at_the_end, with_a_registered_head, of_textual_inversion,
+    of_textual_inversion_in_a_large_table,
 ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("rows", "is_sampled"), [(500, 1), (5000, 0)])
+def test_a_table_alone_is_compared_as_a_whole_or_not(
+    rows: int, is_sampled: int, tmp_path: Path
+) -> None:
+    output = of_textual_inversion(tmp_path, rows)
+    shutil.copy(output / "checkpoint_2" / WEIGHTS, output / "checkpoint_3" / WEIGHTS)
+    for options, expected in (({}, is_sampled), ({"data": True}, 1)):
+        found = told(output / "checkpoint_3", **options)
+        assert [severity for severity, _ in found] == ["warning"] * expected
+        assert all(words.endswith("; every byte is equal") for _, words in found)
 
 
 @pytest.mark.filterwarnings("ignore")

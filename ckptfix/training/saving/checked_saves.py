@@ -25,7 +25,7 @@ from ckptfix.checkpoint.filenames import FileName, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.keys import adapter_name, without_adapter_name
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, adapters_without_config, loads_of
-from ckptfix.checkpoint.samples import digest_of, must_change, samples_of, weights_in
+from ckptfix.checkpoint.samples import digest_of, is_table, must_change, samples_of, weights_in
 from ckptfix.checkpoint.second_prepare import LEAST_RATE
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.load_faults import DeadAdapter, UngatheredParts, UntrainedAdapter
@@ -100,9 +100,9 @@ class _Trained(NamedTuple):
     @property
     def changes_at_the_beginning(self) -> bool:
         """True where the steps change what a sample shows: of an embedding they change the rows
-        that were used.
+        that were used, and a script may set them back.
         """
-        return any(
+        return not is_table(self.parameter.shape) and any(
             isinstance(value, torch.Tensor)
             and value.shape == self.parameter.shape
             and bool(_own(value).flatten()[:_BEGINNING].any())
