@@ -190,7 +190,21 @@ def _judged(
     now, then = _progress_of(folder, sharded), _progress_of(earlier, scan_dcp_folders(earlier))
     is_sampled = not data and store_of(root) is None
     known = [name for name in now.counters if name in then.counters]
-    moved = next((name for name in known if now.counters[name] > then.counters[name]), "")
+    # A script may move its schedule after each epoch, and save again: where nothing else is new, a
+    # schedule shows a step if it moves with each.
+    may_be_same = not shards and (same_weights or not weights)
+    own = [then.counters[name] for name in then.counters if name.startswith(_OWN_STEP)]
+    moved = next(
+        (
+            name
+            for name in known
+            if now.counters[name] > then.counters[name]
+            and not (
+                may_be_same and name.startswith(_MOVES) and then.counters[name] < max(own or [0])
+            )
+        ),
+        "",
+    )
     words = ("weights",) * same_weights + ("optimizer state",) * same_optimizers
     path, state = (weights if same_weights else optimizers)[0].path, " and ".join(words)
     if not moved and not shards:
@@ -224,8 +238,10 @@ def _judged(
     if 0 in rates:
         return
     rate = min(rates) if len(rates) == len(shown) else None
-    is_sure = rate is not None and (
-        same_optimizers or must_change(rate, dtypes_in(folder, sharded))
+    is_sure = (
+        rate is not None
+        and (same_optimizers or must_change(rate, dtypes_in(folder, sharded)))
+        and (bool(own) or not may_be_same or not moved.startswith(_MOVES))
     )
     finding = (StaleSave if is_sure else DoubtfulSave)(
         path=path,

@@ -365,14 +365,77 @@ def in_shards_with_a_rate_of_0(output: Path) -> Path:
     return sharded_runs(output, lr_scheduler_type="linear", warmup_steps=2)
 
 
+def with_a_schedule_of_epochs(output: Path, kind: Any = torch.optim.AdamW, **options: Any) -> Path:
+    """Save after each second step, and again when the schedule has moved at the end of an epoch."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    made = torch.nn.Linear(8, 4)
+    optimizer = kind(made.parameters(), lr=1e-2, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    model, optimizer, schedule = accelerator.prepare(made, optimizer, schedule)
+    for number in range(1, 9):
+        accelerator.backward(model(torch.rand(2, 8)).square().sum())
+        optimizer.step()
+        if number % 2 == 0:
+            accelerator.save_state(str(output / f"checkpoint_{number * 10}"))
+        if number % 4 == 0:
+            schedule.step()
+            accelerator.save_state(str(output / f"checkpoint_{number * 10 + 1}"))
+    assert (output / "checkpoint_40" / WEIGHTS).read_bytes() == (
+        output / "checkpoint_41" / WEIGHTS
+    ).read_bytes()
+    return output
+
+
 HEALTHY = [
     in_shards_with_a_frozen_base, in_shards_with_frozen_embeddings, in_shards_with_a_rate_of_0,
     with_a_schedule_that_moves_after_the_save, with_warm_up_from_a_save_before_it,
     of_learning_rate_0, with_warm_up, until_rate_0, of_sgd, of_weights_alone, of_an_adapter,
     of_a_head, with_copies, with_skipped_steps, with_a_schedule_that_moves_anyway,
     of_rows_at_the_end, with_a_registered_head, of_textual_inversion,
-    of_textual_inversion_in_a_large_table,
+    of_textual_inversion_in_a_large_table, with_a_schedule_of_epochs,
 ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_schedule_next_to_no_count_of_steps_is_a_note(momentum: float, tmp_path: Path) -> None:
+    output = with_a_schedule_of_epochs(tmp_path, torch.optim.SGD, momentum=momentum)
+    assert [severity for severity, _ in told(output / "checkpoint_81")] == ["note"]
+    assert told(output / "checkpoint_80") == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ((WEIGHTS,), f"{WEIGHTS}: weights of checkpoint_60 "),
+        (("optimizer.bin",), ""),
+        ((WEIGHTS, "optimizer.bin"), f"{WEIGHTS}: copy of checkpoint_60 "),
+    ],
+)
+def test_old_bytes_next_to_a_schedule_of_epochs(
+    names: tuple[str, ...], expected: str, tmp_path: Path
+) -> None:
+    """Where weights and optimizer are both old, no count of steps is left: it looks like a copy."""
+    output = with_a_schedule_of_epochs(tmp_path)
+    copied_to = output / "checkpoint_80"
+    for name in names:
+        shutil.copy(output / "checkpoint_60" / name, copied_to)
+    found = told(copied_to)
+    assert len(found) == bool(expected)
+    assert all(words.startswith(expected) for _, words in found)
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_a_schedule_of_steps_shows_a_step(number: int, run_of_trainer: Path) -> None:
+    for folder in run_of_trainer.iterdir():
+        (folder / "trainer_state.json").unlink()
+    folder = copied(run_of_trainer, WEIGHTS, OPTIMIZER, source=number - 1, target=number)
+    ((severity, words),) = told(folder)
+    assert severity == "warning"
+    assert f"last_epoch in {SCHEDULER} went from {number - 1} to {number} at" in words
 
 
 @pytest.mark.filterwarnings("ignore")
