@@ -249,6 +249,8 @@ OF_PEFT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "HRA": (llama, partial(peft.HRAConfig, r=4, target_modules=_TWO)),
     "FourierFT": (llama, partial(peft.FourierFTConfig, n_frequency=8, target_modules=_TWO)),
     "VBLoRA": (llama, partial(peft.VBLoRAConfig, r=4, vector_length=4, num_vectors=8, target_modules=_TWO)),
+    "Lily": (llama, partial(peft.LilyConfig, r=4, target_modules=_TWO)),
+    "RandLora": (llama, partial(peft.RandLoraConfig, r=4, target_modules=_TWO)),
     "norms": (llama, partial(peft.LNTuningConfig, target_modules=["input_layernorm"])),
     "prompts": (llama, partial(peft.PromptTuningConfig, **_VIRTUAL)),
     "prefixes": (llama, partial(peft.PrefixTuningConfig, **_VIRTUAL)),

@@ -324,6 +324,38 @@ def test_a_head_that_the_script_puts_on_a_base_without_one(tmp_path: Path) -> No
     assert "num_labels=5" in outcome.unknown[0]
 
 
+@pytest.mark.parametrize("damage", ["healthy", "a key renamed"])
+@pytest.mark.parametrize("name", ["Lily", "RandLora"])
+def test_an_adapter_whose_tensors_are_copied_or_shared(
+    name: str, damage: str, tmp_path: Path
+) -> None:
+    subject = of_peft(name)
+    tensors = damaged(subject, damage, tmp_path / "model")
+    assert tensors is not None
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert outcome.live == len(tensors) - (damage != "healthy"), outcome
+    assert outcome.status == (damage != "healthy"), outcome
+    assert agrees(outcome, subject.real(tmp_path / "model"), tensors)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CAUSAL(
+            target_modules=["q_proj"], monteclora_config=peft.tuners.lora.config.MontecloraConfig()
+        ),
+        peft.ShiraConfig(target_modules=["q_proj"], r=2),
+    ],
+    ids=["MonteCLoRA", "SHiRA"],
+)
+def test_adapters_that_peft_makes_on_a_device_alone(settings: Any, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(base, settings).save_pretrained(str(tmp_path / "model"))
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert (outcome.status, outcome.refused) == (3, ""), outcome
+
+
 SETTINGS_LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "biases": ({"lora_bias": True}, {"lora_bias": False}),
     "rows of tokens": ({"trainable_token_indices": [3]}, {"trainable_token_indices": None}),

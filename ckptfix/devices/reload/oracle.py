@@ -40,7 +40,7 @@ _DTYPES = {
     "F8_E8M0": getattr(torch, "float8_e8m0fnu", None), "F4": getattr(torch, "float4_e2m1fn_x2", None),
 }  # fmt: skip
 
-_OF_META = re.compile(r"\bmeta\b|data-dependent|FakeTensor", re.IGNORECASE)
+_OF_META = re.compile(r"\bmeta\b|register_meta|data-dependent|FakeTensor", re.IGNORECASE)
 """Errors that a load with bytes does not have."""
 
 NEEDS_MORE = "it needs more memory"
@@ -284,6 +284,10 @@ def _of_peft(
     kind = str(config.get("peft_type"))
     if kind not in library.PeftType.__members__.values():
         raise Unchecked(f"peft {library.__version__} has no adapter of type {kind}")
+    if config.get("monteclora_config"):
+        raise Unchecked(
+            "PEFT makes the sampler of MonteCLoRA (monteclora_config) on a device alone"
+        )
     outcomes: list[LoadOutcome] = []
     for base, unknown in _bases(library, config, tensors, asked.home):
         outcomes.append(_adapted(library, base, tensors, folder, answer)._replace(unknown=unknown))
@@ -427,12 +431,9 @@ def _adapted(
     missing = [key for text in said for key in ast.literal_eval(text)]
     placed = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     named = library.get_peft_model_state_dict(model, save_embedding_layers=False)
-    live = {
-        key
-        for key, tensor in tensors.items()
-        if _storage(tensor) in placed
-        or (model.active_peft_config.is_prompt_learning and key in named)
-    }
+    # What PEFT would save under a key it has read from there, if only into a buffer: RandLoRA copies
+    # its projections, and the layers of Lily share a matrix that the last of their keys fills.
+    live = {key for key, tensor in tensors.items() if _storage(tensor) in placed or key in named}
     # Next to its own tensors a file may have those of a second adapter, which PEFT leaves out by
     # right.
     mark = PEFT_TYPE_TO_PREFIX_MAPPING.get(model.active_peft_config.peft_type) or "\0"
