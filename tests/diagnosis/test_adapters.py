@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import BartConfig, BartForSequenceClassification
 
 from ckptfix import check
 from ckptfix.cli import run
@@ -505,6 +506,17 @@ def test_modules_that_only_other_models_have(tmp_path: Path) -> None:
     )
     assert live(tmp_path, tensors) == f"{len(tensors)} of {len(tensors)}"
     assert verdict(tmp_path) == [("incomplete-adapter", "note"), ("incomplete-adapter", "note")]
+
+
+def test_heads_that_peft_adds_for_a_classification_and_bart_lacks(tmp_path: Path) -> None:
+    names = ("layers", "attention_heads", "ffn_dim")
+    sizes = {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in names}
+    settings = BartConfig(vocab_size=8, d_model=8, **sizes)
+    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=TWO)
+    tensors = saved(tmp_path, config, lambda: BartForSequenceClassification(settings))
+    base = BartForSequenceClassification(settings)
+    assert live(tmp_path, tensors, lambda: base) == f"{len(tensors)} of {len(tensors)}"
+    assert verdict(tmp_path) == [("incomplete-adapter", "note")]
 
 
 @pytest.mark.parametrize("key", ["prompt_embeddings", "module.prompt_embeddings"])

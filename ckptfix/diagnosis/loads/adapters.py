@@ -522,8 +522,10 @@ def _missing(
         if set(heads) >= _OF_CLASSES and not set(absent) >= _OF_CLASSES:
             absent = [head for head in absent if head not in _OF_CLASSES]
         if absent:
-            # A base without such a module is no error: some lists are for several models.
-            yield (DoubtfulParts if len(absent) == len(heads) else UnneededParts)(
+            # A base without such a module is no error: some lists are for several models. PEFT adds
+            # both heads itself for a classification, and those of BART and T5 have another name.
+            is_doubtful = len(absent) == len(heads) and set(heads) != _OF_CLASSES
+            yield (DoubtfulParts if is_doubtful else UnneededParts)(
                 path=load.path,
                 lacks=(
                     f"no tensor for {list_names(absent)} of modules_to_save in adapter_config.json"
