@@ -139,7 +139,11 @@ def loads_of(
                 )
             )
             del families[1:]
-        steps = count_steps()
+        # Of several adapters PEFT saves each in a folder of its name. Those steps may be of one.
+        are_several = library == "peft" and any(
+            (folder.root / below / ADAPTER).is_file() for below in folder.plain_subfolders
+        )
+        steps = 0 if are_several else count_steps()
         folders = (*folder.subfolders, *map(PurePosixPath, folder.unscanned))
         states_of = (
             "save_state"

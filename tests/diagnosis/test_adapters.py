@@ -574,6 +574,22 @@ def test_every_lora_b_is_zero_after_steps_at_a_rate_of_zero(
     ]
 
 
+def test_another_adapter_was_trained(tmp_path: Path) -> None:
+    """A Trainer that trains one of two leaves that of the root as PEFT made it."""
+    config = peft.LoraConfig(target_modules=TWO)
+    model = peft.get_peft_model(llama(), config)
+    model.add_adapter("task", config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".task." in name:
+                parameter.normal_()
+    model.save_pretrained(str(tmp_path))
+    state = {"epoch": 1.0, "global_step": 400, "max_steps": 500, "log_history": []}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    assert (tmp_path / "task" / CONFIG).exists()
+    assert verdict(tmp_path) == [("untrained-adapter", "note")]
+
+
 def test_one_lora_b_is_not_zero(tmp_path: Path) -> None:
     tensors = lora(tmp_path)
     last = [key for key in tensors if "lora_B" in key][-1]
