@@ -574,6 +574,14 @@ def test_every_lora_b_is_zero_after_steps_at_a_rate_of_zero(
     ]
 
 
+def test_every_lora_b_is_a_negative_zero(tmp_path: Path) -> None:
+    tensors = lora(tmp_path)
+    write(
+        tmp_path, {key: each * -0.0 if "lora_B" in key else each for key, each in tensors.items()}
+    )
+    assert verdict(tmp_path) == [("untrained-adapter", "note")]
+
+
 def test_another_adapter_was_trained(tmp_path: Path) -> None:
     """A Trainer that trains one of two leaves that of the root as PEFT made it."""
     config = peft.LoraConfig(target_modules=TWO)
