@@ -354,7 +354,16 @@ def diagnose(
                 count_steps=count_steps,
             )
         ]
-        of_loads = diagnose_loads([*loads, *adapters_without_config(folder, groups, loads)])
+        # Those with FSDP, whose weights the Trainer loads in another way, have other names.
+        trained = sum(
+            len(group)
+            for saved in optimizers
+            for group in saved.groups
+            if saved.path.suffix == ".pt"
+        )
+        of_loads = diagnose_loads(
+            [*loads, *adapters_without_config(folder, groups, loads)], trained
+        )
         of_save = diagnose_save(
             folder, sharded, damaged, has_deepspeed=bool(deepspeed), neighbours=neighbours
         )

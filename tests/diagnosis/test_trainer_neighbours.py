@@ -5,6 +5,7 @@ The oracle is a Trainer that resumes: the weights with which it begins are those
 others.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import TrainerCallback
 
 from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint.filenames import TRAINER
+from ckptfix.cli import run as run_command
 from tests.diagnosis.test_changed_entries import Run, is_refused, of_model, saves
 from tests.diagnosis.test_trainer_states import trainer_in
 
@@ -245,6 +247,57 @@ def test_an_optimizer_of_another_run_next_to_an_adapter(
     assert [told(each) for each in (first, last)] == [[], []]
     with pytest.raises(ValueError, match="size of optimizer's group"):
         adapting(tmp_path / "out", ["classifier"]).train(resume_from_checkpoint=str(root))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_next_to_the_merged_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Trainer takes ``model.safetensors``, and leaves the adapter as PEFT makes it."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(output: Path) -> Any:
+        trainer = trainer_in(output)
+        config = peft.LoraConfig(r=2, target_modules=["query"])
+        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
+        return trainer
+
+    def is_zero_after_resume(checkpoint: Path) -> bool:
+        trainer, begin = adapted(tmp_path / "out"), Begin()
+        trainer.add_callback(begin)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        return not any(value.any() for key, value in begin.weights.items() if "lora_B" in key)
+
+    adapted(tmp_path / "run").train()
+    before, last = sorted((tmp_path / "run").iterdir())
+    assert not is_zero_after_resume(last)
+    base = trainer_in(tmp_path / "out").model
+    merged = peft.PeftModel.from_pretrained(base, str(last)).merge_and_unload()
+    merged.save_pretrained(last, max_shard_size="1KB")
+    assert codes(before) == codes(last) == {"trainer-pickle"}
+    assert not is_zero_after_resume(last)
+    for path in last.glob("model*"):
+        path.unlink()
+    merged.save_pretrained(last)
+    assert is_zero_after_resume(last)
+    assert codes(last) == {"trainer-pickle", "incomplete-adapter"}
+    assert codes(before) == {"trainer-pickle"}
+    # The answer of PEFT is none about the Trainer.
+    base.save_pretrained(tmp_path / "base")
+    settings = json.loads((last / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(tmp_path / "base")
+    (last / "adapter_config.json").write_text(json.dumps(settings))
+    assert run_command(["check", "--load", str(last)])
+    assert "the Trainer passes over it" in capsys.readouterr().out
+    # A run of the whole model, to which a script added an adapter.
+    shutil.rmtree(tmp_path / "run")
+    trainer_in(tmp_path / "run").train()
+    adapted(tmp_path / "out").model.save_pretrained(tmp_path / "run" / "checkpoint-4")
+    assert "incomplete-adapter" not in codes(tmp_path / "run" / "checkpoint-4")
+
+
+def codes(root: Path) -> set[str]:
+    return {finding.code for finding in check(root).findings}
 
 
 def test_save_state_loads_rounded_weights_without_an_error(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ class IncompleteAdapter(Finding):
     meaning = (
         "a PEFT adapter has no tensors, tensors of no elements (ZeRO-3), one of two LoRA matrices, "
         "or nothing for a module that its config lists: PEFT fails, or trains and answers without "
-        "what is missing"
+        "what is missing. Or it lies next to weights that the Trainer takes instead"
     )
 
     lacks: str
@@ -193,6 +193,12 @@ class DoubtfulParts(IncompleteAdapter):
     __slots__ = ()
 
     severity = Severity.WARNING
+
+
+class PassedOver(DoubtfulParts):
+    """An adapter that PEFT loads, and the Trainer does not."""
+
+    __slots__ = ()
 
 
 class UnneededParts(IncompleteAdapter):

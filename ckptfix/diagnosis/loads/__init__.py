@@ -16,23 +16,26 @@ listed.
 """
 
 
-def diagnose_loads(loads: Iterable[Load]) -> LoadVerdict:
+def diagnose_loads(loads: Iterable[Load], trained: int = 0) -> LoadVerdict:
     """Return the verdict on every load of a judged library. Its rules are imported where a folder
     has such a load.
+
+    ``trained``: the number of parameters in the optimizer of the Trainer next to them.
     """
+    loads = tuple(loads)
     verdicts: list[LoadVerdict] = []
-    of_models: list[Load] = []
+    of_models = [load for load in loads if load.library == "transformers"]
     for load in loads:
         if load.library == "transformers":
-            of_models.append(load)
             continue
         if load.library == "diffusers":
             words = f"{load.path} against {CONFIG}; ckptfix check --load asks diffusers"
             verdicts.append(LoadVerdict(unchecked=(words,), compared=frozenset({CONFIG})))
             continue
-        from ckptfix.diagnosis.loads.adapters import judge_adapter, judge_halves
+        from ckptfix.diagnosis.loads.adapters import judge_adapter, judge_halves, passed_over
 
         verdicts.append(judge_adapter(load) if load.config else judge_halves(load))
+        verdicts.append(LoadVerdict(tuple(passed_over(load, of_models, trained))))
     if of_models:
         from ckptfix.diagnosis.loads.pretrained_models import judge_pretrained
         from ckptfix.diagnosis.loads.quantized_models import judge_quantized

@@ -15,6 +15,7 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from ckptfix.checkpoint.filenames import weights_names
 from ckptfix.checkpoint.keys import (
     PRIVATE_WRAPPERS,
     WRAPPERS,
@@ -37,6 +38,7 @@ from ckptfix.diagnosis.findings.load_faults import (
     MismatchedAdapter,
     NamedAdapter,
     NewAdapter,
+    PassedOver,
     SeveralAdapters,
     UngatheredParts,
     UnneededParts,
@@ -210,6 +212,31 @@ def judge_halves(load: Load) -> LoadVerdict:
     return LoadVerdict(
         tuple(_lone_parts(load, "LORA", parameters, DoubtfulParts)) if load.is_whole else ()
     )
+
+
+def passed_over(load: Load, others: Iterable[Load], trained: int) -> Iterator[PassedOver]:
+    """Yield the finding about an adapter next to weights in one file, which the Trainer takes
+    (``_load_from_checkpoint``, transformers 5.23).
+
+    ``trained``: the number of parameters in its optimizer. Those of the adapter show that the Trainer
+    trained that, and no model to which a script added an adapter.
+    """
+    if load.states_of != "Trainer" or load.deepspeed or trained != len(load.tensors):
+        return
+    for other in others:
+        if other.path.name in weights_names("transformers") and not any(
+            key.startswith("base_model.") for key in other.tensors
+        ):
+            yield PassedOver(
+                path=load.path,
+                lacks=f"the Trainer passes over it, because {other.path} is there",
+                effect="a resume trains an adapter from its start, with the optimizer of this one",
+                remedy=(
+                    f"move {other.path} into a folder of its own; the adapter is whole, and PEFT "
+                    "loads it"
+                ),
+            )
+            return
 
 
 class _Names:

@@ -17,7 +17,12 @@ from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.config_faults import MissingHead
-from ckptfix.diagnosis.findings.load_faults import IncompleteAdapter, MismatchedAdapter, UnusedKeys
+from ckptfix.diagnosis.findings.load_faults import (
+    IncompleteAdapter,
+    MismatchedAdapter,
+    PassedOver,
+    UnusedKeys,
+)
 from ckptfix.diagnosis.findings.weight_faults import MismatchedConfig
 from ckptfix.hardware import Child, ChildEnded
 from ckptfix.wording import Line, count_of, line, list_names
@@ -282,5 +287,6 @@ def _is_about(finding: Finding, load: Load) -> bool:
     return (
         is_of_load
         and isinstance(finding, _TOLD_BY_A_LOAD)
+        and not isinstance(finding, PassedOver)
         and finding.severity is not Severity.NOTE
     )
