@@ -65,10 +65,11 @@ def compared(folder: Path, neighbours: Neighbours, known: Collection[str]) -> It
     for path in names:
         if (tag := parse_deepspeed_folder_name(path.name)) is not None:
             own |= {(role, tag.index): path.name for role in (Role.MODEL, Role.OPTIMIZER)}
-    # The Trainer resumes from an adapter alone, whatever a script saved into the checkpoints next to
-    # it. save_state writes the weights, too.
-    if PurePosixPath(TRAINER_STATE) in names:
-        own |= {(Role.MODEL, 0): path.name for path in names if path.name in weights_names("peft")}
+    # The Trainer resumes from an adapter alone, whatever a script saved into those next to it.
+    # save_state writes the weights, too.
+    adapters = [path.name for path in names if path.name in weights_names("peft")]
+    if adapters and PurePosixPath(TRAINER_STATE) in names:
+        own[Role.MODEL, 0] = adapters[0]
     # Each rank writes its own random states, while the main process still writes the rest: a killed
     # save leaves them alone. So does a node with a disk of its own, where no checkpoint of the run
     # has files of rank 0.

@@ -337,6 +337,48 @@ def test_a_part_of_each_module_is_gone(name: str, part: str, expected: str, tmp_
     assert verdict(tmp_path) == [INCOMPLETE]
 
 
+def kohya(key: str) -> str:
+    module, part, _ = key.removeprefix("base_model.model.").rsplit(".", 2)
+    return f"lora_te_{module.replace('.', '_')}.{'lora_up' if part == 'lora_B' else 'lora_down'}.weight"
+
+
+def in_memory(key: str) -> str:
+    return key.replace("lm_head.", "lm_head.modules_to_save.")
+
+
+CONFIGS: dict[str, tuple[str, dict[str, Any], Callable[[str], str], str, str]] = {
+    "kohya's keys": ("LoRA", {}, kohya, "0 of 8", "error"),
+    "other targets": ("LoRA", {"target_modules": ["up_proj", "down_proj"]}, str, "0 of 8", "error"),
+    "another regex": ("a regex", {"target_modules": r".*\.up_proj"}, str, "0 of 4", "error"),
+    "a smaller regex": (
+        "a regex", {"target_modules": r".*0\.self_attn\.q_proj"}, str, "2 of 4", "warning",
+    ),
+    "fewer targets": ("LoRA", {"target_modules": ["q_proj"]}, str, "4 of 8", "warning"),
+    "fewer targets of LoHa": ("LoHa", {"target_modules": ["q_proj"]}, str, "8 of 16", "warning"),
+    "fewer targets of IA3": (
+        "IA3", {"target_modules": ["k_proj"], "feedforward_modules": []}, str, "2 of 4", "warning",
+    ),
+    "one of two layers": ("LoRA", {"layers_to_transform": [1]}, str, "4 of 8", "warning"),
+    "the other layer": ("one layer", {"layers_to_transform": 0}, str, "0 of 4", "error"),
+    "no DoRA": ("DoRA", {"use_dora": False}, str, "8 of 12", "warning"),
+    "no biases": ("biases", {"lora_bias": False}, str, "8 of 12", "warning"),
+    "rows of tokens": ("LoRA", {"trainable_token_indices": [1]}, str, "KeyError", "error"),
+    "the names in memory": ("heads", {}, in_memory, "KeyError", "warning"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_keys_for_which_the_config_has_no_place(name: str, tmp_path: Path) -> None:
+    kind, changes, rename, expected, severity = CONFIGS[name]
+    base, config = HEALTHY[kind]
+    tensors = saved(tmp_path, config(), base)
+    path = tmp_path / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    write(tmp_path, renamed(rename)(tensors))
+    assert live(tmp_path, tensors, base) == expected
+    assert verdict(tmp_path)[0] == ("incomplete-adapter", severity)
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_adapter(name: str, tmp_path: Path) -> None:
     base, config = HEALTHY[name]

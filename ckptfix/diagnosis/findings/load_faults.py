@@ -170,8 +170,9 @@ class IncompleteAdapter(Finding):
     action = Action.TELL
     meaning = (
         "a PEFT adapter has no tensors, tensors of no elements (ZeRO-3), one of two LoRA matrices, "
-        "or nothing for a module that its config lists: PEFT fails, or trains and answers without "
-        "what is missing. Or it lies next to weights that the Trainer takes instead"
+        "nothing for a module that its config lists, or tensors for which its config has no place: "
+        "PEFT fails, or trains and answers without them. Or it lies next to weights that the "
+        "Trainer takes instead"
     )
 
     lacks: str

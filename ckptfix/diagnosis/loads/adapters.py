@@ -9,6 +9,7 @@ RuntimeError.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 from math import prod
@@ -145,6 +146,7 @@ def judge_adapter(load: Load) -> LoadVerdict:
     kind = str(load.config["peft_type"])
     names = _Names(load, kind)
     findings: list[Finding] = list(names.findings())
+    are_named = not findings
     unchecked: list[str] = []
     explained: set[tuple[type[Finding], PurePosixPath]] = {
         (kind, file)
@@ -178,8 +180,15 @@ def judge_adapter(load: Load) -> LoadVerdict:
     elif kind in _PROMPTS:
         findings += _prompts(load, names.expected.values())
     elif kind in _MARKS:
+        # Under other names than PEFT looks for, the modules may have others, too.
+        place = _place_of(load.config, kind)
+        placed = [one for one in parameters if not are_named or place(one)]
         if load.is_whole:
-            findings += _missing(load, kind, parameters, names.expected.values())
+            findings += _missing(load, kind, placed, names.expected.values())
+        # Without any the targets of a list have been told.
+        is_told = not placed and isinstance(load.config.get("target_modules"), list)
+        if len(placed) < len(parameters) and not is_told:
+            findings.append(_without_place(load, placed, parameters))
         of_ranks = _ranks(
             load, kind, [parameter for parameter in parameters if parameter.key not in lost]
         )
@@ -519,6 +528,14 @@ def _missing(
     tensors.
     """
     yield from _lone_parts(load, kind, parameters)
+    rows = load.config.get("trainable_token_indices")
+    if kind == "LORA" and rows and not any("trainable_tokens_delta" in key for key in keys):
+        yield IncompleteAdapter(
+            path=load.path,
+            lacks="no tensor for trainable_token_indices of adapter_config.json",
+            effect="PEFT fails with KeyError",
+            remedy=_AGAIN,
+        )
     modules = {parameter.module for parameter in parameters}
     if targets := _texts(load.config.get("target_modules")):
         wanted = {target for target in targets if len(target) <= _MAX_KEY}
@@ -544,14 +561,17 @@ def _missing(
             )
     heads = _texts(load.config.get("modules_to_save"))
     if 0 < len(heads) <= _MAX_PATTERNS:
-        held = [f".{key.removeprefix(dotted(BASE))}" for key in keys]
+        # The name in memory, lm_head.modules_to_save.weight, PEFT does not look for.
+        in_memory = {key for key in keys if ".modules_to_save." in key}
+        held = [f".{key.removeprefix(dotted(BASE))}" for key in keys if key not in in_memory]
         absent = [head for head in heads if not any(f"{head}." in key for key in held)]
         if set(heads) >= _OF_CLASSES and not set(absent) >= _OF_CLASSES:
             absent = [head for head in absent if head not in _OF_CLASSES]
         if absent:
             # A base without such a module is no error: some lists are for several models. PEFT adds
             # both heads itself for a classification, and those of BART and T5 have another name.
-            is_doubtful = len(absent) == len(heads) and set(heads) != _OF_CLASSES
+            are_lost = len(absent) == len(heads) and set(heads) != _OF_CLASSES
+            is_doubtful = are_lost or in_memory
             yield (DoubtfulParts if is_doubtful else UnneededParts)(
                 path=load.path,
                 lacks=(
@@ -560,6 +580,73 @@ def _missing(
                 effect="PEFT fails with KeyError if the base model has such a module",
                 remedy=f"{_AGAIN}; ignore this if the base model has no such module",
             )
+
+
+def _place_of(config: Config, kind: str) -> Callable[[_Parameter], bool]:
+    """Return whether PEFT makes a parameter, as far as the config alone tells; True where it does
+    not.
+
+    As ``check_target_module_exists`` of PEFT 0.21.
+    """
+    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+    wanted = frozenset(_texts(targets))
+    numbers = [layers] if type(layers) is int else layers
+    is_plain = isinstance(numbers, list) and all(type(number) is int for number in numbers)
+    pattern: re.Pattern[str] | None = None
+    if isinstance(targets, str) and targets != "all-linear" and _is_quick(targets):
+        with suppress(re.error):
+            pattern = re.compile(targets)
+    # These add modules that are no targets.
+    is_known = (pattern or wanted) and not any(
+        map(config.get, ("target_parameters", "ensure_weight_tying"))
+    )
+
+    def has_place(parameter: _Parameter) -> bool:
+        setting = _SETTING_OF.get(parameter.name) if kind == "LORA" else None
+        if setting is not None and not config.get(setting):
+            return False
+        # A convolution in an attention is behind the layer that PEFT wraps.
+        module = parameter.module.partition(".base_layer")[0]
+        if not is_known or len(module) > _MAX_KEY or module in wanted:
+            return True
+        if pattern is not None:
+            return pattern.fullmatch(module) is not None
+        if wanted.isdisjoint(_suffixes(module)):
+            return False
+        own = [int(segment) for segment in module.split(".") if segment.isdecimal()]
+        # Of several numbers in a key PEFT takes the first, and did the last.
+        if not numbers or not is_plain or config.get("layers_pattern") or len(own) != 1:
+            return True
+        return own[0] in numbers
+
+    return has_place
+
+
+_SETTING_OF = {"lora_magnitude_vector": "use_dora", "lora_B.bias": "lora_bias"}
+"""Parameter of LoRA -> the setting without which PEFT makes none."""
+
+
+def _without_place(
+    load: Load, placed: Sequence[_Parameter], parameters: Sequence[_Parameter]
+) -> IncompleteAdapter:
+    """Return the finding about tensors for which the config of an adapter makes no parameters."""
+    kept = set(placed)
+    lost = [parameter for parameter in parameters if parameter not in kept]
+    setting = _SETTING_OF.get(lost[0].name, "target_modules")
+    if setting == "target_modules" and load.config.get("layers_to_transform"):
+        setting += " and layers_to_transform"
+    return (DoubtfulParts if placed else IncompleteAdapter)(
+        path=load.path,
+        lacks=(
+            f"{len(lost)} of {count_of(len(load.tensors), 'tensor')} have no place by {setting} of "
+            f"adapter_config.json, such as {lost[0].key}"
+        ),
+        effect="PEFT drops them without a word",
+        remedy=(
+            "config and weights are of two runs: copy both again from one save, or write the setting "
+            "of the run that trained them into adapter_config.json"
+        ),
+    )
 
 
 def _suffixes(module: str) -> Iterator[str]:
