@@ -175,11 +175,12 @@ _READ_BY = {
 
 def _lacks_type(config: Path) -> bool:
     """Return whether an object in a config does not say of which type an adapter is. PEFT raises
-    KeyError.
+    KeyError, also for a name in small letters: all 45 of PEFT 0.21 are in capitals.
     """
     values = read_config(config.parent, config.name)
+    kind = values.get("peft_type")
     return is_empty_config(config) or (
-        bool(values) and not isinstance(values.get("peft_type"), str)
+        bool(values) and (not isinstance(kind, str) or kind != kind.upper())
     )
 
 
@@ -228,7 +229,7 @@ def _incomplete_of_trainer(
             and is_of_peft
             and _lacks_type(folder.root / name)
         ):
-            broken = "without 'peft_type'"
+            broken = "without a 'peft_type' of PEFT"
         if broken:
             yield IncompleteCheckpoint(
                 path=PurePosixPath(name),

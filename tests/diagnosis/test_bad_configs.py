@@ -287,7 +287,8 @@ def test_keys_twice_are_read_as_the_loaders_read_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["{}", '{"r": 4}', '{"peft_type": 7, "r": 4}', '{"peft_type": null}']
+    "content",
+    ["{}", '{"r": 4}', '{"peft_type": 7, "r": 4}', '{"peft_type": null}', '{"peft_type": "lora"}'],
 )
 def test_an_adapter_whose_config_does_not_say_its_type_is_told(
     tmp_path: Path, content: str
@@ -301,7 +302,7 @@ def test_an_adapter_whose_config_does_not_say_its_type_is_told(
     assert (finding.code, finding.severity.value) == ("incomplete-checkpoint", "warning")
     assert (
         str(finding)
-        == "adapter_config.json: without 'peft_type', so PeftModel.from_pretrained fails"
+        == "adapter_config.json: without a 'peft_type' of PEFT, so PeftModel.from_pretrained fails"
     )
     # Adapters of another library have such a config, and weights of another name.
     (root / "adapter_model.safetensors").rename(root / "pytorch_adapter.safetensors")
