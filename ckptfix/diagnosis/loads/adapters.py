@@ -241,7 +241,7 @@ def passed_over(load: Load, others: Iterable[Load], trained: int) -> Iterator[Pa
                 lacks=f"the Trainer passes over it, because {other.path} is there",
                 effect="a resume trains an adapter from its start, with the optimizer of this one",
                 remedy=(
-                    f"move {other.path} into a folder of its own; the adapter is whole, and PEFT "
+                    f"move {other.path} into a folder of its own; the adapter is intact, and PEFT "
                     "loads it"
                 ),
             )
