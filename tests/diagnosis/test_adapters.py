@@ -498,7 +498,7 @@ def test_ranks_by_a_path_for_each_of_many_modules(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(json.dumps(config))
     begin = time.process_time()
     assert verdict(tmp_path) == []
-    assert time.process_time() - begin < 5
+    assert time.process_time() - begin < 10
     (tmp_path / CONFIG).write_text(
         json.dumps(config | {"rank_pattern": dict.fromkeys(names[1:], 2)})
     )
@@ -523,7 +523,7 @@ def test_long_settings_of_a_small_adapter(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(json.dumps(config))
     begin = time.process_time()
     report = check(tmp_path)
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < 10
     assert any("rank_pattern of adapter_config.json" in words for words in report.not_checked)
 
 

@@ -262,7 +262,7 @@ def test_layers_and_experts_beyond_those_of_the_config(tmp_path: Path) -> None:
     write(tmp_path, {**tensors_of(tmp_path), **surplus})
     begin = time.process_time()
     assert WARNING in told(tmp_path)
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < 10
 
 
 def test_a_model_of_the_trainer_and_one_next_to_save_state(tmp_path: Path) -> None:
