@@ -781,4 +781,5 @@ CASES: Mapping[str, Mapping[str, str]] = {
     "upload": UPLOAD,
     "merge": MERGE,
     **OTHERS,
+            ckptfix prove-resume --output out --keep out -- nowhere.py
 }

@@ -139,6 +139,13 @@ def _workspace(request: Request) -> Iterator[Path]:
             raise UsageError(
                 f"--keep: {request.keep} exists and is not an empty folder; choose another path"
             )
+        if request.output is not None and request.keep.resolve().is_relative_to(
+            request.output.resolve()
+        ):
+            raise UsageError(
+                f"--keep: {request.keep} lies in the folder of --output, which each run begins "
+                "without; choose another path"
+            )
         request.keep.mkdir(parents=True, exist_ok=True)
         yield request.keep.resolve()
         return
