@@ -30,8 +30,6 @@ CHECK = {
         ckptfix check -q @/checkpoint_1
         ckptfix check -0 @/checkpoint_1
         ckptfix check -v @/checkpoint_1
-        ckptfix check --format jsonl @/checkpoint_1
-        ckptfix check --format github @/checkpoint_1
     """,
     "truncated": f"""
         {TRUNCATED} @/checkpoint_1
@@ -45,6 +43,18 @@ CHECK = {
     "dcp": """
         put golden/nested-prefix-dcp/checkpoint @/checkpoint_1
         ckptfix check @/checkpoint_1
+    """,
+    "a-name-to-quote": f"""
+        {DOUBLED} "@/it's mine/a b"
+        ckptfix check "@/it's mine/a b"
+        ckptfix check -q "@/it's mine/a b"
+    """,
+    "formats": f"""
+        {DOUBLED} @/checkpoint_1
+        ckptfix check --format sarif @/checkpoint_1
+        ckptfix check --format github @/checkpoint_1
+        ckptfix check --format jsonl @/checkpoint_1
+        ckptfix check --format jsonl @/checkpoint_2
     """,
     "unsafe-pickle": """
         put golden/unsafe-pickle/checkpoint @/checkpoint_1
@@ -201,6 +211,23 @@ REPAIR = {
         flip @/checkpoint_1/model_1.safetensors 640
         ckptfix repair --plan plan.json
     """,
+    "after-a-kill": """
+        only folder
+        thaw 0.5.0/drop "rename model_1.safetensors"
+        ckptfix check @/checkpoint
+        ckptfix repair --dry-run @/checkpoint
+        ckptfix repair @/checkpoint
+        ckptfix repair @/checkpoint
+    """,
+    "after-a-kill-in-a-store": """
+        only s3
+        thaw stores/0.5.0/drop "delete_object model_1.safetensors"
+        ckptfix check s3://simulated/run/checkpoint_7
+        ckptfix repair --dry-run s3://simulated/run/checkpoint_7
+        ckptfix repair s3://simulated/run/checkpoint_7
+        ckptfix repair --break-lock s3://simulated/run/checkpoint_7
+        ckptfix repair s3://simulated/run/checkpoint_7
+    """,
     "options": f"""
         {DOUBLED} @/checkpoint_1
         ckptfix repair --dry-run --models 3 @/checkpoint_1
@@ -275,6 +302,26 @@ UNDO = {
         ckptfix repair @/checkpoint_1
         write @/checkpoint_1/model_2.safetensors new
         ckptfix undo @/checkpoint_1
+    """,
+    "after-a-kill": """
+        only folder
+        thaw 0.5.0/drop "rename 0.trash"
+        ckptfix check @/checkpoint
+        ckptfix undo @/checkpoint
+        ckptfix undo @/checkpoint
+    """,
+    "after-a-killed-repair": """
+        only folder
+        thaw 0.5.0/drop "rename model_1.safetensors"
+        ckptfix undo @/checkpoint
+    """,
+    "after-a-kill-in-a-store": """
+        only s3
+        thaw stores/0.5.0/drop "complete_multipart_upload model_1.safetensors"
+        ckptfix check s3://simulated/run/checkpoint_7
+        ckptfix undo s3://simulated/run/checkpoint_7
+        ckptfix undo --break-lock s3://simulated/run/checkpoint_7
+        ckptfix undo s3://simulated/run/checkpoint_7
     """,
     "nothing-to-undo": f"""
         {CLEAN} @/checkpoint_1
@@ -718,12 +765,23 @@ MERGE = {
 }
 
 OTHERS = {
+    "run": {
+        "a-script": """
+            write train.py "import sys\\nprint('said', sys.argv[1:])\\nsys.exit(7)\\n"
+            ckptfix run train.py --json 5
+        """,
+        "wrong-usage": """
+            ckptfix run nowhere.py
+            ckptfix run --on-reprepare never nowhere.py
+        """,
+    },
     "prove-resume": {
         "wrong-usage": """
             ckptfix prove-resume
             ckptfix prove-resume --steps 1 -- train.py
             ckptfix prove-resume -- nowhere.py
             ckptfix prove-resume --output runs -- nowhere.py
+            ckptfix prove-resume --output out --keep out -- nowhere.py
         """,
     },
     "doctor": {
@@ -781,5 +839,4 @@ CASES: Mapping[str, Mapping[str, str]] = {
     "upload": UPLOAD,
     "merge": MERGE,
     **OTHERS,
-            ckptfix prove-resume --output out --keep out -- nowhere.py
 }

@@ -27,8 +27,10 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from itertools import groupby
@@ -42,6 +44,7 @@ from ckptfix.devices import environment_of_torch
 from ckptfix.environment import doctor
 from ckptfix.storage import s3, stores
 from ckptfix.storage.stores import Patience
+from fixtures.frozen import JOURNALS, thaw, thaw_bucket, timeline
 from tests.golden_cases import CASES
 from tests.stores.simulated_s3 import Cloud, open_simulated, read, refusal
 
@@ -59,6 +62,7 @@ REPLACED = (
     ("the temporary folder of the case", "{here}", "<here>"),
     ("times", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+]00:00", "<time>"),
     ("times, as people write them", r"(?<=[(]after )\d{4}-\d\d-\d\d \d\d:\d\d", "<time>"),
+    ("durations", r"(?<=held this lock for )\d+ \w+", "<duration>"),
     ("days", r"(?<=since )\d{4}-\d\d-\d\d", "<day>"),
     ("versions", r"(Python|version|torch|accelerate) \d+\.\d+\.\d+[^,\s\"]*", r"\1 <version>"),
     (
@@ -151,6 +155,19 @@ class Bench:
 
         self.cloud.strike = strike
 
+    def _thaw(self, case: str, moment: str) -> None:
+        """Take a state of the corpus of journals: what a repair or an undo left when it was killed
+        after this call.
+        """
+        body = json.loads((JOURNALS / f"{case}.json").read_text())
+        states = timeline({}, (change for _, change, *_ in body["states"]))
+        tree = dict(zip([name for name, *_ in body["states"]], states, strict=True))[moment]
+        if self.on_s3:
+            self.cloud.objects |= thaw_bucket(tree, body["bucket"]).objects
+        else:
+            (self.here / FOLDER).rmdir()
+            thaw(tree, self.here / FOLDER)
+
     def _is_object(self, target: str) -> bool:
         return self.on_s3 and target.startswith("@")
 
@@ -210,6 +227,7 @@ def surroundings(bench: Bench) -> Iterator[None]:
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "COLUMNS": "80",
         "LANG": "C.UTF-8",
+        "TZ": "UTC",
     }
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -220,11 +238,24 @@ def surroundings(bench: Bench) -> Iterator[None]:
         enter(patch.dict(os.environ, kept | own, clear=True))
         stack.callback(os.chdir, os.getcwd())
         os.chdir(bench.here)
+        time.tzset()
         yield
+    time.tzset()
 
 
 def call(arguments: list[str]) -> Said:
-    """Run the command line in this process."""
+    """Run the command line in this process, and ``run`` in its own: it ends python as a script
+    does.
+    """
+    if arguments[:1] == ["run"]:
+        done = subprocess.run(
+            [sys.executable, "-m", "ckptfix", *arguments],
+            env={**os.environ, "PYTHONPATH": str(FIXTURES.parent)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return Said(done.returncode, done.stdout, done.stderr)
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
         status = run(arguments)
