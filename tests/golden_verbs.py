@@ -231,6 +231,8 @@ def surroundings(bench: Bench) -> Iterator[None]:
     }
     with ExitStack() as stack:
         enter = stack.enter_context
+        # Last of all, when the environment is again what it was.
+        stack.callback(time.tzset)
         enter(patch.object(s3, "S3Store", type(open_simulated(bench.cloud, BUCKET))))
         enter(patch.object(stores, "PATIENCE", Patience(3, 0, 0)))
         enter(patch.object(doctor, "read_machine", hardware.Machine))
@@ -240,7 +242,6 @@ def surroundings(bench: Bench) -> Iterator[None]:
         os.chdir(bench.here)
         time.tzset()
         yield
-    time.tzset()
 
 
 def call(arguments: list[str]) -> Said:
