@@ -208,6 +208,7 @@ def test_the_rules_ask_for_fields(made: list[Path], monkeypatch: pytest.MonkeyPa
     } <= asked
 
 
+@pytest.mark.slow
 def test_any_value_of_any_field(
     made: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -401,6 +401,7 @@ def add_stray(root: Path, name: str) -> Path:
     return stray
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 @pytest.mark.parametrize("scenario", ["accelerate-zero2", "accelerate-zero3"])
 def test_a_copy_among_the_files_of_ranks(scenario: str, tmp_path: Path) -> None:
@@ -440,6 +441,7 @@ except AssertionError as error:
 """Lists model states as ``load_checkpoint`` does."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 @pytest.mark.parametrize("scenario", ["accelerate-zero2", "accelerate-zero3"])
 def test_a_copy_that_load_checkpoint_counts(scenario: str, tmp_path: Path) -> None:
@@ -465,6 +467,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 @pytest.mark.parametrize("scenario", ["zero3", "zero3-groups"])
 def test_exchanged_partitions_of_sub_groups(scenario: str, tmp_path: Path) -> None:
@@ -529,6 +532,7 @@ OTHER_WEIGHTS = {
 """Checkpoint, files of it that are edited, and the edit -> what check says."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 def test_states_that_zero_to_fp32_loads_as_other_weights(tmp_path: Path) -> None:
     roots = []
@@ -549,6 +553,7 @@ def test_states_that_zero_to_fp32_loads_as_other_weights(tmp_path: Path) -> None
         assert words in str(finding)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 @pytest.mark.parametrize("scenario", ["zero2", "zero3-groups"])
 def test_partitions_that_the_configuration_keeps_in_bf16(scenario: str, tmp_path: Path) -> None:
@@ -558,6 +563,7 @@ def test_partitions_that_the_configuration_keeps_in_bf16(scenario: str, tmp_path
     assert codes(root) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 def test_a_former_version_deals_no_parameters_under_zero_1(tmp_path: Path) -> None:
     root = Path(shutil.copytree(FIXTURES / "zero1-bf16" / "checkpoint", tmp_path / "saved"))

@@ -499,6 +499,7 @@ def in_many_items_of_dcp(output: Path) -> Path:
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("train", "path"),
@@ -724,6 +725,7 @@ def test_the_finding_has_json_and_advice(run_of_trainer: Path) -> None:
     assert ckptfix.latest_checkpoint(run_of_trainer) == run_of_trainer / "checkpoint-4"
 
 
+@pytest.mark.slow
 def test_a_store_is_compared_by_the_checksums_of_its_listing(
     run_of_trainer: Path, bucket: str
 ) -> None:

@@ -249,6 +249,7 @@ def test_an_optimizer_of_another_run_next_to_an_adapter(
         adapting(tmp_path / "out", ["classifier"]).train(resume_from_checkpoint=str(root))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_next_to_the_merged_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

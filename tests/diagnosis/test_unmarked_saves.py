@@ -216,6 +216,7 @@ def test_a_tracker_names_a_checkpoint_that_exists(
     assert text != "release" or said("check", "-r", tmp_path)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_store_is_looked_at_as_a_folder(tmp_path: Path, bucket: str, said: Said) -> None:
     folders = saves(tmp_path / "run", "torch_checkpointing")
     (folders[3] / "metadata.pkl").unlink()
@@ -229,6 +230,7 @@ def test_a_store_is_looked_at_as_a_folder(tmp_path: Path, bucket: str, said: Sai
     assert told_of(f"{bucket}/run/step-3") == []
 
 
+@pytest.mark.slow
 def test_a_file_of_a_script_in_a_store_is_no_mark(tmp_path: Path, bucket: str) -> None:
     for number in (20, 40):
         accelerated(tmp_path / f"checkpoint-{number}")

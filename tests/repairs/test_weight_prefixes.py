@@ -99,6 +99,7 @@ WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_trainer_of_a_wrapped_model_resumes_after_a_default_repair(
     name: str, tmp_path: Path

@@ -43,7 +43,7 @@ class UnusedKeys(Finding):
 
     @property
     def advice(self) -> str:
-        """What a repair does, and when it would be wrong: no folder tells what a script loads."""
+        """Advice to rename them, with the script that needs them: no folder tells what is loaded."""
         return (
             "ckptfix repair DIR renames them; a script that loads the file itself with "
             "load_state_dict needs these keys, and ckptfix undo DIR brings them back"
