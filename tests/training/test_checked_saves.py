@@ -2,6 +2,7 @@
 the run says.
 """
 
+import gc
 import logging
 import os
 import subprocess
@@ -367,6 +368,17 @@ def test_a_check_that_takes_long_stops(
     assert message.endswith(f"next: ckptfix check {tmp_path / 'a'}")
     adapted().save_pretrained(str(tmp_path / "of another model"), state_dict={})
     assert warnings(caplog)[-1].endswith("ckptfix explain incomplete-adapter")
+
+
+@pytest.mark.usefixtures("guarded")
+def test_no_collection_counts_for_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One takes 200 ms in a process with transformers, and no later save was checked."""
+    enabled: list[bool] = []
+    monkeypatch.setattr(checked_saves, "_check", lambda *given: enabled.append(gc.isenabled()))
+    adapted().save_pretrained(str(tmp_path / "a"))
+    assert (enabled, gc.isenabled()) == ([False], True)
 
 
 def stale(run: Run) -> None:

@@ -33,6 +33,7 @@ from ckptfix.diagnosis.findings.stale import StaleSave
 from ckptfix.diagnosis.loads import JUDGED, diagnose_loads
 from ckptfix.diagnosis.saved_optimizers import bare
 from ckptfix.errors import UsageError
+from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.paths import shell_path
@@ -176,7 +177,9 @@ def check_save(
     try:
         if not checks_saves(settings.check_saves) or subject in _too_long:
             return
-        _check(folder, name, subject, list(models), step, below, repeats)
+        # A collection takes 200 ms in a process with transformers, and would count for the limit.
+        with paused_gc():
+            _check(folder, name, subject, list(models), step, below, repeats)
     except _LimitReached as limit:
         with suppress(TypeError):  # no weak reference to it
             _too_long.add(subject)
