@@ -188,6 +188,8 @@ class Unknown(NamedTuple):
     reason: str
 
 
+# Each rule asks it of each key, and a guarded run of the same keys after each save.
+@lru_cache(maxsize=1 << 12)
 def pattern_of(key: str) -> str:
     """Return a key with ``*`` for each segment that is a number."""
     return ".".join("*" if part.isdecimal() else part for part in key.split("."))

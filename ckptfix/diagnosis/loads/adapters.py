@@ -611,7 +611,8 @@ def _place_of(config: Config, kind: str) -> Callable[[_Parameter], bool]:
             return True
         if pattern is not None:
             return pattern.fullmatch(module) is not None
-        if wanted.isdisjoint(_suffixes(module)):
+        # Nearly all targets are last segments.
+        if module.rpartition(".")[2] not in wanted and wanted.isdisjoint(_suffixes(module)):
             return False
         own = [int(segment) for segment in module.split(".") if segment.isdecimal()]
         # Of several numbers in a key PEFT takes the first, and did the last.
