@@ -106,7 +106,7 @@ class FileName:
         """Return whether Accelerate finds this file by its position, so that a gap or a duplicate
         shifts others.
         """
-        return self.role in _NUMBERED and self.shard is None and not self.is_of_trainer
+        return self.role in NUMBERED and self.shard is None and not self.is_of_trainer
 
     @property
     def is_of_trainer(self) -> bool:
@@ -247,7 +247,7 @@ class FileName:
         return self.stem + self.suffix
 
 
-_NUMBERED = (
+NUMBERED = (
     Role.MODEL,
     Role.OPTIMIZER,
     Role.SCHEDULER,
@@ -255,6 +255,8 @@ _NUMBERED = (
     Role.DATALOADER,
     Role.CUSTOM,
 )
+"""Roles of the files that Accelerate numbers in the order of ``prepare`` and registration."""
+
 LOADED_MODELS = (
     ("model", ".safetensors"),
     ("pytorch_model", ".bin"),

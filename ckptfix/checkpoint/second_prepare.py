@@ -203,7 +203,7 @@ def may_have_waited(state: Any) -> bool:
     for part in nested.values() or (state,):
         if not is_dict_like(part):
             return True
-        own = {_plain(key) for key, _ in pairs(part)} - _KEYS_OF_EVERY_SCHEDULE
+        own = {_plain(key) for key, _ in pairs(part)} - KEYS_OF_EVERY_SCHEDULE
         rates = items_of(child(part, "base_lrs"))
         factor = next((child(part, key) for key in _FIRST_FACTORS if key in own), 1)
         numbers = [number for number in (*rates, factor) if type(number) in (int, float)]
@@ -219,19 +219,18 @@ def may_have_waited(state: Any) -> bool:
 
 _MOST_NESTED = 16
 
-_KEYS_OF_EVERY_SCHEDULE = frozenset(
-    {
-        *(
-            "base_lrs",
-            "last_epoch",
-            "_last_lr",
-            "_step_count",
-            "_get_lr_called_within_step",
-            "_is_initial",
-        ),
+KEYS_OF_EVERY_SCHEDULE = frozenset(
+    (
+        "base_lrs",
+        "last_epoch",
+        "_last_lr",
+        "_step_count",
+        "_get_lr_called_within_step",
+        "_is_initial",
         "verbose",
-    }
+    )
 )
+"""Keys of every schedule of torch: a class of a script with others has a step of its own."""
 
 _KEYS_OF_FUNCTIONS = frozenset(("lr_lambdas",))
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from enum import Enum
 
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import NUMBERED, Role
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action
 from ckptfix.errors import UsageError
@@ -22,17 +22,7 @@ class Keys(Enum):
     DDP = "ddp"
 
 
-KEEPABLE = {
-    role.value: role
-    for role in (
-        Role.MODEL,
-        Role.OPTIMIZER,
-        Role.SCHEDULER,
-        Role.SAMPLER,
-        Role.DATALOADER,
-        Role.CUSTOM,
-    )
-}
+KEEPABLE = {role.value: role for role in NUMBERED}
 """Role names that ``--keep ROLE=N`` accepts."""
 
 

@@ -28,6 +28,7 @@ from ckptfix.checkpoint.neighbours import (
     next_to_it,
     scanned,
 )
+from ckptfix.checkpoint.second_prepare import KEYS_OF_EVERY_SCHEDULE
 from ckptfix.checkpoint.state_contents import Content, holds_no_tensor
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
@@ -47,19 +48,6 @@ from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.formats.pickle_tree import child, is_dict_like, items_of, text_keys
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.wording import list_names
-
-_SHARED_KEYS = frozenset(
-    (
-        "base_lrs",
-        "last_epoch",
-        "_last_lr",
-        "_step_count",
-        "_get_lr_called_within_step",
-        "_is_initial",
-        "verbose",
-    )
-)
-"""Keys of every schedule of torch: a class of a script with others has a step of its own."""
 
 _BY_FUNCTION = "lr_lambdas"
 _FROM_BASE_RATES = {
@@ -164,7 +152,7 @@ def _read_in_each_step(state: Any) -> Iterator[_BaseRates]:
             if child(part, "_schedulers") is None:
                 yield from _read_in_each_step(part)
         return
-    own = text_keys(state) - _SHARED_KEYS
+    own = text_keys(state) - KEYS_OF_EVERY_SCHEDULE
     if not any(key in own and own <= every for key, every in _FROM_BASE_RATES.items()):
         return
     saved, last = child(state, "base_lrs"), items_of(child(state, "_last_lr"))

@@ -132,7 +132,6 @@ def _copy_paced(
 
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
-_STEP = 16 << 20
 _IN_FLIGHT = 64 << 20
 _MOST_ENDED = 64
 """Complete files that are synced together: each sync alone has the file system commit its journal.

@@ -350,16 +350,26 @@ def _rows(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterato
         key, has, expected = places[0]
         value = known.value(load.config, follows.attribute)
         assert value is not None
-        yield (ConfigOfState if load.states_of else MismatchedConfig)(
-            path=load.path,
-            model=known.name,
-            version=table_version(),
+        yield _mismatch(
+            load,
+            known,
             setting=str(follows.attribute),
             value=value,
             tensors=f"{has} rows in {key}"
             + (f", and {len(places) - 1} more" if places[1:] else ""),
             effect="fails with 'size mismatch'",
         )
+
+
+def _mismatch(
+    load: Load,
+    known: Architecture,
+    kind: type[MismatchedConfig] = MismatchedConfig,
+    **facts: Any,
+) -> MismatchedConfig:
+    """Return the finding that a config has other sizes, as a note next to the states of a training."""
+    made: dict[str, Any] = {"path": load.path, "model": known.name, "version": table_version()}
+    return (ConfigOfState if load.states_of else kind)(**{**made, **facts})
 
 
 def _numbers(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterator[Finding]:
@@ -396,10 +406,10 @@ def _numbers(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iter
                 expected = known.size(load.config, follows) or 0
                 told = set(range(min(expected, _MOST_NUMBERS))) - told
             kind = MismatchedConfig if is_missing else DroppedLayers
-            yield (ConfigOfState if load.states_of else kind)(
-                path=load.path,
-                model=known.name,
-                version=table_version(),
+            yield _mismatch(
+                load,
+                known,
+                kind,
                 setting=str(follows.attribute),
                 value=value,
                 tensors=f"{'no ' * is_missing}tensors of {parent}.{_in_words(sorted(told))}"
@@ -431,10 +441,10 @@ def _lists(load: Load, known: Architecture) -> Iterator[Finding]:
     if type(count) is not int or not isinstance(types, list) or len(types) == count:
         return
     if known.model_type != "deepseek_v4" or len(types) < count:
-        yield (ConfigOfState if load.states_of else MismatchedConfig)(
+        yield _mismatch(
+            load,
+            known,
             path=load.path.with_name(CONFIG),
-            model=known.name,
-            version=table_version(),
             setting="num_hidden_layers",
             value=count,
             tensors=f"layer_types has {count_of(len(types), 'item')}",
