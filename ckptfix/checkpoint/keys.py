@@ -209,6 +209,8 @@ class KeyMap:
 def without_private_wrappers(fqn: str) -> str:
     """Return a name without its private wrapper segments; the last segment stays."""
     *path, last = fqn.split(".")
+    if PRIVATE_WRAPPERS.isdisjoint(path):
+        return fqn
     return ".".join([segment for segment in path if segment not in PRIVATE_WRAPPERS] + [last])
 
 

@@ -371,6 +371,23 @@ def test_a_check_that_takes_long_stops(
 
 
 @pytest.mark.usefixtures("guarded")
+def test_the_first_check_of_each_model_has_a_second(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of another library imports other rules: 8 shards of Llama after an adapter took more
+    than 50 ms, and none of its saves was checked.
+    """
+    monkeypatch.setattr(checked_saves, "_SECONDS", 0.0)
+    adapter, model = adapted(), llama()
+    adapter.save_pretrained(str(tmp_path / "adapter"))
+    model.save_pretrained(str(tmp_path / "model"))
+    assert warnings(caplog) == []
+    model.save_pretrained(str(tmp_path / "model"))
+    (message,) = warnings(caplog)
+    assert f"{tmp_path / 'model'}: not checked after the save" in message
+
+
+@pytest.mark.usefixtures("guarded")
 def test_no_collection_counts_for_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -380,6 +380,8 @@ def _without_wrappers(key: str, is_module: bool) -> KeyMap | None:
     base may have the name.
     """
     segments = key.split(".")
+    if _WRAPPERS.isdisjoint(segments):
+        return None
     at = next((at for at, segment in enumerate(segments) if segment not in _WRAPPERS), 0)
     before, rest = tuple(segments[:at]), segments[at:]
     if rest[0] != "base_model":
@@ -411,16 +413,11 @@ def _parameter(key: str, expected: str, shape: tuple[int, ...], kind: str) -> _P
     """Return the parameter of an adapter that a key is of, None for other tensors, such as of
     ``modules_to_save``.
     """
-    path = expected.split(".")
-    for at in range(len(path) - 1, max(len(path) - 3, 0), -1):
-        if path[at].startswith(_MARKS.get(kind, " ")) and path[at + 1 :] in (
-            [],
-            ["weight"],
-            ["bias"],
-        ):
-            name = ".".join(path[at:]).removesuffix(".weight")
-            return _Parameter(key, ".".join(path[:at]).removeprefix(dotted(BASE)), name, shape)
-    return None
+    ending = ".bias" if expected.endswith(".bias") else ""
+    module, dot, name = expected.removesuffix(ending or ".weight").rpartition(".")
+    if not dot or not name.startswith(_MARKS.get(kind, " ")):
+        return None
+    return _Parameter(key, module.removeprefix(dotted(BASE)), name + ending, shape)
 
 
 def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
@@ -614,11 +611,11 @@ def _place_of(config: Config, kind: str) -> Callable[[_Parameter], bool]:
         # Nearly all targets are last segments.
         if module.rpartition(".")[2] not in wanted and wanted.isdisjoint(_suffixes(module)):
             return False
-        own = [int(segment) for segment in module.split(".") if segment.isdecimal()]
-        # Of several numbers in a key PEFT takes the first, and did the last.
-        if not numbers or not is_plain or config.get("layers_pattern") or len(own) != 1:
+        if not numbers or not is_plain or config.get("layers_pattern"):
             return True
-        return own[0] in numbers
+        # Of several numbers in a key PEFT takes the first, and did the last.
+        own = [int(segment) for segment in module.split(".") if segment.isdecimal()]
+        return len(own) != 1 or own[0] in numbers
 
     return has_place
 
@@ -657,9 +654,10 @@ def _suffixes(module: str) -> Iterator[str]:
     Ends of more than 300 characters are left out: all of a key with 20,000 dots took 615 MiB.
     """
     yield module
-    for at in range(max(len(module) - _MAX_KEY - 1, 0), len(module)):
-        if module[at] == ".":
-            yield module[at + 1 :]
+    at = module.find(".", max(len(module) - _MAX_KEY - 1, 0))
+    while at >= 0:
+        yield module[at + 1 :]
+        at = module.find(".", at + 1)
 
 
 def _is_selective(config: Config) -> bool:

@@ -170,11 +170,8 @@ class _Names:
             and known.fits(expected)
             and not known.fits(key)
         }
-        others = [
-            key
-            for key in load.tensors
-            if key not in self._dead and key not in self._deeper and not self._is_ignored(key)
-        ]
+        judged = [key for key in load.tensors if not self._is_ignored(key)]
+        others = [key for key in judged if key not in self._dead and key not in self._deeper]
         unknown = sum(not known.fits(key) for key in others)
         # Keys that fit neither way, such as of a head of the script's own, must be few, and no
         # other key may fit.
@@ -183,7 +180,7 @@ class _Names:
             self._dead = {}
         names = self._dead | self._deeper
         self.expected = {names.get(key, key): key for key in load.tensors}
-        read = [] if names else [key for key in load.tensors if not self._is_ignored(key)]
+        read = [] if names else judged
         strangers = [key for key in read if not known.fits(key)]
         self._foreign = strangers if _FEW * (len(read) - len(strangers)) < len(read) else []
 
@@ -294,7 +291,9 @@ def _prefix(key: str) -> tuple[str, ...]:
 
 def _bare(key: str) -> str:
     """Return a key without all that wrappers and PEFT add."""
-    return without_private_wrappers(key).removeprefix(dotted(_prefix(key)))
+    bare = without_private_wrappers(key)
+    prefix = _prefix(bare)
+    return bare.removeprefix(dotted(prefix)) if prefix else bare
 
 
 def _placed(known: Architecture, keys: Mapping[str, str]) -> Iterator[_Placed]:
@@ -377,12 +376,17 @@ def _numbers(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iter
     says.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
+    groups_of: dict[str, list[tuple[str, int]]] = {}
+    for pattern in {pattern for _, pattern, _ in placed}:
+        at_patterns = pattern.split(".")
+        groups = ((".".join(at_patterns[: at + 1]), at) for at in range(len(at_patterns)))
+        groups_of[pattern] = [
+            (group, at) for group, at in groups if at_patterns[at] == "*" and group in known.numbers
+        ]
     for name, pattern, _ in placed:
-        segments, at_patterns = name.split("."), pattern.split(".")
-        for at, segment in enumerate(at_patterns):
-            group = ".".join(at_patterns[: at + 1])
-            if segment == "*" and group in known.numbers:
-                numbers[group, ".".join(segments[:at])].add(int(segments[at]))
+        segments = name.split(".")
+        for group, at in groups_of[pattern]:
+            numbers[group, ".".join(segments[:at])].add(int(segments[at]))
     wrong: dict[Follows, list[tuple[str, set[int]]]] = defaultdict(list)
     surplus: dict[Follows, list[tuple[str, set[int]]]] = defaultdict(list)
     for (group, parent), present in numbers.items():

@@ -71,8 +71,10 @@ def _is_fp8(key: str, tensors: Tensors) -> bool:
     """Return whether a tensor is a weight in fp8 with its scales. A cast to fp8 alone has none, and
     loads.
     """
+    if not tensors[key].dtype.startswith("F8_E"):
+        return False
     scales = (f"{key}_scale_inv", f"{key}_scale", f"{key.removesuffix('weight')}scale")
-    return tensors[key].dtype.startswith("F8_E") and any(scale in tensors for scale in scales)
+    return any(scale in tensors for scale in scales)
 
 
 def _is_block(key: str, tensors: Tensors) -> bool:

@@ -6,7 +6,6 @@ more than the files: its optimizers tell the step, and which parameters they tra
 here, and none waits for long.
 """
 
-import itertools
 import logging
 import os
 import weakref
@@ -48,7 +47,7 @@ _SECONDS, _BYTES = 0.05, 1_000_000
 """Most time of a check, and most bytes that it reads."""
 
 _FIRST_SECONDS = 1.0
-"""Most time of the first check of a process, which imports the rules."""
+"""Most time of the first check of a run or a model, which may import the rules of its library."""
 
 _SAMPLES = 1 << 18
 """Bytes of the samples of weights: they are read at every save, and equal ones are rare."""
@@ -59,7 +58,6 @@ _BEGINNING = 16
 _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX)
 
 _log = logging.getLogger("ckptfix")
-_checks = itertools.count()
 _said: set[str] = set()
 """Kinds of what was said in this process."""
 
@@ -80,6 +78,9 @@ class _Last(NamedTuple):
 _last: "weakref.WeakKeyDictionary[Any, _Last]" = weakref.WeakKeyDictionary()
 """An Accelerator, a Trainer or a model, which saves itself again and again -> its last save."""
 
+
+_seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Those of them of which a save was checked."""
 
 _too_long: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Those of them whose check reached a limit: each later one would cost as much."""
@@ -125,8 +126,8 @@ class _LimitReached(Exception):
 class _Budget:
     """Time and bytes that are left to one check."""
 
-    def __init__(self) -> None:
-        self._seconds = _SECONDS if next(_checks) else _FIRST_SECONDS
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._end = perf_counter() + self._seconds
         self._left = _BYTES
 
@@ -153,6 +154,7 @@ def forget() -> None:
     """Forget what was said and saved, as in a new process."""
     _said.clear()
     _last.clear()
+    _seen.clear()
     _too_long.clear()
 
 
@@ -202,7 +204,9 @@ def _check(
     below: Collection[str] | None,
     repeats: int,
 ) -> None:
-    budget = _Budget()
+    budget = _Budget(_SECONDS if subject in _seen else _FIRST_SECONDS)
+    with suppress(TypeError):  # no weak reference to it
+        _seen.add(subject)
     steps = _steps()
     scans = dict(_scans(folder, below, budget))
     for where, scan in scans.items():
