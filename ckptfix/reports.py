@@ -2,15 +2,13 @@
 of keys.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from math import isfinite
 from operator import attrgetter
-from pathlib import PurePath
 from typing import Any, ClassVar
-
-from ckptfix.wording import shown
 
 
 class Serialized:
@@ -59,19 +57,19 @@ def plain(value: object, at: str = "") -> Any:
     ``at``: the checkpoint for the commands in it.
     """
     if isinstance(value, str):
-        return shown(value)  # an image by its URL
+        return value
     if value is None or isinstance(value, int):
         return value
     if isinstance(value, float):
         return value if isfinite(value) else str(value)
     if isinstance(value, Serialized):
         return value.as_json(at)
-    if isinstance(value, PurePath):
-        return shown(str(value))
+    if isinstance(value, os.PathLike):
+        return str(value)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {shown(str(key)): plain(one, at) for key, one in value.items()}
+        return {str(key): plain(one, at) for key, one in value.items()}
     if isinstance(value, tuple | list):
         if hasattr(value, "_asdict"):
             return plain(value._asdict(), at)

@@ -32,7 +32,6 @@ _ESCAPES = {
 }
 
 
-_SHOWN_AS: dict[str, tuple[re.Pattern[str], str]] = {}
 """Patterns of paths that nobody should read, and what to write instead; empty while only local
 files are read.
 """
@@ -126,28 +125,12 @@ def few(lines: Sequence[str], what: str, *, colour: str | None = None) -> Iterat
         yield line(f"  and {len(lines) - len(shown)} more {what}; --json lists all", colour=colour)
 
 
-def show_as(pattern: str, replacement: str) -> None:
-    """Replace what matches a regular expression in all that is printed from now on."""
-    _SHOWN_AS[pattern] = (re.compile(pattern), replacement)
-
-
-def shown(text: str) -> str:
-    """Return text as people should read it: the image of an object of a store by the URL of the
-    object.
-    """
-    for pattern, replacement in _SHOWN_AS.values():
-        text = pattern.sub(replacement, text)
-    return text
-
-
 def escape(text: str) -> str:
     """Make text from a file safe to print: control and invisible characters become backslash
     escapes.
 
-    A byte of a file's name that is not UTF-8 becomes ``\\xff``. Paths of images become URLs.
+    A byte of a file's name that is not UTF-8 becomes ``\\xff``.
     """
-    if _SHOWN_AS:
-        text = shown(text)
     return _UNPRINTABLE.sub(_escaped, text)
 
 
@@ -219,7 +202,7 @@ def series(words: Sequence[str]) -> str:
 
 def html_text(text: str) -> str:
     """Return text as HTML shows it; control and invisible characters become backslash escapes."""
-    return shown(text).translate(_ESCAPES)
+    return text.translate(_ESCAPES)
 
 
 def html_document(title: str, style: str, parts: Iterable[str]) -> str:

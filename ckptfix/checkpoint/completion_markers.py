@@ -11,7 +11,6 @@
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import (
@@ -22,9 +21,10 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     split_number,
 )
-from ckptfix.checkpoint.neighbours import Neighbours, names_next_to
+from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.errors import CkptfixError
-from ckptfix.storage.reading import listed_names, names_in, read_start, subfolders
+from ckptfix.storage.files import AnyPath, folders_in, is_file, is_of_listing, names_in
+from ckptfix.storage.reading import read_start
 
 _METADATA = "metadata.pkl"
 _OF_SAVE = frozenset((_METADATA, ".complete"))
@@ -79,7 +79,7 @@ def missing_marker(near: Neighbours) -> MissingMarker | None:
         if below:
             names = ()
             with suppress(CkptfixError, OSError):
-                names = names_next_to(near.home, f"{neighbour.name}{below}")
+                names = names_in(near.home.parent / f"{neighbour.name}{below}")
         if markers := _markers(names):
             marked[neighbour.name] = markers
     there = _markers(own)
@@ -125,7 +125,7 @@ def _is_of_checkpoint(name: str) -> bool:
     return names_weights(name) or parse_dcp_name(name) is not None
 
 
-def run_of(checkpoint: Path) -> Path:
+def run_of(checkpoint: AnyPath) -> AnyPath:
     """Return the folder of the run of a checkpoint, which may be one level below a numbered
     folder.
     """
@@ -139,20 +139,19 @@ def run_of(checkpoint: Path) -> Path:
     )
 
 
-def tracker_problem(run: Path) -> str:
+def tracker_problem(run: AnyPath) -> str:
     """Return what is wrong with the tracker of a run, in words; "" where it is right, or there is
     none.
 
     Raises CkptfixError, OSError.
     """
-    listed = listed_names(run)
-    if listed is not None and TRACKER not in listed.files:
+    if is_of_listing(run) and not is_file(run / TRACKER):
         return ""
     try:
         text = (read_start(run / TRACKER, _MOST) or b"").decode(errors="replace").strip()
     except FileNotFoundError:
         return ""
-    folders = subfolders(run)
+    folders = folders_in(run)
     if text == _RELEASE or not (text.isdecimal() and text.isascii()):
         is_known = text == _RELEASE or not text
         return f"{TRACKER} names {text or 'nothing'}" if is_known and text not in folders else ""

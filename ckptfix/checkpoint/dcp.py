@@ -7,12 +7,11 @@ unpickled. A damaged folder becomes a value with a problem, as a file does, and 
 scan.
 """
 
-import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import (
@@ -59,8 +58,19 @@ from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.pickle_tree import PickleTree, Text
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.files import (
+    AnyPath,
+    FileReader,
+    StorePath,
+    folder_entries,
+    is_symlink,
+    lexists,
+    names_in,
+    real_path,
+    stat_of,
+)
 from ckptfix.storage.paths import JOURNAL, unreadable
-from ckptfix.storage.reading import FileIdentity, FileReader, names_in, open_reader
+from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.storage.transactions import journal_folders
 
 METADATA_UNFINISHED = DcpPart.UNFINISHED_METADATA.value
@@ -209,7 +219,7 @@ def rank_of(path: PurePosixPath) -> int | None:
     return name.rank if name is not None and name.part is DcpPart.DATA else None
 
 
-def holds_dcp(folder: Path) -> bool:
+def holds_dcp(folder: AnyPath) -> bool:
     """Return whether a folder holds files of a DCP save. False for one that cannot be listed."""
     try:
         return any(map(belongs, names_in(folder)))
@@ -217,12 +227,12 @@ def holds_dcp(folder: Path) -> bool:
         return False
 
 
-def is_empty(folder: Path) -> bool:
+def is_empty(folder: AnyPath) -> bool:
     """Return whether a folder is empty, as one whose files were deleted or moved. False when it
     cannot be listed.
     """
     try:
-        return not os.listdir(folder)
+        return not names_in(folder)
     except OSError:
         return False
 
@@ -464,9 +474,9 @@ def _new_steps(scope: NameScope, key_map: KeyMap) -> Callable[[str], str | None]
     return of_flattened if scope.kind == FLATTENED else of_name
 
 
-def _scan(root: Path, path: PurePosixPath) -> DcpFolder:
+def _scan(root: AnyPath, path: PurePosixPath) -> DcpFolder:
     files = dict(_files(root, path))
-    is_linked = os.path.islink(root / path)
+    is_linked = is_symlink(root / path)
     name = parse_folder_name(path.name) if path.parts else None
     metadata: DcpMetadata | None = None
     problem: Problem | None = None
@@ -476,7 +486,7 @@ def _scan(root: Path, path: PurePosixPath) -> DcpFolder:
         metadata, problem, found = _read_metadata(root / where)
         if found:
             unsafe[where] = found
-    elif os.path.lexists(root / where):
+    elif lexists(root / where):
         problem = Problem(kind=ProblemKind.NOT_A_TENSOR_FILE, message="not a regular file")
     if metadata is None:
         return DcpFolder(
@@ -508,13 +518,13 @@ def _scan(root: Path, path: PurePosixPath) -> DcpFolder:
     )
 
 
-def _siblings(folder: Path) -> tuple[str, ...]:
+def _siblings(folder: AnyPath) -> tuple[str, ...]:
     """Return the DCP folders next to one when all have Accelerate's names for one checkpoint."""
-    real = Path(os.path.realpath(folder))
+    real = real_path(folder)
     if parse_folder_name(real.name) is None:
         return ()
     try:
-        names = sorted(os.listdir(real.parent))
+        names = sorted(names_in(real.parent))
     except OSError:
         return ()
     return tuple(
@@ -526,15 +536,17 @@ def _siblings(folder: Path) -> tuple[str, ...]:
     )
 
 
-def _has_journal(folder: Path) -> bool:
+def _has_journal(folder: AnyPath) -> bool:
     try:
+        if isinstance(folder, StorePath):
+            return bool(journal_folders(folder))
         return bool(journal_folders(folder))
     except (JournalError, OSError):
         return True  # the contents of the parent folder are unknown
 
 
-def _files(root: Path, path: PurePosixPath) -> Iterator[tuple[PurePosixPath, ShardFile]]:
-    with os.scandir(root / path) as listing:
+def _files(root: AnyPath, path: PurePosixPath) -> Iterator[tuple[PurePosixPath, ShardFile]]:
+    with folder_entries(root / path) as listing:
         names = sorted(entry.name for entry in listing)
     for name in names:
         if (
@@ -545,10 +557,10 @@ def _files(root: Path, path: PurePosixPath) -> Iterator[tuple[PurePosixPath, Sha
             yield path / name, file
 
 
-def _file(full: Path) -> ShardFile | None:
+def _file(full: AnyPath) -> ShardFile | None:
     try:
-        status = os.stat(full)
-        is_link = os.path.islink(full)
+        status = stat_of(full)
+        is_link = is_symlink(full)
     except OSError:
         return None
     if not stat.S_ISREG(status.st_mode):
@@ -556,7 +568,7 @@ def _file(full: Path) -> ShardFile | None:
     return ShardFile(FileIdentity.of(status), is_link or status.st_nlink > 1)
 
 
-def _read_metadata(full: Path) -> tuple[DcpMetadata | None, Problem | None, tuple[str, ...]]:
+def _read_metadata(full: AnyPath) -> tuple[DcpMetadata | None, Problem | None, tuple[str, ...]]:
     """Return the contents of a ``.metadata``, or why it is unusable, and the code that torch's
     unpickling would run.
     """
@@ -605,7 +617,7 @@ class _Items:
 
     def __init__(
         self,
-        root: Path,
+        root: AnyPath,
         path: PurePosixPath,
         metadata: DcpMetadata,
         files: Mapping[PurePosixPath, ShardFile],

@@ -5,12 +5,11 @@ tag, which is in the file ``latest`` next to it; accelerate's tags are ``pytorch
 ``pytorch_model_1``.
 """
 
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import (
     DeepSpeedName,
@@ -21,7 +20,8 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError
-from ckptfix.storage.reading import names_in, read_start
+from ckptfix.storage.files import AnyPath, names_in, relative, walk
+from ckptfix.storage.reading import read_start
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 """Files next to DeepSpeed's folders that contain the tag of the newest one, or of the newest
@@ -56,7 +56,7 @@ class MissingRankError(OperationError):
     the number of missing files.
     """
 
-    def __init__(self, message: str, *, path: Path, rank: int, files: int) -> None:
+    def __init__(self, message: str, *, path: AnyPath, rank: int, files: int) -> None:
         super().__init__(message)
         self.path = path
         self.rank = rank
@@ -71,7 +71,7 @@ def deepspeed_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosix
 
 
 def deepspeed_below(
-    root: Path, names: Collection[PurePosixPath]
+    root: AnyPath, names: Collection[PurePosixPath]
 ) -> Iterator[tuple[int, PurePosixPath]]:
     """Yield position and path of each DeepSpeed checkpoint in a folder with sub-folders of these
     names.
@@ -135,35 +135,33 @@ def is_deepspeed_file(name: str) -> bool:
     return parse_deepspeed_name(name) is not None
 
 
-def deepspeed_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:
+def deepspeed_paths(root: AnyPath, where: PurePosixPath) -> Iterator[PurePosixPath]:
     """Yield the files of a DeepSpeed checkpoint, of a universal one those below ``UNIVERSAL``
     too.
     """
-    yield from (
-        where / name for name in sorted(os.listdir(root / where)) if is_deepspeed_file(name)
-    )
+    yield from (where / name for name in sorted(names_in(root / where)) if is_deepspeed_file(name))
     yield from universal_paths(root, where)
 
 
-def universal_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:
+def universal_paths(root: AnyPath, where: PurePosixPath) -> Iterator[PurePosixPath]:
     """Yield the files with the states of parameters in a universal checkpoint, nothing for any
     other.
     """
     top = root / where / UNIVERSAL
-    for folder, names, files in os.walk(top):
+    for folder, names, files in walk(top):
         names.sort()
-        inside = PurePosixPath(os.path.relpath(folder, root))
+        inside = relative(folder, root)
         yield from (inside / name for name in sorted(files) if name.endswith(_STATE))
 
 
-def _is_deepspeed(path: Path) -> bool:
+def _is_deepspeed(path: AnyPath) -> bool:
     try:
         return any(map(is_deepspeed_file, names_in(path)))
     except OSError:
         return False
 
 
-def _latest(path: Path) -> PurePosixPath:
+def _latest(path: AnyPath) -> PurePosixPath:
     """Return the folder named in a file, ``.`` when the file cannot be read."""
     try:
         return PurePosixPath((read_start(path, _MAX_LATEST) or b"").decode().strip())
@@ -180,7 +178,7 @@ class DeepSpeedFiles:
     ``UNIVERSAL``.
     """
 
-    folder: Path
+    folder: AnyPath
     by_rank: bool
     is_universal: bool
     models: Mapping[int, str]
@@ -214,7 +212,7 @@ class DeepSpeedFiles:
             )
 
 
-def list_files(folder: Path) -> DeepSpeedFiles:
+def list_files(folder: AnyPath) -> DeepSpeedFiles:
     """Return the files of a checkpoint by their names.
 
     Raises OtherKindError for kinds that are not read, OperationError for files of two saves.
@@ -224,7 +222,7 @@ def list_files(folder: Path) -> DeepSpeedFiles:
     optimizers: dict[int, str] = {}
     found = {
         file: name
-        for file in sorted(os.listdir(folder))
+        for file in sorted(names_in(folder))
         if (name := parse_deepspeed_name(file)) is not None
     }
     _ensure_kind(folder, found.values())
@@ -263,7 +261,7 @@ def stray_states(files: DeepSpeedFiles) -> Iterator[tuple[DeepSpeedPart, str]]:
     """
     if not files.optimizers:
         return
-    for name in sorted(os.listdir(files.folder)):
+    for name in sorted(names_in(files.folder)):
         # glob, by which it lists them, passes over hidden files.
         if name.startswith(".") or is_deepspeed_file(name):
             continue
@@ -286,7 +284,7 @@ def order_of_zero_to_fp32(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _ensure_kind(folder: Path, names: Collection[DeepSpeedName]) -> None:
+def _ensure_kind(folder: AnyPath, names: Collection[DeepSpeedName]) -> None:
     """Raise OtherKindError for a model that is cut by more than data parallelism."""
     parts = Counter(name.part for name in names)
     if layers := parts[DeepSpeedPart.LAYER]:
@@ -310,12 +308,12 @@ def _ensure_kind(folder: Path, names: Collection[DeepSpeedName]) -> None:
         )
 
 
-def other_kind(folder: Path, why: str) -> OtherKindError:
+def other_kind(folder: AnyPath, why: str) -> OtherKindError:
     """Return the error for a kind that is not read."""
     return OtherKindError(
         f"{folder}: {why}; next: write its weights with the script that saved it, and give me those"
     )
 
 
-def _mixed(folder: Path, why: str) -> OperationError:
+def _mixed(folder: AnyPath, why: str) -> OperationError:
     return OperationError(f"{folder}: {why}: two saves are mixed; {AGAIN}")

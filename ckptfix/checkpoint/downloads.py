@@ -25,8 +25,23 @@ from hashlib import sha1
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from ckptfix.storage.files import (
+    AnyPath,
+    StorePath,
+    absolute,
+    folder_entries,
+    is_dir,
+    is_listed,
+    lexists,
+    names_in,
+    real_path,
+    relative,
+    stat_of,
+    store_of,
+    walk,
+)
 from ckptfix.storage.paths import shell_path
-from ckptfix.storage.reading import names_in, read_start, store_of
+from ckptfix.storage.reading import read_start
 from ckptfix.wording import count_of
 
 OF_THE_CLIENT = ".cache/huggingface"
@@ -68,9 +83,9 @@ class HubPlace(NamedTuple):
     repository, "" where it is not recorded.
     """
 
-    top: Path
+    top: AnyPath
     below: str
-    storage: Path | None = None
+    storage: AnyPath | None = None
     commit: str = ""
     kind: str = "model"
     repo: str = ""
@@ -106,7 +121,7 @@ class Download(NamedTuple):
     copied: frozenset[str] = frozenset()
 
 
-def read_download(root: Path, names: Iterable[str]) -> Download | None:
+def read_download(root: AnyPath, names: Iterable[str]) -> Download | None:
     """Return the records about a folder, None where the client left none. ``names``: the files that
     are in it.
 
@@ -143,37 +158,37 @@ def read_download(root: Path, names: Iterable[str]) -> Download | None:
     return Download(place, files, unusable, frozenset(copied & files.keys()))
 
 
-def find_place(root: Path) -> HubPlace | None:
+def find_place(root: AnyPath) -> HubPlace | None:
     """Return the place of a folder in a download, None for a folder that is not part of one."""
-    for full in dict.fromkeys((os.path.abspath(root), os.path.realpath(root))):
-        parts = Path(full).parts
-        for at in range(len(parts) - 1, 1, -1):
-            repo = _REPO.fullmatch(parts[at - 2])
-            if parts[at - 1] == "snapshots" and repo and _COMMIT.fullmatch(parts[at]):
-                storage, inside = Path(*parts[: at - 1]), parts[at + 1 :]
-                snapshot = storage / "snapshots" / parts[at]
+    for full in dict.fromkeys((absolute(root), real_path(root))):
+        for snapshot in (full, *full.parents):
+            storage = snapshot.parent.parent
+            repo = _REPO.fullmatch(storage.name)
+            if snapshot.parent.name == "snapshots" and repo and _COMMIT.fullmatch(snapshot.name):
+                below = str(relative(full, snapshot)) if snapshot != full else ""
                 name = repo[2].replace("--", "/")
-                return HubPlace(snapshot, "/".join(inside), storage, parts[at], repo[1], name)
-    here = Path(os.path.abspath(root))
+                return HubPlace(snapshot, below, storage, snapshot.name, repo[1], name)
+    here = absolute(root)
     for number, above in enumerate((here, *here.parents)):
-        below = str(here.relative_to(above)) if number else ""
-        if os.path.isdir(above / _DOWNLOADS / below):
-            top = root.joinpath(*[".."] * number)
-            return HubPlace(top if number < 1 else Path(os.path.normpath(top)), below)
+        below = str(relative(here, above)) if number else ""
+        if is_dir(above / _DOWNLOADS / below):
+            if number and not isinstance(root, StorePath):
+                above = Path(os.path.normpath(root.joinpath(*[".."] * number)))
+            return HubPlace(above if number else root, below)
     return None
 
 
-def _records(place: HubPlace) -> Iterator[tuple[str, Path]]:
+def _records(place: HubPlace) -> Iterator[tuple[str, AnyPath]]:
     """Yield every file of a folder that has a record, by its path there, and the record."""
     top = place.top / _DOWNLOADS / place.below
-    for folder, _, names in os.walk(top):
+    for folder, _, names in walk(top):
         for name in sorted(names):
             if name.endswith(".metadata"):
-                path = Path(folder, name)
-                yield str(path.relative_to(top)).removesuffix(".metadata"), path
+                path = folder / name
+                yield str(relative(path, top)).removesuffix(".metadata"), path
 
 
-def _record(path: Path) -> HubFile:
+def _record(path: AnyPath) -> HubFile:
     """Return a record of a local folder. Raises ValueError where it is not three lines with a
     commit and a digest.
     """
@@ -201,16 +216,18 @@ def _reason(error: Exception) -> str:
     return f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
-def _linked_blob(path: Path, storage: Path) -> str | None:
+def _linked_blob(path: AnyPath, storage: AnyPath) -> str | None:
     """Return the name of the blob that a file of a snapshot is a link to, None for any other
     file.
     """
+    if isinstance(path, StorePath):
+        return None
     try:
         target = os.path.join(os.path.realpath(path.parent), os.readlink(path))
     except OSError:
         return None
     folder, name = os.path.split(target)
-    is_blob = os.path.realpath(folder) == os.path.realpath(storage / "blobs")
+    is_blob = Path(os.path.realpath(folder)) == real_path(storage / "blobs")
     return name if is_blob else None
 
 
@@ -238,7 +255,7 @@ def _tree(place: HubPlace) -> dict[str, str]:
     return found
 
 
-def is_of_client(folder: Path) -> bool:
+def is_of_client(folder: AnyPath) -> bool:
     """Return whether a sub-folder holds nothing but the files of the hub's client."""
     if folder.name != OF_THE_CLIENT.partition("/")[0]:
         return False
@@ -248,7 +265,7 @@ def is_of_client(folder: Path) -> bool:
         return False
 
 
-def may_be_download(folder: Path, subfolders: Iterable[str]) -> bool:
+def may_be_download(folder: AnyPath, subfolders: Iterable[str]) -> bool:
     """Return whether a folder can be the top of a download, by its names alone."""
     return OF_THE_CLIENT.partition("/")[0] in subfolders or folder.parent.name == "snapshots"
 
@@ -267,7 +284,7 @@ class HalfDownload(NamedTuple):
     again: str
 
 
-def half_downloads(root: Path) -> Iterator[HalfDownload]:
+def half_downloads(root: AnyPath) -> Iterator[HalfDownload]:
     """Yield the downloads into a folder that did not end, and that no later one completed."""
     with suppress(OSError):
         place = find_place(root)
@@ -286,14 +303,14 @@ def half_downloads(root: Path) -> Iterator[HalfDownload]:
             yield HalfDownload(lost, PurePosixPath(lost[0]), None, again)
 
 
-def _half_local(root: Path, place: HubPlace) -> Iterator[HalfDownload]:
+def _half_local(root: AnyPath, place: HubPlace) -> Iterator[HalfDownload]:
     top = place.top / _DOWNLOADS / place.below
-    walked = [(folder, names) for folder, _, names in os.walk(top)]
+    walked = [(folder, names) for folder, _, names in walk(top)]
     if not any(name.endswith(".incomplete") for _, names in walked for name in names):
         return
     # Once: read again for each folder, 200 of them took 4 seconds.
     records = _readable(_records(place))
-    etags = {record.etag for name, record in records.items() if os.path.lexists(root / name)}
+    etags = {record.etag for name, record in records.items() if lexists(root / name)}
     commits = {record.commit for record in records.values()}
     commit = commits.pop() if len(commits) == 1 else ""
     for folder, names in walked:
@@ -311,22 +328,18 @@ def _half_local(root: Path, place: HubPlace) -> Iterator[HalfDownload]:
             match = _UNFINISHED.fullmatch(name)
             before, etag = (match["name"] or "", match["etag"]) if match is not None else ("", "")
             called = hashes.get(before, before if before in started else "")
-            file = (
-                os.path.normpath(os.path.join(os.path.relpath(folder, top), called))
-                if called
-                else ""
-            )
-            is_complete = os.path.lexists(root / file) if file else etag in etags
+            file = os.path.normpath(relative(folder, top) / called) if called else ""
+            is_complete = lexists(root / file) if file else etag in etags
             if not is_complete:
-                size = os.stat(os.path.join(folder, name)).st_size
+                size = stat_of(folder / name).st_size
                 largest[file] = max(largest.get(file, (-1, "")), (size, name))
         for file, (size, name) in largest.items():
-            where = PurePosixPath(os.path.relpath(os.path.join(folder, name), root))
+            where = relative(folder / name, root)
             files = (file,) if file else ()
             yield HalfDownload(files, where, size, place.again(files, commit, force=False))
 
 
-def _readable(records: Iterable[tuple[str, Path]]) -> dict[str, HubFile]:
+def _readable(records: Iterable[tuple[str, AnyPath]]) -> dict[str, HubFile]:
     found = {}
     for name, path in records:
         with suppress(OSError, ValueError):
@@ -334,11 +347,11 @@ def _readable(records: Iterable[tuple[str, Path]]) -> dict[str, HubFile]:
     return found
 
 
-def _half_in_cache(root: Path, place: HubPlace) -> Iterator[HalfDownload]:
+def _half_in_cache(root: AnyPath, place: HubPlace) -> Iterator[HalfDownload]:
     if place.storage is None:
         return
     blobs = place.storage / "blobs"
-    names = set(os.listdir(blobs))
+    names = set(names_in(blobs)) if is_listed(blobs) else set[str]()
     unfinished = sorted(name for name in names if name.endswith(".incomplete"))
     if not unfinished:
         return
@@ -352,7 +365,7 @@ def _half_in_cache(root: Path, place: HubPlace) -> Iterator[HalfDownload]:
     largest: dict[str, tuple[int, str]] = {}
     for name in unfinished:
         etag = name.partition(".")[0]
-        status = os.stat(blobs / name)
+        status = stat_of(blobs / name)
         if etag not in names and status.st_mtime_ns >= begun:
             largest[etag] = max(largest.get(etag, (-1, "")), (status.st_size, name))
     below = f"{place.below}/" if place.below else ""
@@ -360,9 +373,9 @@ def _half_in_cache(root: Path, place: HubPlace) -> Iterator[HalfDownload]:
         inside = tuple(
             file.removeprefix(below) for file in files_of.get(etag, ()) if file.startswith(below)
         )
-        if files_of and all(os.path.lexists(root / file) for file in inside):
+        if files_of and all(lexists(root / file) for file in inside):
             continue  # a file of another revision or folder
-        where = PurePosixPath(os.path.relpath(blobs / name, os.path.realpath(root)))
+        where = relative(blobs / name, real_path(root))
         yield HalfDownload(inside, where, size, place.again(inside, place.commit, force=False))
 
 
@@ -373,16 +386,18 @@ def _last_change(place: HubPlace) -> float:
     A half file that is older is left over from an earlier download. It may be of any file, and no
     file here lacks it.
     """
-    with os.scandir(place.top.parent) as listing:
+    with folder_entries(place.top.parent) as listing:
         times = {entry.name: entry.stat().st_mtime_ns for entry in listing if entry.is_dir()}
     own = times.get(place.top.name, 0)
     return own if own >= max(times.values(), default=0) else math.inf
 
 
-def _dangling(root: Path, *, deep: bool) -> Iterator[str]:
+def _dangling(root: AnyPath, *, deep: bool) -> Iterator[str]:
     """Yield the links to blobs that are missing, in a folder, and with ``deep`` in those below
     it.
     """
+    if isinstance(root, StorePath):  # a store has no links
+        return
     for folder in (walked[0] for walked in os.walk(root)) if deep else (root,):
         with os.scandir(folder) as listing:
             links = [entry.path for entry in listing if entry.is_symlink()]

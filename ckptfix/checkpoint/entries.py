@@ -6,12 +6,11 @@ facts about a complete model are judged per group: the wrapper of its keys, two 
 become one, a missing file.
 """
 
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import chain as concatenated
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import PARTS_LABEL, Role, parse_file_name
@@ -41,6 +40,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.files import AnyPath, stat_of
 
 ShardSet = tuple[str, int, str, str]
 """Stem, number of shards, variant and suffix, equal for all shards of one save."""
@@ -706,7 +706,7 @@ def single_entry(component: Component, recorded: ManifestEntry | None = None) ->
     )
 
 
-def doubles(root: Path, entries: Sequence[Entry], *, wrapped: bool) -> dict[int, int]:
+def doubles(root: AnyPath, entries: Sequence[Entry], *, wrapped: bool) -> dict[int, int]:
     """Return (position of a duplicate -> position of its original), proven by reading every byte of
     both.
 
@@ -735,12 +735,12 @@ def doubles(root: Path, entries: Sequence[Entry], *, wrapped: bool) -> dict[int,
     }
 
 
-def changed_files(root: Path, entries: Sequence[Entry]) -> list[str]:
+def changed_files(root: AnyPath, entries: Sequence[Entry]) -> list[str]:
     """Return the files that changed since the scan."""
     known = {member.path: member.fingerprint for entry in entries for member in entry.members}
     changed = []
     for path, before in known.items():
-        status = os.stat(root / path)
+        status = stat_of(root / path)
         if (status.st_size, status.st_mtime_ns, status.st_ino) != tuple(before):
             changed.append(str(path))
     return changed

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import (
@@ -38,8 +38,17 @@ from ckptfix.formats.sniff import describe_content, may_be_of_torch, other_forma
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
+from ckptfix.storage.files import (
+    AnyPath,
+    FileReader,
+    folder_entries,
+    is_dir,
+    is_file,
+    same_place,
+    stat_of,
+)
 from ckptfix.storage.paths import JOURNAL, leads_nowhere, unreadable
-from ckptfix.storage.reading import ABSENT, FileIdentity, FileReader, open_reader
+from ckptfix.storage.reading import ABSENT, FileIdentity, open_reader
 from ckptfix.wording import count_of, list_names
 
 PLAIN_FOLDER = "a folder"
@@ -186,7 +195,7 @@ class CheckpointFolder:
     in.
     """
 
-    root: Path
+    root: AnyPath
     only: str | None
     components: tuple[Component, ...]
     strays: tuple[PurePosixPath, ...]
@@ -250,7 +259,10 @@ Content = SafetensorsFile | TorchFile | WeightsIndex
 
 
 def scan_folder(
-    root: Path, only: str | None = None, *, wanted: Callable[[FileName], bool] = lambda name: True
+    root: AnyPath,
+    only: str | None = None,
+    *,
+    wanted: Callable[[FileName], bool] = lambda name: True,
 ) -> CheckpointFolder:
     """Scan the folder ``root``, or just the file ``only`` in it.
 
@@ -259,7 +271,7 @@ def scan_folder(
     """
     components, strays, subfolders, unscanned = [], [], {}, []
     ranks: set[int] = set()
-    with os.scandir(root) as listing, paused_gc():
+    with folder_entries(root) as listing, paused_gc():
         for entry in sorted(listing, key=lambda entry: entry.name):
             path, name = PurePosixPath(entry.name), parse_file_name(entry.name)
             if name is not None and name.rank is not None and name.role in OF_ONE_RANK:
@@ -271,9 +283,8 @@ def scan_folder(
                 continue
             if name is not None and not wanted(name):
                 continue
-            if os.path.isdir(
-                entry.path
-            ):  # and not entry.is_dir(), which raises for a link that leads to itself
+            # And not entry.is_dir(), which raises for a link that leads to itself.
+            if is_dir(root / entry.name):
                 subfolders[path] = describe_folder_name(entry.name) or PLAIN_FOLDER
             elif name is not None or only is not None:
                 components.append(scan_file(root, path, name or _unknown(entry.name)))
@@ -290,7 +301,7 @@ def scan_folder(
     )
 
 
-def scan_file(root: Path, path: PurePosixPath, name: FileName) -> Component:
+def scan_file(root: AnyPath, path: PurePosixPath, name: FileName) -> Component:
     """Read a file of a folder as one of this name, whatever its own is; a problem says why it
     cannot be read.
     """
@@ -301,7 +312,7 @@ def scan_file(root: Path, path: PurePosixPath, name: FileName) -> Component:
     is_link = False
     try:
         is_link = full.is_symlink()
-        status = os.stat(full)
+        status = stat_of(full)
         content, problem = _read(full, status, name)
     except OSError as error:
         problem = Problem(kind=ProblemKind.UNREADABLE, message=unreadable(full, error))
@@ -329,7 +340,7 @@ def scan_file(root: Path, path: PurePosixPath, name: FileName) -> Component:
 
 
 def _read(
-    full: Path, status: os.stat_result, name: FileName
+    full: AnyPath, status: os.stat_result, name: FileName
 ) -> tuple[Content | None, Problem | None]:
     if not stat.S_ISREG(status.st_mode):
         return None, Problem(kind=ProblemKind.NOT_A_TENSOR_FILE, message="not a regular file")
@@ -354,7 +365,7 @@ def _read(
 
 
 def _located(
-    folder: Path, name: FileName, index: WeightsIndex
+    folder: AnyPath, name: FileName, index: WeightsIndex
 ) -> tuple[Content | None, Problem | None]:
     """Return an index that lists paths with file names in their place, where all of them lead to
     files in the folder.
@@ -371,7 +382,7 @@ def _located(
         names = {key: os.path.basename(path) for key, path in index.weight_map.items()}
         spelled = tuple(path for path in paths if "/" in path)
         return replace(index, weight_map=names, spelled=spelled), None
-    lost = [path for path in paths if not os.path.isfile(folder / path)]
+    lost = [path for path in paths if not is_file(folder / path)]
     if lost:
         more = (
             f" and {count_of(len(lost) - 1, 'more shard')}, which do"
@@ -398,11 +409,11 @@ def _located(
     return None, Problem(kind=ProblemKind.UNREADABLE, message=message, is_elsewhere=True)
 
 
-def _is_same(folder: Path, where: Path) -> bool:
+def _is_same(folder: AnyPath, where: AnyPath) -> bool:
     try:
         # And not by os.path.realpath, to which absent/.. is the folder; opening a file by such a
         # path fails.
-        return os.path.samefile(folder, where)
+        return same_place(folder, where)
     except OSError:
         return False
 

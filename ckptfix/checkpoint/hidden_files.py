@@ -11,12 +11,10 @@ exists, and a file holds what belongs under that name. The names are exact:
   (``ModelMixin``) and PEFT 0.21: a config, and weights by the library of the config.
 """
 
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from enum import Enum
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import (
@@ -42,6 +40,7 @@ from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.state_contents import Content, content_of, may_be_state
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.files import AnyPath, is_dir
 from ckptfix.storage.paths import JOURNAL
 
 
@@ -104,7 +103,7 @@ def hidden_files(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[H
     yield from hidden.values()
 
 
-def hidden_from_trainer(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
+def hidden_from_trainer(root: AnyPath, names: Collection[str]) -> Iterator[HiddenFile]:
     """Yield the optimizer and the weights that the Trainer does not find by their names. ``names``:
     all of the folder.
 
@@ -138,7 +137,7 @@ def hidden_from_trainer(root: Path, names: Collection[str]) -> Iterator[HiddenFi
         yield _hidden(name, wanted, Loader.TRAINER, is_certain=certain)
 
 
-def _hidden_from_pretrained(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
+def _hidden_from_pretrained(root: AnyPath, names: Collection[str]) -> Iterator[HiddenFile]:
     """Yield the weights that the library of a config does not find by their name.
 
     Other programs take a config of transformers and weights of a name of their own, such as
@@ -164,7 +163,7 @@ def _hidden_from_pretrained(root: Path, names: Collection[str]) -> Iterator[Hidd
 
 
 def _hidden_weights(
-    root: Path,
+    root: AnyPath,
     names: Collection[str],
     stems: Stems,
     *,
@@ -220,7 +219,7 @@ def _hidden_weights(
     return uncertain
 
 
-def hidden_configs(root: Path, names: Collection[str]) -> Iterator[HiddenFile]:
+def hidden_configs(root: AnyPath, names: Collection[str]) -> Iterator[HiddenFile]:
     """Yield the configs of models that ``from_pretrained`` does not find: ``config.json.tmp``,
     ``config (1).json``.
     """
@@ -295,7 +294,7 @@ def _is_copy(name: str, stem: str, suffix: str) -> bool:
     return re.fullmatch(pattern, re.sub(r"[-\s]", "_", name.casefold())) is not None
 
 
-def _holds_weights(root: Path, name: str) -> bool:
+def _holds_weights(root: AnyPath, name: str) -> bool:
     """Return whether a file has tensors of a model, and not the state of an optimizer or the like,
     or is unreadable.
     """
@@ -310,8 +309,8 @@ def _holds_weights(root: Path, name: str) -> bool:
     return False
 
 
-def _has_folder_of_weights(root: Path, names: Collection[str]) -> bool:
-    folders = (root / name for name in names if name != JOURNAL and os.path.isdir(root / name))
+def _has_folder_of_weights(root: AnyPath, names: Collection[str]) -> bool:
+    folders = (root / name for name in names if name != JOURNAL and is_dir(root / name))
     return any(map(may_hold_weights, folders))
 
 
@@ -433,7 +432,7 @@ _SHOWN_BY = {
 """Role -> the roles of which a run has no more entries than of this one, mostly."""
 
 
-def _may_be(root: Path, name: str, meant: FileName) -> bool:
+def _may_be(root: AnyPath, name: str, meant: FileName) -> bool:
     """Return whether a file may hold the state that it nearly has the name of; a damaged one
     may.
     """

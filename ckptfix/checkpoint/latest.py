@@ -2,12 +2,11 @@
 headers.
 """
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
 from ckptfix.checkpoint.entries import group_files
@@ -49,10 +48,10 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.storage.doors import made
+from ckptfix.storage.files import AnyPath, absolute, folder_entries, is_dir, lexists, names_in, walk
 from ckptfix.storage.markers import read_commit, upload_problem
+from ckptfix.storage.opened import opened_part
 from ckptfix.storage.paths import JOURNAL, described
-from ckptfix.storage.reading import listed_names, names_in, origin_of, walk
 from ckptfix.storage.transactions import is_partly_changed, transactions
 
 _STATES = random_states_name(0)
@@ -75,13 +74,13 @@ class Candidate:
     missing.
     """
 
-    path: Path
+    path: AnyPath
     number: int
     problem: str | None
     time: float | None = None
 
 
-def candidates(folder: Path, pattern: str = ACCELERATE) -> tuple[Candidate, ...]:
+def candidates(folder: AnyPath, pattern: str = ACCELERATE) -> tuple[Candidate, ...]:
     """Return the numbered checkpoints of one family in a folder, newest first. Raises OSError."""
     return tuple(
         judge(path, number) for number, path in numbered(folder, (pattern,)).get(pattern, ())
@@ -109,38 +108,33 @@ _SAID = 5
 
 
 def judge(
-    path: Path, number: int, problem_of: Callable[[Path], str | None] | None = None
+    path: AnyPath, number: int, problem_of: Callable[[AnyPath], str | None] | None = None
 ) -> Candidate:
     """Return a numbered checkpoint with its problem. In a store that is only listed, its folder is
     made for that.
 
     ``problem_of``: returns the problem of a folder; by default ``incomplete``.
     """
-    with made(str(path)) as place:
-        problem, time = (problem_of or incomplete)(Path(place)), time_of(Path(place))
+    with opened_part(path) as place:
+        problem, time = (problem_of or incomplete)(place), time_of(place)
     return Candidate(path=path, number=number, problem=problem, time=time)
 
 
 def numbered(
-    folder: Path, patterns: Collection[str] = FAMILIES
-) -> dict[str, tuple[tuple[int, Path], ...]]:
+    folder: AnyPath, patterns: Collection[str] = FAMILIES
+) -> dict[str, tuple[tuple[int, AnyPath], ...]]:
     """Return the folders of each family in a folder with their numbers, newest first. Raises
     OSError.
     """
-    listed = listed_names(folder)
-    if listed is not None:
-        names = listed.folders
-    else:
-        with os.scandir(folder) as listing:
-            # A link is followed as resuming scripts do; os.path.isdir is False for one that leads
-            # to itself.
-            names = [
-                one.name
-                for one in listing
-                if one.is_dir(follow_symlinks=False)
-                or (one.is_symlink() and os.path.isdir(one.path))
-            ]
-    families: dict[str, list[tuple[int, Path]]] = {}
+    with folder_entries(folder) as listing:
+        # A link is followed as resuming scripts do; is_dir is False for one that leads to itself.
+        names = [
+            entry.name
+            for entry in listing
+            if entry.is_dir(follow_symlinks=False)
+            or (entry.is_symlink() and is_dir(folder / entry.name))
+        ]
+    families: dict[str, list[tuple[int, AnyPath]]] = {}
     for name in names:
         for pattern in patterns:
             if (number := checkpoint_number(name, pattern)) is not None:
@@ -152,7 +146,7 @@ def numbered(
     }
 
 
-def time_of(checkpoint: Path) -> float | None:
+def time_of(checkpoint: AnyPath) -> float | None:
     """Return when the save of a checkpoint ended, None where the file that shows it is missing."""
     for name in _LAST_WRITTEN:
         with suppress(OSError):
@@ -160,7 +154,7 @@ def time_of(checkpoint: Path) -> float | None:
     return None
 
 
-def taken_instead(run: Path) -> str:
+def taken_instead(run: AnyPath) -> str:
     """Return what stock ``load_state()`` does with an entry that is not a checkpoint, "" where it
     takes the newest one.
 
@@ -168,9 +162,9 @@ def taken_instead(run: Path) -> str:
     and takes the last (accelerate 1.15, ``accelerator.py``). Automatic naming counts by one, so a
     script chose numbers with gaps itself. Raises OSError.
     """
-    if Path(os.path.abspath(run)).name != "checkpoints":
+    if absolute(run).name != "checkpoints":
         return ""
-    names = sorted(os.listdir(run))
+    names = sorted(names_in(run))
     own = {path.name: number for number, path in numbered(run, (ACCELERATE,)).get(ACCELERATE, ())}
     numbers = sorted(own.values())
     is_counted = (len(numbers) > 1 or numbers == [0]) and numbers[-1] - numbers[0] == len(
@@ -197,7 +191,7 @@ def taken_instead(run: Path) -> str:
     )
 
 
-def is_bare(folder: Path, holds: Callable[[Path, str], bool] | None = None) -> bool:
+def is_bare(folder: AnyPath, holds: Callable[[AnyPath, str], bool] | None = None) -> bool:
     """Return whether a folder without a file of a checkpoint is one all the same, by its name.
 
     A Trainer that is killed in a save leaves such a folder, and its ``get_last_checkpoint`` takes
@@ -208,7 +202,7 @@ def is_bare(folder: Path, holds: Callable[[Path, str], bool] | None = None) -> b
     anything else is written. ``holds``: ``family_holds``, for those who ask about many folders.
     """
     holds = holds or family_holds
-    folder = Path(os.path.abspath(origin_of(folder)))
+    folder = absolute(folder)
     family = family_of(folder.name)
     if family is None:
         return False
@@ -221,7 +215,7 @@ def is_bare(folder: Path, holds: Callable[[Path, str], bool] | None = None) -> b
     holds_configs_alone = all(
         name.endswith(_CONFIGS)
         for root, _, names in walk(folder, lambda error: None)
-        if Path(root).name != JOURNAL
+        if root.name != JOURNAL
         for name in names
     )
     if is_of_library and holds_configs_alone:
@@ -233,14 +227,14 @@ _CONFIGS = (".jinja", ".json", ".md", ".model", ".py", ".txt", ".yaml", ".yml")
 """Endings of what a save writes before the weights: configs, tokenizers, model cards, code."""
 
 
-def family_holds(folder: Path, pattern: str) -> bool:
+def family_holds(folder: AnyPath, pattern: str) -> bool:
     """Return whether a numbered folder of a family holds a file of a checkpoint, or a folder of its
     states.
     """
     return any(holds_files(path) for _, path in numbered(folder, (pattern,)).get(pattern, ()))
 
 
-def holds_files(folder: Path) -> bool:
+def holds_files(folder: AnyPath) -> bool:
     """Return whether files of a checkpoint are right in a folder, or in a folder of its states, or
     cannot be listed.
     """
@@ -256,7 +250,7 @@ def holds_files(folder: Path) -> bool:
     )
 
 
-def checkpoints_folder(path: Path) -> Path:
+def checkpoints_folder(path: AnyPath) -> AnyPath:
     """Return the folder with the numbered checkpoints: ``path`` itself, or ``checkpoints`` in a
     project folder.
     """
@@ -264,13 +258,13 @@ def checkpoints_folder(path: Path) -> Path:
     return below if path.name != "checkpoints" and below.is_dir() else path
 
 
-def partly_repaired(checkpoint: Path) -> Path | None:
+def partly_repaired(checkpoint: AnyPath) -> AnyPath | None:
     """Return the checkpoint, or its DCP folder, in which a repair or an undo was interrupted, None
     for none.
 
     Raises JournalError, OSError.
     """
-    inside = [checkpoint / name for name in os.listdir(checkpoint)] if checkpoint.is_dir() else []
+    inside = [checkpoint / name for name in names_in(checkpoint)] if checkpoint.is_dir() else []
     folders = (
         checkpoint,
         *(one for one in inside if one.name != JOURNAL and (one / JOURNAL).is_dir()),
@@ -278,7 +272,7 @@ def partly_repaired(checkpoint: Path) -> Path | None:
     return next((one for one in folders if is_partly_changed(one)), None)
 
 
-def cut_upload(checkpoint: Path) -> str | None:
+def cut_upload(checkpoint: AnyPath) -> str | None:
     """Return why the upload of a checkpoint is not complete, None for one that is, or was not
     uploaded by ckptfix.
     """
@@ -288,7 +282,7 @@ def cut_upload(checkpoint: Path) -> str | None:
         return described(error)
 
 
-def gone_since_upload(root: Path) -> list[NotAsSaved]:
+def gone_since_upload(root: AnyPath) -> list[NotAsSaved]:
     """Return the files of a committed upload that are missing, none where a repair can have deleted
     them.
 
@@ -301,13 +295,13 @@ def gone_since_upload(root: Path) -> list[NotAsSaved]:
     gone = [
         NotAsSaved(name, one.size, None)
         for name, one in (commit.objects.items() if commit is not None else ())
-        if not name.startswith(f"{JOURNAL}/") and not os.path.lexists(root / name)
+        if not name.startswith(f"{JOURNAL}/") and not lexists(root / name)
     ]
     return [] if gone and transactions(root) else gone
 
 
 def incomplete(
-    checkpoint: Path,
+    checkpoint: AnyPath,
     *,
     reads_files: bool = True,
     scan: Callable[[], CheckpointFolder] | None = None,
@@ -327,7 +321,7 @@ def incomplete(
     """
     try:
         manifest = read_manifest(checkpoint)
-        names = sorted(os.listdir(checkpoint))
+        names = sorted(names_in(checkpoint))
         if (checkpoint / JOURNAL / UNFINISHED).exists():
             return "its save was interrupted while files were put in place"
         if (problem := upload_problem(checkpoint)) is not None:
@@ -371,7 +365,7 @@ def incomplete(
         return described(error)
 
 
-def _has_weights_alone(checkpoint: Path, names: Iterable[str]) -> bool:
+def _has_weights_alone(checkpoint: AnyPath, names: Iterable[str]) -> bool:
     """Return whether nothing in a folder is of a training: ``save_pretrained`` writes a model or an
     adapter so.
     """
@@ -381,7 +375,7 @@ def _has_weights_alone(checkpoint: Path, names: Iterable[str]) -> bool:
     )
 
 
-def _lies_in(checkpoint: Path, names: Collection[str]) -> str:
+def _lies_in(checkpoint: AnyPath, names: Collection[str]) -> str:
     """Return the sub-folder that is all a folder holds, and that is a checkpoint, "" for any other
     folder.
 
@@ -393,7 +387,7 @@ def _lies_in(checkpoint: Path, names: Collection[str]) -> str:
         return ""
     inner: list[str] = []
     with suppress(OSError):
-        inner = os.listdir(checkpoint / visible[0])
+        inner = names_in(checkpoint / visible[0])
     return visible[0] if _STATES in inner or TRAINER_STATE in inner else ""
 
 
@@ -402,7 +396,7 @@ OF_ARCHIVES = "__MACOSX"
 
 
 def _damage(
-    checkpoint: Path, names: Collection[str], scan: Callable[[], CheckpointFolder] | None
+    checkpoint: AnyPath, names: Collection[str], scan: Callable[[], CheckpointFolder] | None
 ) -> str | None:
     """Return the problem of the first file that is empty, damaged, or under a wrong name. Raises
     OSError.
@@ -522,7 +516,7 @@ def _passed_over(folder: CheckpointFolder) -> Collection[PurePosixPath]:
 NO_WEIGHTS = "no weights of a model"
 
 
-def holds_weights(checkpoint: Path, names: Iterable[str]) -> bool:
+def holds_weights(checkpoint: AnyPath, names: Iterable[str]) -> bool:
     """Return whether any of the names in a checkpoint may be of a model's weights.
 
     That is any file or folder that is not known for something else: hooks of scripts, and
@@ -531,7 +525,7 @@ def holds_weights(checkpoint: Path, names: Iterable[str]) -> bool:
     return any(_may_be_weights(checkpoint, name) for name in names)
 
 
-def _may_be_weights(checkpoint: Path, name: str) -> bool:
+def _may_be_weights(checkpoint: AnyPath, name: str) -> bool:
     parsed = parse_file_name(name)
     if parsed is not None:
         return parsed.role in NOT_STATES

@@ -7,7 +7,7 @@ a file.
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below
@@ -23,6 +23,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.loading_order import SAFE, kind_of, loaders_of
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, read_config
 from ckptfix.formats.tensor import TensorInfo
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import open_reader
 
 SAMPLE = 4096
@@ -230,7 +231,7 @@ def _is_of(group: ModelFiles, library: str, only: str | None) -> bool:
     return name.model is not None and name.stem in stems and not name.model.variant
 
 
-def _sampler(root: Path, group: ModelFiles, left: int) -> Sample:
+def _sampler(root: AnyPath, group: ModelFiles, left: int) -> Sample:
     """Return what reads the first bytes of tensors. ``left``: the most that it reads in all."""
     places = {
         tensor.fqn: (member.path, tensor.data_offsets)

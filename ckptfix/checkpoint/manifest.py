@@ -13,11 +13,11 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
+from ckptfix.storage.files import AnyPath, names_in, stat_of
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.reading import open_reader, read_start
 from ckptfix.wording import count_of
@@ -127,7 +127,7 @@ class Manifest:
         ).encode()
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: AnyPath) -> Manifest | None:
     """Return the manifest of a checkpoint, None when it has none.
 
     Raises FormatError for an invalid manifest, OSError when it cannot be read.
@@ -158,7 +158,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     return manifest
 
 
-def usable_manifest(folder: Path) -> Manifest | None:
+def usable_manifest(folder: AnyPath) -> Manifest | None:
     """Return the manifest of a checkpoint for uses that only add facts, such as names of tied
     weights. None without a manifest, and for an unreadable one: nothing is compared with it.
     """
@@ -198,7 +198,7 @@ class NotAsSaved(NamedTuple):
         return f"{self.name} has {self.have} bytes, {self.saved} were saved"
 
 
-def not_as_saved(folder: Path, manifest: Manifest) -> Iterator[NotAsSaved]:
+def not_as_saved(folder: AnyPath, manifest: Manifest) -> Iterator[NotAsSaved]:
     """Yield the files of the save that are missing or have another size, none for a complete
     checkpoint. Other sealed files belong to the user and may be deleted: ``verify`` lists those.
     """
@@ -211,19 +211,19 @@ def not_as_saved(folder: Path, manifest: Manifest) -> Iterator[NotAsSaved]:
             yield NotAsSaved(name, size, have)
 
 
-def missing_files(folder: Path, manifest: Manifest) -> list[str]:
+def missing_files(folder: AnyPath, manifest: Manifest) -> list[str]:
     """Return the files of ``not_as_saved`` in words."""
     return list(map(str, not_as_saved(folder, manifest)))
 
 
-def is_repaired(folder: Path) -> bool:
+def is_repaired(folder: AnyPath) -> bool:
     """Return whether a folder was repaired since its save.
 
     Versions that did not update sizes left those of the save. Raises OSError when its journal
     cannot be listed.
     """
     try:
-        return any(name.endswith(".done") for name in os.listdir(folder / JOURNAL))
+        return any(name.endswith(".done") for name in names_in(folder / JOURNAL))
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -310,7 +310,7 @@ class Losses(NamedTuple):
         return ", ".join(filter(None, (f"{lost} lost" if lost else "", kept)))
 
 
-def read_losses(folder: Path) -> Losses | None:
+def read_losses(folder: AnyPath) -> Losses | None:
     """Return the losses of a salvaged folder; None without losses, or when the folder was not
     salvaged.
 
@@ -318,7 +318,7 @@ def read_losses(folder: Path) -> Losses | None:
     """
     path = folder / REPORT
     try:
-        status = os.stat(path)
+        status = stat_of(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_REPORT:

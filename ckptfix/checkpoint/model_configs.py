@@ -6,7 +6,6 @@ it is a sentence.
 """
 
 import json
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -22,8 +21,9 @@ from ckptfix.checkpoint.filenames import (
     weights_names,
 )
 from ckptfix.dataclass import dataclass
+from ckptfix.storage.files import AnyPath, names_in, walk
 from ckptfix.storage.paths import JOURNAL, unreadable
-from ckptfix.storage.reading import read_start, walk
+from ckptfix.storage.reading import read_start
 from ckptfix.wording import human_size
 
 CONFIG, ADAPTER, GENERATION = "config.json", "adapter_config.json", "generation_config.json"
@@ -81,7 +81,7 @@ class ModelConfig:
     problems: tuple[str, ...] = ()
 
 
-def read_model_config(folder: Path, name: str) -> ModelConfig:
+def read_model_config(folder: AnyPath, name: str) -> ModelConfig:
     """Return the facts of ``config.json`` or ``adapter_config.json`` in a folder. The file is read
     once.
     """
@@ -138,7 +138,7 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
     )
 
 
-def broken_config(path: Path) -> str:
+def broken_config(path: AnyPath) -> str:
     """Return why no loader can read a config, "" for one that is read, or that may not be read or
     is too long.
     """
@@ -158,14 +158,14 @@ def broken_config(path: Path) -> str:
     return ""
 
 
-def is_empty_config(path: Path) -> bool:
+def is_empty_config(path: AnyPath) -> bool:
     """Return whether a config is an object without a key."""
     with suppress(OSError, ValueError):
         return not _read_object(path)
     return False
 
 
-def read_config(folder: Path, name: str) -> dict[str, Any]:
+def read_config(folder: AnyPath, name: str) -> dict[str, Any]:
     """Return the object in a config; empty where there is none that can be read, which is a finding
     of its own.
     """
@@ -183,7 +183,7 @@ def library_of(config: Mapping[str, Any]) -> str:
     return "transformers" if isinstance(config.get("architectures"), list) else ""
 
 
-def library_of_names(path: Path) -> str:
+def library_of_names(path: AnyPath) -> str:
     """Return the library that finds the weights next to a config by their name, "" where it does
     not say for sure.
 
@@ -218,7 +218,7 @@ class ConfigOfModel(NamedTuple):
     is_of_average: bool
 
 
-def config_of_model(folder: Path) -> ConfigOfModel | None:
+def config_of_model(folder: AnyPath) -> ConfigOfModel | None:
     """Return the config of the model of a library in a folder, None where it has none, or another
     program wrote it.
     """
@@ -230,7 +230,7 @@ def config_of_model(folder: Path) -> ConfigOfModel | None:
     return None
 
 
-def is_pretrained(folder: Path) -> bool:
+def is_pretrained(folder: AnyPath) -> bool:
     """Return whether transformers, diffusers or PEFT saved a model in a folder, by its config.
 
     A ``model_type`` alone proves nothing: configs of scripts have it, too.
@@ -245,7 +245,7 @@ def is_pretrained(folder: Path) -> bool:
     return False
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: AnyPath) -> dict[str, Any]:
     """Return the object in a JSON file. Raises OSError, ValueError: with the reason in words."""
     data = read_start(path, _LONGEST_CONFIG)
     if data is None:
@@ -300,7 +300,7 @@ class LostModel(NamedTuple):
 
 
 def lost_models(
-    root: Path, subfolders: Iterable[PurePosixPath], names: Collection[str]
+    root: AnyPath, subfolders: Iterable[PurePosixPath], names: Collection[str]
 ) -> Iterator[LostModel]:
     """Yield the models of a checkpoint that its sub-folders or its list of them record, without
     their weights.
@@ -327,12 +327,12 @@ def lost_models(
                 yield LostModel(PurePosixPath(PIPELINE), model, component=component, lacks=CONFIG)
 
 
-def _lacks_config(folder: Path) -> bool:
+def _lacks_config(folder: AnyPath) -> bool:
     """Return whether a folder has weights of a library, and no config: ``from_pretrained`` looks
     for both.
     """
     try:
-        names = os.listdir(folder)
+        names = names_in(folder)
     except OSError:
         return False
     parsed = filter(None, map(parse_file_name, names))
@@ -367,7 +367,7 @@ leave it out.
 """
 
 
-def _modules(root: Path) -> tuple[_Module, ...]:
+def _modules(root: AnyPath) -> tuple[_Module, ...]:
     """Return the modules of a model of sentence-transformers; none for any other folder."""
     try:
         listed = _json_in(read_start(root / MODULES, _LONGEST_CONFIG) or b"")
@@ -384,7 +384,7 @@ def _modules(root: Path) -> tuple[_Module, ...]:
     )
 
 
-def _lost_modules(root: Path) -> Iterator[LostModel]:
+def _lost_modules(root: AnyPath) -> Iterator[LostModel]:
     """Yield the modules that ``modules.json`` lists and that lack their folder or their weights."""
     modules = _modules(root)
     paths = {module.path for module in modules}
@@ -400,13 +400,13 @@ def _lost_modules(root: Path) -> Iterator[LostModel]:
             yield LostModel(list_, module.kind, wanted=wanted, component=module.path, lacks=lacks)
 
 
-def _holds_weights_of(folder: Path, module: _Module, others: Collection[str]) -> bool:
+def _holds_weights_of(folder: AnyPath, module: _Module, others: Collection[str]) -> bool:
     """Return whether the folder of a module holds its weights, or cannot be read. ``others``:
     folders of modules.
     """
     refused: list[OSError] = []
     for where, folders, names in walk(folder, refused.append):
-        is_own = Path(where) == folder
+        is_own = where == folder
         folders[:] = [
             name
             for name in folders
@@ -427,7 +427,7 @@ def _may_be_weights(name: str) -> bool:
     return name.endswith(OTHER_WEIGHTS) and not is_of_macos(name)
 
 
-def lists_models(root: Path) -> bool:
+def lists_models(root: AnyPath) -> bool:
     """Return whether a folder lists models, each to be checked: a pipeline of diffusers, or
     sentence-transformers.
 
@@ -444,7 +444,7 @@ _LISTS = {PIPELINE: "DiffusionPipeline.from_pretrained", MODULES: "SentenceTrans
 """
 
 
-def broken_lists(root: Path) -> Iterator[tuple[str, str]]:
+def broken_lists(root: AnyPath) -> Iterator[tuple[str, str]]:
     """Yield each list of models that its library cannot read, and the problem in words.
 
     Other programs write a ``modules.json``, too.
@@ -455,7 +455,7 @@ def broken_lists(root: Path) -> Iterator[tuple[str, str]]:
             yield name, f"{broken}, so {load} fails"
 
 
-def lost_model(root: Path) -> LostModel | None:
+def lost_model(root: AnyPath) -> LostModel | None:
     """Return the model that the config of a folder itself records, where no weights are in or below
     the folder.
 
@@ -470,7 +470,7 @@ def lost_model(root: Path) -> LostModel | None:
     return None
 
 
-def pipeline_components(root: Path) -> dict[str, str]:
+def pipeline_components(root: AnyPath) -> dict[str, str]:
     """Return the components of a pipeline of diffusers with their classes; empty for any other
     folder.
 
@@ -493,17 +493,17 @@ def pipeline_components(root: Path) -> dict[str, str]:
     }
 
 
-def _holds_any(folder: Path) -> bool:
+def _holds_any(folder: AnyPath) -> bool:
     """Return whether something is in a folder, or it may not be listed."""
     try:
-        return bool(os.listdir(folder))
+        return bool(names_in(folder))
     except FileNotFoundError:
         return False
     except OSError:
         return True
 
 
-def may_hold_weights(below: Path) -> bool:
+def may_hold_weights(below: AnyPath) -> bool:
     """Return whether a folder or one below it holds a file that may be weights, or cannot be
     read.
     """
@@ -521,7 +521,7 @@ def may_hold_weights(below: Path) -> bool:
 
 
 def _configured_models(
-    root: Path, subfolders: Iterable[PurePosixPath], names: Iterable[str]
+    root: AnyPath, subfolders: Iterable[PurePosixPath], names: Iterable[str]
 ) -> Iterator[LostModel]:
     """Yield the models whose configs a library saves together with weights, each in a sub-folder.
 
@@ -547,13 +547,15 @@ _WITHOUT_WEIGHTS = ("Processor", "Scheduler", "Tokenizer", "FeatureExtractor")
 """Ends of the names of classes that have a config and no weights."""
 
 
-def _recorded_model(root: Path, path: PurePosixPath, *, is_alone: bool = False) -> LostModel | None:
+def _recorded_model(
+    root: AnyPath, path: PurePosixPath, *, is_alone: bool = False
+) -> LostModel | None:
     """Return the model whose weights belong next to a config, None where none need to be there.
 
     ``is_alone``: no weights of a checkpoint are near that the config of a tokenizer can belong to.
     """
     try:
-        neighbors = set(os.listdir((root / path).parent))
+        neighbors = set(names_in((root / path).parent))
         if path.name not in neighbors or not (root / path).is_file():
             return None
         config = _read_object(root / path)

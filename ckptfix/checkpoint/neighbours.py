@@ -4,7 +4,6 @@ Each folder is listed once, and its files are read once, however many checkpoint
 it.
 """
 
-import os
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -31,7 +30,8 @@ from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import CkptfixError
-from ckptfix.storage.reading import listed_names, names_in, origin_of, store_of, subfolders
+from ckptfix.storage.files import AnyPath, Openable, StorePath, absolute, folders_in, names_in
+from ckptfix.storage.opened import opened_part
 
 COMPARED = (
     Role.MODEL,
@@ -181,7 +181,7 @@ class _Run:
     run.
     """
 
-    home: Path
+    home: AnyPath
     listed: Sequence[Numbered]
     compared: Sequence[Numbered]
     names: dict[str, Names] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Neighbour:
             if self.name not in known:
                 listed: Iterable[str] = ()
                 with suppress(CkptfixError, OSError):
-                    listed = names_next_to(self.run.home, self.name)
+                    listed = names_in(self.run.home.parent / self.name)
                 names = names_of(listed)
                 # Most checkpoints of a run have equal names: 100,000 of them share one dict.
                 last = next(reversed(known.values()), names)
@@ -239,19 +239,19 @@ class Neighbour:
             if key not in self.run.models:
                 names: Iterable[str] = ()
                 with suppress(CkptfixError, OSError):
-                    names = names_next_to(self.run.home, f"{self.name}/{below}")
+                    names = names_in(self.run.home.parent / self.name / below)
                 self.run.models[key] = model_files(names)
             return self.run.models[key]
 
     @contextmanager
-    def opened(self) -> Iterator[Path]:
+    def opened(self) -> Iterator[AnyPath]:
         """Yield its folder. That of a store exists until the end of the block. Raises
         CkptfixError.
         """
-        with folder_next_to(self.run.home, self.name) as folder:
+        with opened_part(self.run.home.parent / self.name) as folder:
             yield folder
 
-    def scan(self, *roles: Role, root: Path | None = None) -> CheckpointFolder:
+    def scan(self, *roles: Role, root: AnyPath | None = None) -> CheckpointFolder:
         """Return the headers of its files of these roles. ``root``: its folder, where it is open
         already.
 
@@ -303,23 +303,21 @@ class Siblings:
     which each is one. Several threads may ask.
     """
 
-    def __init__(
-        self, paths: Iterable[str | os.PathLike[str]] = (), *, is_recursive: bool = False
-    ) -> None:
-        self._paths: defaultdict[tuple[Path, str], list[Numbered]] = defaultdict(list)
-        every = dict.fromkeys(map(Path, paths))
+    def __init__(self, paths: Iterable[Openable] = (), *, is_recursive: bool = False) -> None:
+        self._paths: defaultdict[tuple[AnyPath, str], list[Numbered]] = defaultdict(list)
+        every = dict.fromkeys(path if isinstance(path, StorePath) else Path(path) for path in paths)
         for path in every:
             if named := split_number(path.name):
                 stem, number = named
                 self._paths[path.parent, stem].append((number, path.name))
         self._above = frozenset(every) if is_recursive else frozenset()
-        self._runs: OrderedDict[tuple[Path, str], _Run] = OrderedDict()
-        self._judged: dict[Path, object] = {}
+        self._runs: OrderedDict[tuple[AnyPath, str], _Run] = OrderedDict()
+        self._judged: dict[AnyPath, object] = {}
         self._lock = RLock()
 
-    def of(self, folder: Path) -> "Neighbours":
+    def of(self, folder: AnyPath) -> "Neighbours":
         """Return the checkpoints next to a folder."""
-        return Neighbours(self, Path(os.path.abspath(origin_of(folder))))
+        return Neighbours(self, absolute(folder))
 
     def once(self, near: "Neighbours", judge: Callable[[], _Judgement]) -> _Judgement:
         """Return the judgement on a checkpoint, made once: each bare one of a run asks about the
@@ -331,7 +329,7 @@ class Siblings:
             self._judged[near.home] = judge()
         return cast(_Judgement, self._judged[near.home])
 
-    def run_of(self, home: Path) -> _Run:
+    def run_of(self, home: AnyPath) -> _Run:
         """Return the run of a checkpoint, an empty one where its name has no number."""
         named = split_number(home.name)
         if named is None:
@@ -345,11 +343,11 @@ class Siblings:
                 self._runs.popitem(last=False)
             return run
 
-    def _listed(self, home: Path, stem: str) -> _Run:
+    def _listed(self, home: AnyPath, stem: str) -> _Run:
         listed: list[Numbered] = []
         # Whoever reads a checkpoint may not be allowed to list the folder above it.
         with suppress(CkptfixError, OSError):
-            numbered = ((split_number(name), name) for name in folders_next_to(home))
+            numbered = ((split_number(name), name) for name in folders_in(home.parent))
             listed = sorted(
                 (parts[1], name) for parts, name in numbered if parts and parts[0] == stem
             )
@@ -365,7 +363,7 @@ class Neighbours:
     copy.
     """
 
-    def __init__(self, siblings: Siblings, home: Path) -> None:
+    def __init__(self, siblings: Siblings, home: AnyPath) -> None:
         self.siblings = siblings
         self.home = home
 
@@ -421,63 +419,3 @@ class Neighbours:
 
 def _nearest_saves(near: Iterable[Neighbour]) -> list[Neighbour]:
     return list(islice((neighbour for neighbour in near if neighbour.names.is_save), _NEAR))
-
-
-@contextmanager
-def folder_next_to(home: Path, name: str) -> Iterator[Path]:
-    """Yield the folder of this name next to another one. That of a store exists until the end of
-    the block.
-
-    Raises CkptfixError.
-    """
-    if store_of(home) is None:
-        yield home.parent / name
-        return
-    from ckptfix.storage.images import image_of, made, release
-
-    above = _url_above(home)
-    if above is None:
-        with made(home.parent / name) as folder:
-            yield folder
-        return
-    image = image_of(f"{above}/{name}", complete=False)
-    try:
-        yield image
-    finally:
-        release(image)
-
-
-def folders_next_to(folder: Path) -> list[str]:
-    """Return the names of the folders in the one that holds this folder, also for the image of a
-    prefix.
-
-    Raises OSError, CkptfixError.
-    """
-    above = _url_above(folder)
-    if above is None:
-        return subfolders(folder.parent)
-    from ckptfix.storage.images import prefixes_in
-
-    return prefixes_in(above)
-
-
-def names_next_to(folder: Path, name: str) -> list[str]:
-    """Return the names in a folder next to this folder, as of ``folders_next_to``. Raises OSError,
-    CkptfixError.
-    """
-    above = _url_above(folder)
-    if above is None:
-        return names_in(folder.parent / name)
-    from ckptfix.storage.images import names_right_below
-
-    return names_right_below(f"{above}/{name}")
-
-
-def _url_above(folder: Path) -> str | None:
-    """Return the URL above the image of one prefix. A folder of a listing has its neighbours there:
-    None.
-    """
-    store = store_of(folder)
-    if store is None or (store_of(folder.parent) is not None and listed_names(folder) is not None):
-        return None
-    return store.url.rpartition("/")[0]

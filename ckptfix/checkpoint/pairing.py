@@ -9,7 +9,7 @@ with different chunks are not compared.
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TypeVar
 
 from ckptfix.checkpoint.dcp import DcpFolder
@@ -28,6 +28,7 @@ from ckptfix.storage.comparing import (
     same_bytes_without_reading,
     sample_runs,
 )
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 
@@ -139,20 +140,23 @@ def equal_entries(
 
 
 def first_unequal(
-    root: Path,
+    root: AnyPath,
     pairing: Pairing,
     *,
     full: bool,
     progress: Progress | None = None,
     digests: dict[PurePosixPath, Digests] | None = None,
+    other_root: AnyPath | None = None,
 ) -> str | None:
     """Return the first difference of two paired entries: a tensor's key, ``STRUCTURE``, or None
     when they are equal.
 
     ``full`` reads every byte; otherwise a few pages of several tensors. One file under two names,
     or the same blocks of a file system with reflinks, are equal without a read. ``digests`` gets
-    the digests of ranges read in full, by file of the kept entry.
+    the digests of ranges read in full, by file of the kept entry. ``other_root``: the folder of the
+    other entry, by default the same.
     """
+    other_root = root if other_root is None else other_root
     if pairing.runs is None:
         return STRUCTURE
     shared: set[Files] = set()
@@ -160,7 +164,7 @@ def first_unequal(
         for files, runs in pairing.runs.items():
             if files in shared:
                 continue
-            with open_reader(root / files[0]) as one, open_reader(root / files[1]) as two:
+            with open_reader(root / files[0]) as one, open_reader(other_root / files[1]) as two:
                 if same_bytes_without_reading(one, two, runs):
                     shared.add(files)
                     if progress is not None:
@@ -178,17 +182,26 @@ def first_unequal(
     return None
 
 
-def differing_tensors(root: Path, pairing: Pairing, *, full: bool, most: int) -> list[str]:
+def differing_tensors(
+    root: AnyPath,
+    pairing: Pairing,
+    *,
+    full: bool,
+    most: int,
+    other_root: AnyPath | None = None,
+) -> list[str]:
     """Return the keys of tensors of two paired files that differ, at most one more than ``most``.
 
-    ``full`` reads every byte of them; otherwise a few pages of each.
+    ``full`` reads every byte of them; otherwise a few pages of each. ``other_root``: the folder of
+    the other file, by default the same.
     """
+    other_root = root if other_root is None else other_root
     differing: list[str] = []
     twins = _by_key(pairing.other) if isinstance(pairing.other, Component) else {}
     ours = _by_key(pairing.kept) if isinstance(pairing.kept, Component) else {}
     with (
         open_reader(root / pairing.kept.path) as one,
-        open_reader(root / pairing.other.path) as two,
+        open_reader(other_root / pairing.other.path) as two,
     ):
         for fqn, tensor in ours.items():
             if tensor.data_offsets is None or twins[fqn].data_offsets is None:

@@ -17,12 +17,12 @@ from ckptfix.checkpoint.deepspeed_files import STEP, is_deepspeed_file
 from ckptfix.checkpoint.entries import group_files
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
-from ckptfix.checkpoint.neighbours import folders_next_to, names_next_to
 from ckptfix.checkpoint.state_contents import Content, StateProblem, is_weights_file
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import PickledTensor
+from ckptfix.storage.files import folders_in, names_in
 from ckptfix.wording import count_of
 
 _BIAS_OF = {"weight": "bias", "in_proj_weight": "in_proj_bias"}
@@ -145,11 +145,13 @@ def deepspeed_next_to(folder: CheckpointFolder) -> str:
     """
     with suppress(OSError, CkptfixError):
         names = sorted(
-            folders_next_to(folder.root), key=lambda name: (len(name), name), reverse=True
+            folders_in(folder.root.parent), key=lambda name: (len(name), name), reverse=True
         )
         for name in names[:_MAX_FOLDERS]:
             below = sorted(
-                names_next_to(folder.root, name), key=lambda name: (len(name), name), reverse=True
+                names_in(folder.root.parent / name),
+                key=lambda name: (len(name), name),
+                reverse=True,
             )
             if any(map(is_deepspeed_file, below)):
                 return f"../{name}/"

@@ -4,13 +4,13 @@ optimizers' parameters.
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptfix.checkpoint.filenames import run_state_name
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import Text, child, items_of, pairs
 from ckptfix.formats.torch_file import read_torch_file
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import open_reader
 
 _END = 1 << 16
@@ -22,7 +22,7 @@ order.
 """
 
 
-def digest_of_end(path: Path) -> str:
+def digest_of_end(path: AnyPath) -> str:
     """Return a digest of a file's end, where torch writes the checksums of all it has written.
     Raises OSError.
     """
@@ -31,7 +31,7 @@ def digest_of_end(path: Path) -> str:
         return hashlib.sha1(end, usedforsecurity=False).hexdigest()
 
 
-def parameter_names(folder: Path, file: str, index: int) -> ParameterNames | None:
+def parameter_names(folder: AnyPath, file: str, index: int) -> ParameterNames | None:
     """Return the names of the parameters of the optimizer that a guarded save wrote to ``file``,
     None if not known.
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from math import prod
 from operator import attrgetter
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
@@ -25,7 +25,7 @@ from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.comparing import Run, first_difference
-from ckptfix.storage.doors import etag_of
+from ckptfix.storage.files import AnyPath, etag_of
 from ckptfix.storage.reading import open_reader
 
 _SCALAR = 8
@@ -170,7 +170,7 @@ def samples_of(pieces: Sequence[Piece], most: int = SAMPLED) -> tuple[Piece, ...
     return tuple(piece.sample(size) for piece in pieces) if size >= _LEAST else None
 
 
-def are_equal(root: Path, other: Path, pieces: Sequence[Piece]) -> bool:
+def are_equal(root: AnyPath, other: AnyPath, pieces: Sequence[Piece]) -> bool:
     """Return whether two folders have the same bytes at these places, in files of the same sizes.
     Raises OSError.
 
@@ -193,7 +193,7 @@ def are_equal(root: Path, other: Path, pieces: Sequence[Piece]) -> bool:
     return True
 
 
-def digest_of(root: Path, pieces: Sequence[Piece]) -> str:
+def digest_of(root: AnyPath, pieces: Sequence[Piece]) -> str:
     """Return a digest of the bytes of pieces and of their places: equal for saves with equal bytes.
     Raises OSError.
     """

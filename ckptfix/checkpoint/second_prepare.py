@@ -7,13 +7,12 @@ executed. Another part are the checkpoints next to this one: a model that was pr
 equal in all of them, a copy is not.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from struct import unpack
 from typing import Any, NamedTuple
 
@@ -33,10 +32,8 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_partial import read_partial
 from ckptfix.formats.torch_pickle import is_optimizer, state_dicts
 from ckptfix.formats.torch_tensors import PickledTensor, is_tensor, read_tensor, storages
-from ckptfix.storage.reading import (
-    FileReader,
-    open_reader,
-)
+from ckptfix.storage.files import AnyPath, FileReader
+from ckptfix.storage.reading import open_reader
 
 _NUMBER_FORMATS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 
@@ -540,7 +537,7 @@ class Evidence:
                 )
         return History(is_moved=is_moved)
 
-    def _has_other_parameters(self, original: Component, root: Path, earlier: Component) -> bool:
+    def _has_other_parameters(self, original: Component, root: AnyPath, earlier: Component) -> bool:
         """Return whether two entries that differ do so in parameters, by samples.
 
         Running statistics change in every forward pass, at a learning rate of 0, too.
@@ -549,16 +546,10 @@ class Evidence:
             return True
         parameters = tuple(self._parameters(original).values())
         sampled = parameters[:: max(1, len(parameters) // _MOST_SAMPLED)][:_MOST_SAMPLED]
-        pairing = Pairing(
-            kept=replace(
-                original,
-                path=PurePosixPath(os.path.abspath(self.folder.root), original.path),
-                tensors=sampled,
-            ),
-            other=replace(earlier, path=PurePosixPath(os.path.abspath(root), earlier.path)),
-            runs=None,
+        pairing = Pairing(kept=replace(original, tensors=sampled), other=earlier, runs=None)
+        return bool(
+            differing_tensors(self.folder.root, pairing, full=False, most=0, other_root=root)
         )
-        return bool(differing_tensors(root, pairing, full=False, most=0))
 
     def foreign(self, entry: Component) -> str:
         """Return why an entry is not from the save that wrote the manifest, "" without such
@@ -711,13 +702,13 @@ def _has_keys_of(one: Component, other: Component) -> bool:
     }
 
 
-def _is_equal(root: Path, one: Component, other_root: Path, other: Component) -> bool:
+def _is_equal(root: AnyPath, one: Component, other_root: AnyPath, other: Component) -> bool:
     """Compare samples of two entries in two folders."""
-    pairing = pair_up(
-        replace(one, path=PurePosixPath(os.path.abspath(root), one.path)),
-        replace(other, path=PurePosixPath(os.path.abspath(other_root), other.path)),
+    pairing = pair_up(one, other)
+    return (
+        pairing is not None
+        and first_unequal(root, pairing, full=False, other_root=other_root) is None
     )
-    return pairing is not None and first_unequal(root, pairing, full=False) is None
 
 
 def _fingerprint(model: Component) -> str:

@@ -6,10 +6,8 @@ file exists. Without them it starts new ones and says nothing, so the resumed ru
 """
 
 import json
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -25,8 +23,9 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.hidden_files import hidden_from_trainer
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, broken_config
+from ckptfix.storage.files import AnyPath, absolute, names_in
 from ckptfix.storage.paths import JOURNAL, leads_nowhere, unreadable
-from ckptfix.storage.reading import origin_of, read_start
+from ckptfix.storage.reading import read_start
 from ckptfix.wording import count_of, human_size
 
 _MAX_STATE = 256 << 20
@@ -64,13 +63,13 @@ class MissingState(NamedTuple):
     name: str
 
 
-def trainer_problem(checkpoint: Path, *, complete: bool = True) -> str | None:
+def trainer_problem(checkpoint: AnyPath, *, complete: bool = True) -> str | None:
     """Return why the Trainer did not finish a checkpoint, None for a complete one.
 
     ``complete``: as of ``trainer_progress``. Raises FileNotFoundError when there is no
     ``trainer_state.json``, which it writes last.
     """
-    names = set(os.listdir(checkpoint))
+    names = set(names_in(checkpoint))
     if TRAINER_STATE not in names:
         raise FileNotFoundError(TRAINER_STATE)
     if problem := trainer_progress(checkpoint, complete=complete).problem:
@@ -108,7 +107,11 @@ def lost_weights(names: Collection[str]) -> str:
 
 
 def missing_states(
-    checkpoint: Path, *, processes: int, ranks: Collection[int], siblings: Collection[Path] = ()
+    checkpoint: AnyPath,
+    *,
+    processes: int,
+    ranks: Collection[int],
+    siblings: Collection[AnyPath] = (),
 ) -> tuple[MissingState, ...]:
     """Return the states that a complete checkpoint lacks for the same number of processes to go on
     exactly.
@@ -117,7 +120,7 @@ def missing_states(
     disk. ``siblings``: other checkpoints of the run, newest first. Files that only another number
     of processes needs are not missing. Raises OSError.
     """
-    names = os.listdir(checkpoint)
+    names = names_in(checkpoint)
     lost = [
         random_states(rank if processes > 1 else None)
         for rank in _lost_ranks(checkpoint, processes, ranks, siblings)
@@ -154,7 +157,7 @@ def _is_optimizer(name: str) -> bool:
     return "optimizer" in name and name.endswith((".pt", ".bin"))
 
 
-def trainer_step(checkpoint: Path) -> int:
+def trainer_step(checkpoint: AnyPath) -> int:
     """Return the step of a checkpoint, by its ``trainer_state.json``. Raises as ``json`` and files
     do.
     """
@@ -180,7 +183,7 @@ class TrainerProgress(NamedTuple):
     unchecked: tuple[str, ...] = ()
 
 
-def trainer_progress(checkpoint: Path, *, complete: bool = False) -> TrainerProgress:
+def trainer_progress(checkpoint: AnyPath, *, complete: bool = False) -> TrainerProgress:
     """Return what the head of ``trainer_state.json`` records; its history can have a million lines.
 
     ``complete``: read all of it.
@@ -210,9 +213,7 @@ def trainer_progress(checkpoint: Path, *, complete: bool = False) -> TrainerProg
             )
     elif doubt := _doubt_of(state):
         unchecked = (*unread, doubt)
-    problem = _wrong_value(
-        state, checkpoint_number(Path(os.path.abspath(origin_of(checkpoint))).name, TRAINER)
-    )
+    problem = _wrong_value(state, checkpoint_number(absolute(checkpoint).name, TRAINER))
     step, epoch = state.get("global_step"), state.get("epoch")
     is_epoch = (
         isinstance(epoch, int | float) and not isinstance(epoch, bool) and 0 <= epoch < 1 << 53
@@ -332,7 +333,7 @@ def is_model_alone(missing: Collection[MissingState]) -> bool:
     return {one.role for one in missing} == {Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE}
 
 
-def other_processes(checkpoint: Path, processes: int) -> str | None:
+def other_processes(checkpoint: AnyPath, processes: int) -> str | None:
     """Return in words that another number of processes saved a checkpoint, None when it was as many
     or is not known.
     """
@@ -342,7 +343,7 @@ def other_processes(checkpoint: Path, processes: int) -> str | None:
     return f"saved with {count_of(saved or 0, 'process')}, now {processes}"
 
 
-def _processes_of(checkpoint: Path) -> int | None:
+def _processes_of(checkpoint: AnyPath) -> int | None:
     manifest = usable_manifest(checkpoint)
     if manifest is not None and manifest.is_of_a_save:
         return manifest.world_size
@@ -352,7 +353,7 @@ def _processes_of(checkpoint: Path) -> int | None:
 
 
 def _lost_ranks(
-    checkpoint: Path, processes: int, ranks: Collection[int], siblings: Collection[Path]
+    checkpoint: AnyPath, processes: int, ranks: Collection[int], siblings: Collection[AnyPath]
 ) -> list[int]:
     """Return the ranks whose random states are lost; another number of processes at the save
     explains their absence.
@@ -374,14 +375,14 @@ def _lost_ranks(
     return lost if before is not None and set(ranks) <= _ranks_in(before) else []
 
 
-def _is_older(one: Path, other: Path) -> bool:
+def _is_older(one: AnyPath, other: AnyPath) -> bool:
     numbers = (checkpoint_number(one.name, TRAINER), checkpoint_number(other.name, TRAINER))
     return numbers[0] is not None and numbers[1] is not None and numbers[0] < numbers[1]
 
 
-def _ranks_in(checkpoint: Path) -> set[int | None]:
+def _ranks_in(checkpoint: AnyPath) -> set[int | None]:
     """Return the ranks whose random states exist; None is for a run of one process."""
-    parsed = filter(None, map(parse_file_name, os.listdir(checkpoint)))
+    parsed = filter(None, map(parse_file_name, names_in(checkpoint)))
     return {one.rank for one in parsed if one.role is Role.RNG_STATE and one.is_of_trainer}
 
 

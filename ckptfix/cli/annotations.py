@@ -4,12 +4,12 @@ at a change.
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.wording import escape, shown
+from ckptfix.storage.files import AnyPath, StorePath
+from ckptfix.wording import escape
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
@@ -28,7 +28,7 @@ class Annotation(NamedTuple):
 
     severity: Severity
     message: str
-    file: Path | None = None
+    file: AnyPath | None = None
     code: str = ""
 
 
@@ -122,12 +122,11 @@ def _notification(annotation: Annotation) -> dict[str, object]:
     return words
 
 
-def _uri(file: Path) -> str:
+def _uri(file: AnyPath) -> str:
     """Return a path as a URI, byte for byte; a relative one stays relative to where the command
     ran.
     """
-    text = shown(str(file))
-    if "://" in text:
-        scheme, _, rest = text.partition("://")
+    if isinstance(file, StorePath):
+        scheme, _, rest = str(file).partition("://")
         return f"{scheme}://{quote(rest)}"
     return ("file://" if file.is_absolute() else "") + quote(os.fsencode(file))

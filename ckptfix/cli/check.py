@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,7 +15,8 @@ from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage import teams
-from ckptfix.storage.doors import made
+from ckptfix.storage.files import AnyPath
+from ckptfix.storage.opened import opened_part
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import command
 from ckptfix.wording import Line, line
@@ -91,9 +91,9 @@ def check_command(
         raise click.UsageError(
             f"--verbose and --{'null' if null else 'quiet'} contradict each other"
         )
-    with ExitStack() as images:
-        loaders = images.enter_context(_loaders(recursive)) if loads else None
-        return _check_all(paths, data, loaders, recursive, verbose, null, report, images)
+    with ExitStack() as opened:
+        loaders = opened.enter_context(_loaders(recursive)) if loads else None
+        return _check_all(paths, data, loaders, recursive, verbose, null, report, opened)
 
 
 def _loaders(is_of_many: bool) -> "Loaders":
@@ -102,7 +102,7 @@ def _loaders(is_of_many: bool) -> "Loaders":
     return Loaders(is_of_many=is_of_many)
 
 
-def _runs(places: Iterable[Path]) -> "Runs":
+def _runs(places: Iterable[AnyPath]) -> "Runs":
     from ckptfix.cli.runs import Runs
 
     return Runs(places)
@@ -116,30 +116,32 @@ def _check_all(
     verbose: bool,
     null: bool,
     report: Report,
-    images: ExitStack,
+    opened: ExitStack,
 ) -> int:
-    below = Below(paths if recursive else (), images)
+    below = Below(paths if recursive else (), opened)
     siblings = Siblings(below.places.values(), is_recursive=True)
     runs = _runs(below.places.values()) if recursive else None
 
-    def work(path: str) -> CheckReport:
-        below.ensure_listed(path)
-        if runs is not None:
-            runs.begin(Path(path))
-        with made(path) as place:
-            near = siblings if recursive else ()
-            result = check(
-                place,
-                data=data,
-                siblings=near,
-                resumes=True,
-                load=loaders or False,
-                progress=control.go_on,
-            )
-            if runs is not None:
-                runs.end(Path(path), Path(place), result.known)
+    def look(place: str | AnyPath) -> CheckReport:
+        return check(
+            place,
+            data=data,
+            siblings=siblings if recursive else (),
+            resumes=True,
+            load=loaders or False,
+            progress=control.go_on,
+        )
+
+    def work(path: str | AnyPath) -> CheckReport:
+        if runs is None:
+            return look(path)
+        checkpoint = below.listed(path)
+        runs.begin(checkpoint)
+        with opened_part(checkpoint) as place:
+            result = look(place)
+            runs.end(checkpoint, place, result.known)
         # Models below have a report of their own there.
-        return result.alone() if recursive else result
+        return result.alone()
 
     def lines(result: CheckReport, is_alone: bool) -> Iterator[Line]:
         if report.quiet:

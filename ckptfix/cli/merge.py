@@ -13,7 +13,7 @@ from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.diagnosis.target import ensure_checkpoint
 from ckptfix.errors import UsageError
 from ckptfix.storage import teams
-from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.files import is_url
 from ckptfix.storage.partial_results import PartialResults, Request, default_folder
 from ckptfix.storage.paths import JOURNAL, existing, shell_path
 
@@ -45,12 +45,13 @@ def merge_command(path: str, report: Report) -> int:
     that are missing; when all are there, it prints and writes what the verb does in one process,
     and removes their results.
     """
-    if looks_like_url(path):
+    if is_url(path):
         raise UsageError(
             f"{path}: results of shares lie in a folder of this machine, that of --partial"
         )
     # The verb runs in the working directory of the shares.
-    folder = Path(os.path.abspath(existing(path)))
+    existing(path)
+    folder = Path(os.path.abspath(path))
     results = PartialResults(folder)
     request = results.request()
     if request is None:

@@ -10,7 +10,7 @@ from ckptfix.conversion.migrate import migrate
 from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, STATES, TARGETS, WEIGHTS
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import UsageError
-from ckptfix.storage.doors import local_path, looks_like_url
+from ckptfix.storage.files import is_url, local_path
 from ckptfix.storage.paths import shell_path
 from ckptfix.tensors.optimizers import Strategy
 from ckptfix.wording import escape
@@ -106,7 +106,7 @@ def migrate_command(
 
     DST appears when it is complete, or not at all; SRC stays as it is.
     """
-    if looks_like_url(local_path(dst)) and partial_results() is not None:
+    if is_url(local_path(dst)) and partial_results() is not None:
         raise UsageError(
             f"--partial keeps files next to DST, on a disk, and {escape(dst)} is a URL; next: "
             f"migrate to a folder, and then: ckptfix upload FOLDER {shell_path(dst)}"

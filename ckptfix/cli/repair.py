@@ -20,7 +20,7 @@ from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
 from ckptfix.repairs.saved_plans import SavedPlan, apply_command, read_plan, save_plan
-from ckptfix.storage.doors import opened
+from ckptfix.storage.opened import open_files
 from ckptfix.wording import line
 
 _WORDS: dict[object, str] = {
@@ -155,7 +155,7 @@ def repair_command(
             if saved is not None:
                 plan = saved.plan(recover=recover, break_lock=break_lock, progress=progress)
             else:
-                place = image.enter_context(opened(path))
+                place = image.enter_context(open_files(path))
                 plan = plan_repair(
                     place,
                     policy,

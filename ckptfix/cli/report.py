@@ -23,8 +23,9 @@ from ckptfix.manual import wrap
 from ckptfix.reports import Serialized, holds_many, plain
 from ckptfix.storage import staged, teams
 from ckptfix.storage.atomic import DISK_FULL
+from ckptfix.storage.files import AnyPath, is_url
 from ckptfix.storage.paths import cause, described, shell_path
-from ckptfix.wording import Line, escape, line, shown
+from ckptfix.wording import Line, escape, line
 
 INTERRUPTED = 130
 
@@ -72,7 +73,7 @@ def ending_of(error: Exception) -> Ending:
         remedy = "; next: make room on that disk, and run it again"
     elif error.errno == errno.EROFS:
         remedy = "; next: name a folder on a disk that can be written to"
-    if isinstance(error.filename, str) and shown(error.filename) == error.filename:
+    if isinstance(error.filename, str) and not is_url(error.filename):
         error.filename = str(staged.target_of(Path(error.filename)))
     return Ending(f"{described(error)}{remedy}", 3)
 
@@ -200,14 +201,14 @@ class Report:
         """Print findings about the checkpoint ``at``."""
         self.show(finding_lines(findings, at))
 
-    def path(self, path: Path, *, null: bool) -> None:
+    def path(self, path: AnyPath, *, null: bool) -> None:
         """Print a path for xargs: quoted in a line, or, with ``null``, as it is and with a NUL
         behind it.
         """
         if self.form is not Form.TEXT:
             return
         if null:
-            text = shown(str(path))
+            text = str(path)
             put(os.fsencode(f"./{text}" if text.startswith("-") else text) + b"\0", newline=False)
         else:
             put(shell_path(path))

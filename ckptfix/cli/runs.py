@@ -1,10 +1,8 @@
 """``ckptfix check -r``: from which checkpoint of each run to resume, and what speaks against it."""
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from threading import Lock
 from typing import ClassVar
 
@@ -24,6 +22,7 @@ from ckptfix.diagnosis.other_runs import DAY, History, OtherRun, days_between, h
 from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.errors import CkptfixError
 from ckptfix.reports import Serialized
+from ckptfix.storage.files import AnyPath, absolute, is_of_listing
 from ckptfix.wording import series
 
 
@@ -42,10 +41,10 @@ class Resume(Serialized):
 
     json_keys: ClassVar = "run checkpoint problem clean? passed_over taken_instead? other_run?"
 
-    run: Path
-    checkpoint: Path | None
+    run: AnyPath
+    checkpoint: AnyPath | None
     problem: str = ""
-    clean: Path | None = None
+    clean: AnyPath | None = None
     passed_over: tuple[str, ...] = ()
     taken_instead: str = ""
     unexplained: tuple[str, ...] = ()
@@ -71,32 +70,31 @@ class Runs:
     fleet may have 100,000.
     """
 
-    def __init__(self, places: Iterable[Path]) -> None:
-        self._places = frozenset(os.path.abspath(place) for place in places)
-        self._unclean: dict[Path, set[str]] = {}
-        self._runs: dict[Path, None] = {}
-        self._newest: dict[Path, frozenset[Path]] = {}
-        self._compared: dict[Path, frozenset[Path]] = {}
-        self._histories: dict[Path, History | None] = {}
-        self._known: dict[Path, Candidate] = {}
-        self._saved_last: dict[tuple[Path, str], tuple[float, int, str]] = {}
+    def __init__(self, places: Iterable[AnyPath]) -> None:
+        self._places = frozenset(str(absolute(place)) for place in places)
+        self._unclean: dict[AnyPath, set[str]] = {}
+        self._runs: dict[AnyPath, None] = {}
+        self._newest: dict[AnyPath, frozenset[AnyPath]] = {}
+        self._compared: dict[AnyPath, frozenset[AnyPath]] = {}
+        self._histories: dict[AnyPath, History | None] = {}
+        self._known: dict[AnyPath, Candidate] = {}
+        self._saved_last: dict[tuple[AnyPath, str], tuple[float, int, str]] = {}
         self._lock = Lock()
 
-    def begin(self, path: Path) -> None:
+    def begin(self, path: AnyPath) -> None:
         """Remember a checkpoint of a run, which is not clean before ``end`` says so."""
         home = run_of(path)
         with self._lock:
             self._runs[home] = None
-        run = Path(os.path.abspath(path.parent))
+        run = absolute(path.parent)
         if family_of(path.name) is not None and not self._places.isdisjoint(
             map(str, (run, *run.parents))
         ):
             with self._lock:
                 self._unclean.setdefault(path.parent, set()).add(path.name)
 
-    def end(self, path: Path, place: Path, status: int) -> None:
-        """Take the exit status of a checkpoint. ``place``: the folder that was made of it where a
-        store has it.
+    def end(self, path: AnyPath, place: AnyPath, status: int) -> None:
+        """Take the exit status of a checkpoint. ``place``: the same, opened where a store has it.
 
         There the newest one is looked at now, and the histories that ``other_run`` compares first
         are read: what was read of these checkpoints is in memory still, and costs no second
@@ -112,7 +110,7 @@ class Runs:
                 self._saved_last[key] = max(saved, self._saved_last.get(key, saved))
             if not status:
                 self._unclean[run].discard(path.name)
-            if place == path:
+            if not is_of_listing(path):
                 return
             if run not in self._newest:
                 families = numbered(run).values()
@@ -151,19 +149,19 @@ class Runs:
             answers.append(replace(self._answer(run), taken_instead=taken))
         return answers
 
-    def _answer(self, run: Path) -> Resume:
-        def look(path: Path, number: int) -> Candidate:
+    def _answer(self, run: AnyPath) -> Resume:
+        def look(path: AnyPath, number: int) -> Candidate:
             # Of a checkpoint in which check found nothing, the rest is told by its names and
             # headers.
             is_clean = path.name not in self._unclean[run] and not path.is_symlink()
             return self._known.get(path) or (judge if is_clean else examine)(path, number)
 
-        def look_for_clean(path: Path, number: int) -> Candidate:
+        def look_for_clean(path: AnyPath, number: int) -> Candidate:
             if path.name in self._unclean[run]:
                 return Candidate(path=path, number=number, problem="check found problems")
             return look(path, number)
 
-        def read(path: Path) -> History | None:
+        def read(path: AnyPath) -> History | None:
             return self._histories[path] if path in self._histories else history_of(path)
 
         try:
@@ -193,7 +191,7 @@ class Runs:
                 problem = f"{names} are complete, and their times do not say which is newer"
             return Resume(run=run, checkpoint=None, problem=problem, passed_over=passed_over)
         best, problem = choice.best.path, ""
-        clean: Path | None = None
+        clean: AnyPath | None = None
         if best.name in self._unclean[run]:
             problem = "but check found problems in it (see above)"
             other = choose(run, look=look_for_clean, read=read)
@@ -211,7 +209,7 @@ class Runs:
             other_run=_abandoned(run, best, choice.abandoned) or self._saved_later(run, choice.best),
         )  # fmt: skip
 
-    def _saved_later(self, run: Path, best: Candidate) -> str:
+    def _saved_later(self, run: AnyPath, best: Candidate) -> str:
         """Return in words that a lower number was saved days after the highest one, "" where none
         was.
         """
@@ -231,7 +229,7 @@ class Runs:
         )
 
 
-def _abandoned(run: Path, best: Path, other: OtherRun | None) -> str:
+def _abandoned(run: AnyPath, best: AnyPath, other: OtherRun | None) -> str:
     """Return in words that an older checkpoint is of another run, "" where none is."""
     if other is None:
         return ""

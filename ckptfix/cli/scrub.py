@@ -1,7 +1,6 @@
 """``ckptfix scrub``."""
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -14,7 +13,7 @@ from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, write_page
 from ckptfix.cli.several_paths import Batch, Below, place_named, threads_for, visit
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
-from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.files import AnyPath, absolute, is_url
 from ckptfix.storage.parallel import Control, Share
 from ckptfix.verification.scrub import (
     ORDER,
@@ -99,13 +98,13 @@ def scrub_command(
     subsets = parse_subset(subset)
     share = Share.parse(shard) if shard is not None else None
     if html is not None:
-        ensure_writable(html, [path for path in paths if not looks_like_url(path)])
+        ensure_writable(html, [path for path in paths if not is_url(path)])
     roots = sorted({escape(place_named(path)) for path in paths})
     scope = json.dumps([roots, str(share or "")])
     file = Path(state_file) if state_file is not None else default_state(str(share or ""))
-    with closing(State(file)) as state, ExitStack() as images:
+    with closing(State(file)) as state, ExitStack() as opened:
         chosen, begun = state.begin(scope, [str(one) for one in subsets] or ["none"])
-        below = Below(paths, images)
+        below = Below(paths, opened)
         with report.progress(f"reading {' '.join(paths)}") as progress:
             control = Control(progress)
             scrub = Scrub(
@@ -125,9 +124,8 @@ def _scrub(
 ) -> int:  # fmt: skip
     now = time()
 
-    def work(path: str) -> ScrubResult:
-        below.ensure_listed(path)
-        return scrub.look(path)
+    def work(path: str | AnyPath) -> ScrubResult:
+        return scrub.look(below.listed(path))
 
     def lines(result: ScrubResult, is_alone: bool) -> Iterator[Line]:
         if not report.quiet:
@@ -139,7 +137,7 @@ def _scrub(
     targets = (
         path
         for path in below
-        if share is None or path in below.failures or share.holds(escape(os.path.abspath(path)))
+        if share is None or isinstance(path, str) or share.holds(escape(str(absolute(path))))
     )
     try:
         batch = visit(

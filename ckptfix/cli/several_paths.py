@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, Interrupted, Report, ending_of, interruptible
@@ -16,12 +16,13 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage import teams
-from ckptfix.storage.doors import looks_like_url, opened
+from ckptfix.storage.files import AnyPath, StorePath, absolute, etag_of, is_url, unheld_below
+from ckptfix.storage.opened import open_files
 from ckptfix.storage.parallel import in_turn
 from ckptfix.storage.paths import MANIFEST, command, shell_path
-from ckptfix.storage.reading import unheld_below
+from ckptfix.storage.reading import identity
 from ckptfix.storage.transactions import State, transactions
-from ckptfix.wording import Line, count_of, line, shown, unchecked_lines
+from ckptfix.wording import Line, count_of, line, unchecked_lines
 
 # One verb over several paths: each on its own, what was not checked once, and a summary of all.
 
@@ -41,7 +42,7 @@ _NAMES = re.compile(r"'[^']*'(?:, '[^']*')*(?: and \d+ more)?|\d+")
 
 def threads_for(paths: Sequence[str]) -> int:
     """Return how many checkpoints to look at at once: more of a store than of a disk."""
-    is_of_store = any(looks_like_url(path) and not path.startswith("file:") for path in paths)
+    is_of_store = any(is_url(path) and not path.startswith("file:") for path in paths)
     return _OF_STORE if is_of_store else _OF_DISK
 
 
@@ -107,8 +108,8 @@ class Batch:
 
 def visit(
     report: Report,
-    paths: Iterable[str],
-    work: Callable[[str], R],
+    paths: Iterable[str | AnyPath],
+    work: Callable[[Any], R],
     *,
     word: Callable[[R], str],
     keep: Callable[[Mapping[str, object]], object],
@@ -135,15 +136,19 @@ def visit(
 
         every = [*left]
         with teams.as_one():
-            ensure_same_names(every)
+            ensure_same_names([*map(str, every)])
         left = iter(every)
 
-    def attempt(path: str) -> R | Exception:
+    def attempt(path: str | AnyPath) -> R | Exception:
         try:
-            around = interruptible(state_after(path)) if state_after is not None else nullcontext()
-            if in_team and isinstance(paths, Below):
+            around = (
+                interruptible(state_after(path))
+                if state_after is not None and isinstance(path, str)
+                else nullcontext()
+            )
+            if in_team and isinstance(path, Path):
                 with teams.as_one():
-                    ensure_same_files([Path(path)])
+                    ensure_same_files([path])
             with around, teams.as_one():
                 return work(path)
         # Also one that nobody has foreseen: the rest of the fleet continues.
@@ -160,7 +165,7 @@ def visit(
             if not isinstance(result, FAILURES):
                 message = f"{path}: {message}"
             report.message(f"ckptfix: {message}")
-            keep({"path": shown(path), "status": status, "error": shown(message)})
+            keep({"path": str(path), "status": status, "error": message})
             batch.add(status, _FAILED)
             if isinstance(result, Interrupted):
                 batch.words[_NOT_REACHED] = sum(1 for _ in left)
@@ -170,7 +175,7 @@ def visit(
             report.annotate(annotations(result))
         for text in lines(result, is_alone):
             if text.unchecked and not is_alone:
-                batch.unchecked.add(path, text.unchecked)
+                batch.unchecked.add(str(path), text.unchecked)
             else:
                 report.show([text])
         if report.as_json:
@@ -219,28 +224,30 @@ def check_verbosely(paths: Sequence[str], *options: str) -> str:
 
 def place_named(path: str) -> str:
     """Return a path or URL as two command lines have it in common, however they write it."""
-    return path.rstrip("/") if looks_like_url(path) else os.path.abspath(path)
+    return path.rstrip("/") if is_url(path) else os.path.abspath(path)
 
 
 class Below:
     """The checkpoints at or below several paths, found one by one: there may be 100,000 of them.
 
-    ``images``: keeps the listings of URLs; each is listed once, and ``doors.made`` makes the folder
-    of a checkpoint. ``places``: the folder of each path. A path that cannot be listed is yielded,
+    ``opened``: keeps the listings of URLs open; each is listed once. ``places``: the folder of each
+    path. A path that cannot be listed is yielded,
     too, and is in ``failures``. A checkpoint that two of the paths lead to comes once.
     """
 
-    def __init__(self, paths: Sequence[str], images: ExitStack) -> None:
+    def __init__(self, paths: Sequence[str], opened: ExitStack) -> None:
         self._paths = [*{place_named(path): path for path in reversed(paths)}.values()][::-1]
         names = [place_named(path) for path in self._paths]
         self._overlap = any(
             inner != outer and inner.startswith(f"{outer}/") for inner in names for outer in names
         )
         self.failures: dict[str, Exception] = {}
-        self.places: dict[str, Path] = {}
+        self.places: dict[str, AnyPath] = {}
         for path in self._paths:
             try:
-                self.places[path] = images.enter_context(opened(path, complete=False, lists=True))
+                self.places[path] = opened.enter_context(
+                    open_files(path, complete=False, lists=True)
+                )
             except FAILURES as error:
                 if len(self._paths) == 1:
                     raise
@@ -249,7 +256,7 @@ class Below:
             lost for place in self.places.values() for lost in unheld_below(place) if lost.size
         ]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[str | AnyPath]:
         seen: set[str] = set()
         for path in self._paths:
             if path not in self.places:
@@ -257,23 +264,27 @@ class Below:
                 continue
             try:
                 for place in find_checkpoints(self.places[path]):
-                    self._unheld[:] = (
-                        lost for lost in self._unheld if not lost.home.is_relative_to(place)
-                    )  # it reports them
+                    if isinstance(place, StorePath):  # its check reports them
+                        self._unheld[:] = (
+                            lost for lost in self._unheld if not lost.home.is_relative_to(place)
+                        )
                     if self._overlap:
-                        name = shown(os.path.abspath(place))
+                        name = str(absolute(place))
                         if name in seen:
                             continue
                         seen.add(name)
-                    yield str(place)
+                    yield place
             except FAILURES as error:
                 self.failures[path] = error
                 yield path
 
-    def ensure_listed(self, path: str) -> None:
-        """Raise why there is nothing to work on at a path of a command line."""
-        if path in self.failures:
+    def listed(self, path: str | AnyPath) -> AnyPath:
+        """Return the path of a checkpoint; raise why there is nothing to work on at a path of a
+        command line.
+        """
+        if isinstance(path, str):
             raise self.failures[path]
+        return path
 
     def report_unheld(self, report: Report, batch: Batch) -> None:
         """Print what no folder can hold and no checkpoint has reported, at the end."""
@@ -298,9 +309,7 @@ class Unchecked:
         """Add a sentence about a path."""
         counted = _COUNTED.fullmatch(words)
         about, _, pasted = words.partition("ckptfix ")
-        general = about + pasted.replace(
-            shell_path(path if looks_like_url(path) else Path(path)), ""
-        )
+        general = about + pasted.replace(shell_path(path if is_url(path) else Path(path)), "")
         key = counted.groups()[1:] if counted else _NAMES.sub("", general)
         if key not in self._sentences and len(self._sentences) >= _MOST_SENTENCES:
             self._others += 1
@@ -360,7 +369,7 @@ def state_after_repair(path: str) -> Callable[[], str]:
 
     def describe() -> str:
         if _is_pending(path):
-            what = "finish" if looks_like_url(path) else "roll back"
+            what = "finish" if is_url(path) else "roll back"
             return f"run {_command('repair', path)} again to {what}"
         if _repairs(path) > before:
             return f"{path} is fully repaired; to undo: {_command('undo', path)}"
@@ -385,17 +394,14 @@ def state_after_undo(path: str) -> Callable[[], str]:
 
 def state_after_seal(path: str) -> Callable[[], str]:
     """Return what describes the state of a folder after a seal was interrupted that begins now."""
-    before = _identity(Path(path, MANIFEST))
+    before = _manifest_at(path)
 
     def describe() -> str:
         if _is_pending(path):
-            return f"run {command('undo', Path(path))} to roll back"
-        is_old = _identity(Path(path, MANIFEST)) == before
-        return (
-            f"{path} is unchanged"
-            if is_old
-            else f"{path} is sealed; next: {command('verify', Path(path))}"
-        )
+            return f"run {_command('undo', path)} to roll back"
+        if _manifest_at(path) == before:
+            return f"{path} is unchanged"
+        return f"{path} is sealed; next: {_command('verify', path)}"
 
     return describe
 
@@ -404,7 +410,7 @@ def state_after_writing(source: str, output: str) -> Callable[[], str]:
     """Return what describes the state after an interrupt of a verb that begins now and writes a new
     ``output``.
     """
-    if looks_like_url(output):
+    if is_url(output):
         return lambda: f"{source} is unchanged, and {_state_of_upload(output)}"
     before = _identity(Path(output))
 
@@ -450,7 +456,7 @@ def _upload_at(url: str, *, is_strict: bool = False) -> tuple[str, bool] | None:
     from ckptfix.storage.markers import read_begun, read_commit
 
     try:
-        with opened(url, complete=False) as place:
+        with open_files(url, complete=False) as place:
             begun, commit = read_begun(place), read_commit(place)
     except UsageError:
         return None
@@ -469,7 +475,7 @@ def _state_of_upload(url: str) -> str:
     from ckptfix.storage.markers import upload_problem
 
     try:
-        with opened(url, complete=False) as place:
+        with open_files(url, complete=False) as place:
             problem = upload_problem(place)
     except UsageError:
         return f"nothing was written at {url}"
@@ -479,9 +485,7 @@ def _state_of_upload(url: str) -> str:
 
 
 def _command(verb: str, path: str) -> str:
-    return (
-        f"ckptfix {verb} {shell_path(path)}" if looks_like_url(path) else command(verb, Path(path))
-    )
+    return command(verb, path)
 
 
 def _repairs(path: str) -> int:
@@ -489,7 +493,7 @@ def _repairs(path: str) -> int:
     not exist.
     """
     try:
-        with opened(path, complete=False) as place:
+        with open_files(path, complete=False) as place:
             return sum(
                 transaction.state is State.DONE
                 for transaction in transactions(find_target(place).root)
@@ -500,13 +504,22 @@ def _repairs(path: str) -> int:
 
 def _is_pending(path: str) -> bool:
     try:
-        with opened(path, complete=False) as place:
+        with open_files(path, complete=False) as place:
             return any(
                 transaction.state is State.PENDING
                 for transaction in transactions(find_target(place).root)
             )
     except (CkptfixError, OSError):
         return False
+
+
+def _manifest_at(path: str) -> object:
+    """Return what tells the manifest of a folder from a later one, None where there is none."""
+    try:
+        with open_files(path, complete=False) as folder:
+            return etag_of(folder / MANIFEST) or identity(folder / MANIFEST)
+    except (CkptfixError, OSError):
+        return None
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

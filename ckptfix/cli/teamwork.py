@@ -15,7 +15,7 @@ from ckptfix.cli import report as printing
 from ckptfix.cli.report import Report
 from ckptfix.errors import TeamError, UsageError
 from ckptfix.storage import teams
-from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.files import is_url
 from ckptfix.storage.parallel import Share
 from ckptfix.storage.partial_results import PartialResults, Request, default_folder, own_version
 from ckptfix.storage.paths import command, existing, shell_path
@@ -71,7 +71,7 @@ def run_shared(
             raise UsageError(f"{unfit}; {_ONE_PROCESS}")
         raise UsageError(f"{unfit}; leave out {'--shard' if shard is not None else '--partial'}")
     paths = [str(path) for path in params.get("paths", ())]
-    if partial is not None and (not partial or looks_like_url(partial)):
+    if partial is not None and (not partial or is_url(partial)):
         raise UsageError(
             f"--partial {shell_path(partial)}: expected a folder of this machine for the results"
         )
@@ -225,7 +225,7 @@ def _paths(params: Mapping[str, Any]) -> list[Path]:
         for value in values
         for path in (value if isinstance(value, list | tuple) else [value])
     ]
-    return [Path(path) for path in given if not looks_like_url(path)]
+    return [Path(path) for path in given if not is_url(path)]
 
 
 def _finish(

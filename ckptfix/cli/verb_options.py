@@ -11,7 +11,7 @@ import click
 
 from ckptfix.cli.report import COLOUR, Form, Report
 from ckptfix.cli.teamwork import run_by_one, run_shared, share_options
-from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.files import is_url
 from ckptfix.wording import escape
 
 Example = tuple[str, str]
@@ -20,10 +20,19 @@ Example = tuple[str, str]
 _QUIET = "Print nothing but failures; the exit status says the rest."
 
 
-# By default click refuses a folder that may not be read as wrong usage; the verb then names its
-# owner, its mode and the chmod that helps, as for a file.
-PATH = click.Path(readable=False)
-"""Type of an argument that names a checkpoint, a file or a URL."""
+class CheckpointPath(click.Path):
+    """Type of an argument that names a checkpoint, a file or a URL. The shell completes paths.
+
+    Click refuses a folder that may not be read as wrong usage, and looks for a file that is called
+    as the URL; the verb names its owner, its mode and the chmod that helps.
+    """
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the text as it is."""
+        return value
+
+
+PATH = CheckpointPath()
 
 TRANSFER = click.option(
     "--transfer",
@@ -45,7 +54,7 @@ class LocalFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path. Fails for a URL."""
-        if looks_like_url(value):
+        if is_url(value):
             self.fail(f"{escape(value)} is a URL: expected a file of this machine", param, ctx)
         return super().convert(value, param, ctx)
 

@@ -4,7 +4,8 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -15,7 +16,8 @@ from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.findings.base import Finding, Severity, salvage_lines
 from ckptfix.errors import UsageError
-from ckptfix.storage.doors import looks_like_url, opened
+from ckptfix.storage.files import StorePath, is_url
+from ckptfix.storage.opened import errors_with_place, open_files, with_place
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import human_size
 
@@ -23,60 +25,70 @@ if TYPE_CHECKING:
     from ckptfix.verification.verify_report import VerifyReport
 
 
+_R = TypeVar("_R")
 _DAMAGED = "reload skipped: the checkpoint is damaged"
 
 
 def reload(
     report: Report, path: str, device_map: str, max_memory: str | None, model: str | None,
     repeats: int, require_transfer_proof: bool, html: str | None, *, data: bool = False,
+    source: StorePath | None = None,
 ) -> int:  # fmt: skip
     """Prove a reload, print it, and return the exit status. ``html``: a file for the page, tried
     before all else.
 
-    ``data``: before that, do all that ``verify --data`` does.
+    ``data``: before that, do all that ``verify --data`` does. ``source``: the folder in a store of
+    which ``path`` is a copy.
     """
+
+    def told(result: _R) -> _R:
+        return result if source is None else with_place(result, Path(path), source)
+
+    name = path if source is None else str(source)
     if html is not None:
         ensure_writable(html, (path,))
-    if looks_like_url(path):  # safetensors and torch open files by themselves
-        with opened(path) as image:
+    if is_url(path):  # safetensors and torch open files by themselves
+        with open_files(path) as place:
             from tempfile import gettempdir
 
-            from ckptfix.storage.images import materialised, nbytes_at
+            from ckptfix.storage.store_files import downloaded, nbytes_at
 
+            assert isinstance(place, StorePath)
             report.message(
-                f"{path}: downloading {human_size(nbytes_at(image))} to {gettempdir()} for the "
+                f"{path}: downloading {human_size(nbytes_at(place))} to {gettempdir()} for the "
                 "reload"
             )
             with (
                 report.progress(f"downloading {path}") as progress,
-                materialised(image, progress=progress) as copy,
+                downloaded(place, progress=progress) as copy,
+                errors_with_place(copy, place),
             ):
                 return reload(
                     report, str(copy), device_map, max_memory, model, repeats,
-                    require_transfer_proof, html, data=data,
+                    require_transfer_proof, html, data=data, source=place,
                 )  # fmt: skip
-    document: dict[str, Any] = {"path": path, "findings": []}
+    document: dict[str, Any] = {"path": name, "findings": []}
     data_lines: list[str] = []
     data_status = 0
     if data:
         from ckptfix.verification.verify import verify
 
-        with report.progress(f"reading {path}") as progress:
-            verified = verify(path, data=True, progress=progress)
+        with report.progress(f"reading {name}") as progress:
+            verified = told(verify(path, data=True, progress=progress))
         report.show(verified.lines())
         document["data"] = verified.as_json()
         data_lines, data_status = [str(text) for text in verified.lines()], verified.status
         findings = verified.findings
     else:
-        findings = check(path).all_findings
-    document["findings"] = [finding.as_json(path) for finding in findings]
+        findings = told(check(path).all_findings)
+    document["findings"] = [finding.as_json(name) for finding in findings]
     # Errors stop it. Warnings are said, and are no word about the reload: a Trainer's folder always
     # has one.
     serious = [finding for finding in findings if finding.severity is not Severity.NOTE]
     if not data:
-        report.findings(serious, path)
+        report.findings(serious, name)
     if any(finding.severity is Severity.ERROR for finding in serious):
-        next_step = _say_what_to_do(report, path, findings)
+        next_step = _say_what_to_do(report, name, findings)
         rows = [(finding.severity.value, finding.code, str(finding)) for finding in serious]
         document["reload"] = None
         return _finish(
@@ -85,7 +97,7 @@ def reload(
             max(1, data_status),
             html,
             _damage_page,
-            path,
+            name,
             next_step,
             rows,
             data_lines,
@@ -95,11 +107,12 @@ def reload(
     from ckptfix.devices.reload.verifying import verify_reload
 
     # Stdout is for the result: a model of the user's that prints must not get into it.
-    with report.progress(f"verifying {path}") as progress, redirect_stdout(sys.stderr):
+    with report.progress(f"verifying {name}") as progress, redirect_stdout(sys.stderr):
         result = verify_reload(
             path, device_map=device_map, max_memory=max_memory, model=model, repeats=repeats,
             require_transfer_proof=require_transfer_proof, progress=progress,
         )  # fmt: skip
+        result = told(result)
     report.show(result.lines())
     if data_status:
         report.line("--data found problems: they are listed above the reload", colour="red")

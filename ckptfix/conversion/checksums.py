@@ -9,10 +9,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfix.errors import OperationError
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.joined import Joined, Zeros
@@ -149,7 +149,7 @@ class Checksums:
         self._records = records
         self._numbers: dict[Piece, int] = {}
         self._parts: dict[Piece, dict[int, Part]] = {}
-        self._in_file: dict[Path, list[Piece]] = {}
+        self._in_file: dict[AnyPath, list[Piece]] = {}
         for record in sorted(records, key=lambda one: one.offset) if with_parts else ():
             self._in_file.setdefault(record.path, []).append(record)
 

@@ -19,6 +19,7 @@ from ckptfix.conversion.sources import files_read
 from ckptfix.conversion.target_names import SUFFIXES, json_object
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.atomic import create_file, sync_folder
+from ckptfix.storage.files import AnyPath, StorePath, lies_in, real_path
 from ckptfix.storage.lock import LOCK
 from ckptfix.storage.paths import (
     JOURNAL,
@@ -37,11 +38,11 @@ nothing.
 """
 
 
-def check_paths(path: Path, output: Path, options: Options) -> None:
+def check_paths(path: AnyPath, output: Path, options: Options) -> None:
     """Raise UsageError when nothing can be written at ``output``, by what exists there now;
     OSError.
     """
-    source, target = Path(os.path.realpath(path)), Path(os.path.realpath(output))
+    source, target = real_path(path), Path(os.path.realpath(output))
     if output.name == "..":
         raise UsageError(f"{output}: name the folder itself")
     ensure_folder(output.absolute().parent)
@@ -80,7 +81,7 @@ def ensure_apart(plan: MigrationPlan) -> None:
     names = [*files_read(plan), *(listed_files(root) if only is None else ())]
     if only is None:
         for folder in {os.path.dirname(name) for name in names}:
-            if _is_in(place, Path(os.path.realpath(root / folder))):
+            if _is_in(place, real_path(root / folder)):
                 raise UsageError(
                     f"{output} lies inside {root / folder}, which is to be migrated; name another "
                     "place"
@@ -91,7 +92,7 @@ def ensure_apart(plan: MigrationPlan) -> None:
         raise UsageError(
             f"{output} is a folder, and a file would take its place; name another place"
         )
-    homes = {Path(os.path.realpath(root / name)).parent: name for name in names}
+    homes = {real_path(root / name).parent: name for name in names}
     for home, name in homes.items():
         if _is_in(home, place):
             raise UsageError(
@@ -202,7 +203,7 @@ def _refused(output: Path, why: str, remove: str) -> UsageError:
     )
 
 
-def _base_models(root: Path) -> Iterator[Path]:
+def _base_models(root: AnyPath) -> Iterator[Path]:
     """Yield the possible paths of the base model of an adapter, by its ``adapter_config.json``.
 
     peft passes the name to ``from_pretrained``, which tries it as a path from the working
@@ -214,13 +215,16 @@ def _base_models(root: Path) -> Iterator[Path]:
     name = values.get("base_model_name_or_path")
     if isinstance(name, str) and name:
         with suppress(ValueError):  # a NUL byte, or half of a surrogate pair, which no path holds
-            yield from [Path(os.path.realpath(folder / name)) for folder in (root, Path.cwd())]
+            folders = (Path.cwd(), *((root,) if isinstance(root, Path) else ()))
+            yield from [Path(os.path.realpath(folder / name)) for folder in folders]
 
 
-def _is_in(path: Path, folder: Path) -> bool:
+def _is_in(path: AnyPath, folder: AnyPath) -> bool:
     """Return whether a path is the other one or lies below it, also under another name by a
     mount.
     """
+    if isinstance(path, StorePath) or isinstance(folder, StorePath):
+        return lies_in(path, folder)
     if path.is_relative_to(folder):
         return True
     try:

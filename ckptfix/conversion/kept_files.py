@@ -39,7 +39,6 @@ from ckptfix.storage.staged import (
 )
 from ckptfix.storage.staged import write_file as write_note
 from ckptfix.tensors.new_files import Computed, Data
-from ckptfix.wording import shown
 
 NOTE = "staging.json"
 """File in the folder of partial results that names the staging folder. Without it, that folder is
@@ -255,7 +254,7 @@ def _fingerprint(plan: MigrationPlan) -> str:
                     digest.update(hashlib.sha256(part.data).digest())
                 elif isinstance(part, Data):
                     one = planned.data[part.fqn]
-                    words = shown(repr((part.fqn, part.length, one.new, one.stored.layout)))
+                    words = repr((part.fqn, part.length, one.new, one.stored.layout))
                     digest.update(words.encode("utf-8", "surrogateescape"))
                 else:
                     assert isinstance(part, Computed)

@@ -44,14 +44,15 @@ from ckptfix.conversion.sources import (
 )
 from ckptfix.conversion.state_plan import plan_states
 from ckptfix.conversion.target_names import NAME, LeftOut
-from ckptfix.conversion.uploading import writes_urls
+from ckptfix.conversion.uploading import open_output
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
-from ckptfix.storage.doors import takes_urls
+from ckptfix.storage.files import AnyPath, Openable
+from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command, existing
 from ckptfix.storage.staged import Staging, put_in_place
@@ -113,8 +114,8 @@ class MigrateReceipt(Printable, Serialized):
         "rewritten warnings removed not_checked state processes optimizers"
     )
 
-    path: Path
-    output: Path
+    path: AnyPath
+    output: Path | str
     to: str
     models: tuple[MigratedModel, ...]
     carried: tuple[str, ...] = ()
@@ -344,7 +345,7 @@ def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
         )
 
 
-def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
+def open_new(plan: MigrationPlan, whole: AnyPath) -> tuple[Weights, ...]:
     """Return the models of the new checkpoint as ``open_checkpoint`` finds them, in the order of
     the plan.
 
@@ -376,9 +377,8 @@ OnPlan = Callable[[MigrateReceipt], None]
 
 
 @takes_urls("src")
-@writes_urls("dst")
 def migrate(
-    src: str | os.PathLike[str],
+    src: Openable,
     dst: str | os.PathLike[str],
     *,
     to: str | Format | Strategy,
@@ -431,72 +431,79 @@ def migrate(
         verify=verify,
         overwrite=overwrite,
     )
-    path, output = existing(src), Path(dst)
-    with paused_gc(), teams.by_itself():
-        check_paths(path, output, options)
-        watch = Watch(path)
-        source = open_checkpoint(path, original=options.original)
-        if options.original and all(one.format is not Format.DEEPSPEED for one in source.weights):
-            raise UsageError(
-                f"--dtype original: {path} holds no weights of DeepSpeed; leave it out"
+    with open_output(dst, overwrite=overwrite) as new:
+        path, output = existing(src), new.path
+        with paused_gc(), teams.by_itself():
+            check_paths(path, output, options)
+            watch = Watch(path)
+            source = open_checkpoint(path, original=options.original)
+            if options.original and all(
+                one.format is not Format.DEEPSPEED for one in source.weights
+            ):
+                raise UsageError(
+                    f"--dtype original: {path} holds no weights of DeepSpeed; leave it out"
+                )
+            ensure_finished(source)
+            # Before the plan: an optimizer that was saved twice fails there, with a message about names
+            # of parameters.
+            of_source = warnings_of_source(
+                path, source.weights, options.keys, allow_damage=allow_damage
             )
-        ensure_finished(source)
-        # Before the plan: an optimizer that was saved twice fails there, with a message about names
-        # of parameters.
-        of_source = warnings_of_source(
-            path, source.weights, options.keys, allow_damage=allow_damage
-        )
-        make = make_plan if options.strategy is None else plan_states
-        plan = make(source, path, output, options)
-        warnings = (*of_source, *unfit_optimizers(plan))
-    ensure_apart(plan)
-    plan = replace(plan, removed=files_replaced(output))
-    recorded_by = source_manifest(plan)
-    # The manifest is not copied with a single file: it lists the other files of the folder, too.
-    manifest = None if source.only is not None or plan.is_file else recorded_by
-    if manifest is not None:
-        plan = replace(plan, left_out=(*plan.left_out, *ensure_complete(source.root, manifest)))
-    watch.check(files_read(plan))
-    recorded = SourceDigests(plan, recorded_by)
-    is_guarded = manifest is not None and manifest.is_of_a_save
-    not_checked = (*not_checked_of(plan, is_guarded=is_guarded), *recorded.not_checked())
-    warnings = (*warnings, *outdated(plan))
-    receipt = receipt_of(plan, warnings=warnings, not_checked=not_checked, dry_run=True)
-    if on_plan is not None:
-        on_plan(receipt)
-    if dry_run:
-        return receipt
-    with shared_staging(plan) as (staging, kept):
-        with_sha256 = manifest is not None and bool(manifest.digests)
-        produced = produce(
-            plan, staging.new, recorded, with_sha256=with_sha256, kept=kept, progress=progress
-        )
-        if teams.is_share():
-            watch.check(files_read(plan))
-            return receipt
-        with doubted():
-            new = open_new(plan, staging.complete)
-            if options.verify:
-                with teams.by_itself():
-                    _prove(plan, staging, new, produced, progress)
-        # Nothing appears at its place where one of several processes has failed.
-        with teams.as_one():
-            watch.check(files_read(plan))
-        if not teams.leads():
-            return receipt
+            make = make_plan if options.strategy is None else plan_states
+            plan = make(source, path, output, options)
+            warnings = (*of_source, *unfit_optimizers(plan))
+        ensure_apart(plan)
+        plan = replace(plan, removed=files_replaced(output))
+        recorded_by = source_manifest(plan)
+        # The manifest is not copied with a single file: it lists the other files of the folder, too.
+        manifest = None if source.only is not None or plan.is_file else recorded_by
         if manifest is not None:
-            warnings += record(plan, manifest, new, staging.new, produced)
+            plan = replace(plan, left_out=(*plan.left_out, *ensure_complete(source.root, manifest)))
         watch.check(files_read(plan))
-        if not plan.is_file:
-            write_receipt(staging.new, plan)
-        if options.overwrite:
-            ensure_unchanged(plan)
-        put_in_place(
-            staging,
-            overwrite=options.overwrite,
-            check=lambda folder: ensure_unchanged(plan, folder),
+        recorded = SourceDigests(plan, recorded_by)
+        is_guarded = manifest is not None and manifest.is_of_a_save
+        not_checked = (*not_checked_of(plan, is_guarded=is_guarded), *recorded.not_checked())
+        warnings = (*warnings, *outdated(plan))
+        receipt = new.told(
+            receipt_of(plan, warnings=warnings, not_checked=not_checked, dry_run=True)
         )
-    return receipt_of(plan, warnings=warnings, not_checked=not_checked, verified=options.verify)
+        if on_plan is not None:
+            on_plan(receipt)
+        if dry_run:
+            return receipt
+        with shared_staging(plan) as (staging, kept):
+            with_sha256 = manifest is not None and bool(manifest.digests)
+            produced = produce(
+                plan, staging.new, recorded, with_sha256=with_sha256, kept=kept, progress=progress
+            )
+            if teams.is_share():
+                watch.check(files_read(plan))
+                return receipt
+            with doubted():
+                written = open_new(plan, staging.complete)
+                if options.verify:
+                    with teams.by_itself():
+                        _prove(plan, staging, written, produced, progress)
+            # Nothing appears at its place where one of several processes has failed.
+            with teams.as_one():
+                watch.check(files_read(plan))
+            if not teams.leads():
+                return receipt
+            if manifest is not None:
+                warnings += record(plan, manifest, written, staging.new, produced)
+            watch.check(files_read(plan))
+            if not plan.is_file:
+                write_receipt(staging.new, plan)
+            if options.overwrite:
+                ensure_unchanged(plan)
+            put_in_place(
+                staging,
+                overwrite=options.overwrite,
+                check=lambda folder: ensure_unchanged(plan, folder),
+            )
+        return new.told(
+            receipt_of(plan, warnings=warnings, not_checked=not_checked, verified=options.verify)
+        )
 
 
 def _prove(

@@ -2,7 +2,6 @@
 written.
 """
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.new_dcp import dcp_files
@@ -361,7 +361,7 @@ class MigrationPlan:
     """
 
     source: StoredCheckpoint
-    path: Path
+    path: AnyPath
     output: Path
     options: Options
     is_file: bool
@@ -395,11 +395,11 @@ class MigrationPlan:
         """The size of all new files and of all copies."""
         new = sum(file.size for one in self.planned for file in one.files)
         new += sum(file.size for file in self.rewritten)
-        return new + sum(os.stat(self.source.root / path).st_size for path in self.carried)
+        return new + sum(stat_of(self.source.root / path).st_size for path in self.carried)
 
 
 def make_plan(
-    source: StoredCheckpoint, path: Path, output: Path, options: Options
+    source: StoredCheckpoint, path: AnyPath, output: Path, options: Options
 ) -> MigrationPlan:
     """Plan a migration; reads only the sizes of files.
 

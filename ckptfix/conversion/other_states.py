@@ -8,7 +8,7 @@ only where the same process does.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
@@ -17,6 +17,7 @@ from ckptfix.conversion.target_names import LeftOut, OtherFiles, StateNames
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_tree import child
 from ckptfix.formats.torch_file import read_torch_file
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader
 from ckptfix.tensors.new_torch_files import Call, torch_file, with_new_tensors
 from ckptfix.tensors.new_zero import DYNAMIC_SCALE, LOSS_SCALER, dynamic_scaler
@@ -62,7 +63,7 @@ class OtherStates(NamedTuple):
 
 
 def other_states(
-    root: Path,
+    root: AnyPath,
     found: OtherFiles,
     optimizers: Sequence[OptimizerState],
     *,
@@ -137,7 +138,7 @@ def other_states(
     return OtherStates(tuple(carried), found.empty, tuple(left), tuple(extras), tuple(warnings))
 
 
-def _of_new_cycle(root: Path, path: PurePosixPath) -> PlannedExtra | None:
+def _of_new_cycle(root: AnyPath, path: PurePosixPath) -> PlannedExtra | None:
     """Plan the random states of a rank with ``accelerator.step`` 0; None where they cannot be
     written anew.
     """
@@ -158,7 +159,7 @@ def _of_new_cycle(root: Path, path: PurePosixPath) -> PlannedExtra | None:
 
 
 def _other_paces(
-    path: Path, state: OptimizerState | None, strategy: Strategy, before: int, processes: int
+    path: AnyPath, state: OptimizerState | None, strategy: Strategy, before: int, processes: int
 ) -> Iterator[str]:
     """Yield in words where a scheduler of Accelerate advances faster or slower from now on.
 
@@ -210,7 +211,7 @@ def _has_scheduler(state: OptimizerState) -> bool:
     return state.extra.get(MODEL_STATES, {}).get(_LR_SCHEDULER) is not None
 
 
-def _count(path: Path, key: str) -> int | None:
+def _count(path: AnyPath, key: str) -> int | None:
     """Return a whole number from a file of torch, None where it has none."""
     try:
         with open_reader(path) as reader:
@@ -221,7 +222,7 @@ def _count(path: Path, key: str) -> int | None:
 
 
 def out_of_engines(
-    root: Path, optimizers: Sequence[OptimizerState], names: StateNames, processes: int
+    root: AnyPath, optimizers: Sequence[OptimizerState], names: StateNames, processes: int
 ) -> OtherStates:
     """Plan the files of what only DeepSpeed's files have, which others look for in files of their
     own.
@@ -313,7 +314,7 @@ def _grad_scaler(scale: float, *, done: int, factor: float, window: int) -> dict
 
 
 def into_engine(
-    root: Path, state: OptimizerState, scheduler: str, dtype: str | None
+    root: AnyPath, state: OptimizerState, scheduler: str, dtype: str | None
 ) -> tuple[OptimizerState, tuple[str, ...]]:
     """Return an optimizer with what DeepSpeed's engine looks for in its own files, and in words
     what it does not find.
@@ -352,7 +353,7 @@ def into_engine(
     return replace(state, extra={**state.extra, **scaler, MODEL_STATES: inside}), warnings
 
 
-def _plain_values(path: Path) -> tuple[Any, Mapping[Piece, int]]:
+def _plain_values(path: AnyPath) -> tuple[Any, Mapping[Piece, int]]:
     """Return the plain values in a file of torch, None where there are others, or no such file; and
     its checksums.
     """

@@ -38,6 +38,7 @@ from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage import teams
 from ckptfix.storage.atomic import DISK_FULL, create_file, sync_folder
 from ckptfix.storage.copying import Pacer, supports_reflink
+from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.parallel import Control, Progress, run_all
 from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
@@ -79,7 +80,8 @@ def produce(
     ``kept``: what is there of an earlier run. Raises OperationError when there is too little space
     or the source is damaged, ChangedError when it changed meanwhile, OSError.
     """
-    shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
+    root = plan.source.root
+    shares = supports_reflink(folder) and os.stat(folder).st_dev == stat_of(root).st_dev
     new = sum(file.size for one in plan.planned for file in one.files)
     if teams.leads() and teams.knows_all():  # the others come when files may be there already
         ensure_space(plan.output, (new if shares else plan.bytes_to_write) - kept.nbytes)
@@ -181,7 +183,7 @@ class _Part(NamedTuple):
     """
 
     what: str
-    source: Path | None
+    source: AnyPath | None
     size: int
     tasks: tuple[_Task, ...]
     path: Path | None = None
@@ -230,8 +232,8 @@ def _parts(
         )
 
 
-def _size(path: Path) -> int:
-    return os.stat(path).st_size if path.exists() else 0
+def _size(path: AnyPath) -> int:
+    return stat_of(path).st_size if path.exists() else 0
 
 
 def _left(checksums: Checksums) -> Iterator[_Part]:
@@ -366,7 +368,7 @@ class _Work:
         # The thread that writes the weights may come later.
         target.parent.mkdir(parents=True, exist_ok=True)
         create_file(target, data)
-        os.chmod(target, stat.S_IMODE(os.stat(source).st_mode) & _MODE)
+        os.chmod(target, stat.S_IMODE(stat_of(source).st_mode) & _MODE)
         if self.sha256 is not None:
             self.sha256[str(file.path)] = hashlib.sha256(data).hexdigest()
 
@@ -380,7 +382,7 @@ def _keep_modes(plan: MigrationPlan, folder: Path) -> None:
     for path in made | {PurePosixPath(".")}:
         os.chmod(
             folder / path,
-            stat.S_IMODE(os.stat(plan.source.root / path).st_mode) & _MODE | stat.S_IRWXU,
+            stat.S_IMODE(stat_of(plan.source.root / path).st_mode) & _MODE | stat.S_IRWXU,
         )
 
 
@@ -392,12 +394,12 @@ def _mode_of(plan: MigrationPlan, planned: Planned) -> int:
     that file.
     """
     first = plan.source.root / planned.old_files[0]
-    mode = stat.S_IMODE(os.stat(first).st_mode) & 0o666
+    mode = stat.S_IMODE(stat_of(first).st_mode) & 0o666
     folders = [plan.source.root / parent for parent in planned.old_files[0].parents]
     if not plan.is_file:
         folders.pop()  # the folder itself, whose permissions the new one gets
     for folder in folders if plan.source.only is None else ():
-        entered = os.stat(folder).st_mode
+        entered = stat_of(folder).st_mode
         mode &= ~(0o060 if not entered & stat.S_IXGRP else 0) & ~(
             0o006 if not entered & stat.S_IXOTH else 0
         )

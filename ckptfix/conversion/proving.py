@@ -2,9 +2,8 @@
 back.
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
@@ -12,6 +11,7 @@ from ckptfix.conversion.streaming import Source
 from ckptfix.errors import OperationError
 from ckptfix.storage import teams
 from ckptfix.storage.comparing import Run, first_difference
+from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import OpenFiles, open_reader
 from ckptfix.tensors.hashing import TensorJob, hash_all
@@ -46,7 +46,7 @@ def prove_model(
 
 def prove_modules(
     where: str,
-    folder: Path,
+    folder: AnyPath,
     planned: PlannedModel,
     digests: Mapping[str, str],
     proven: Mapping[StoredTensor, str],
@@ -107,7 +107,7 @@ def _prove_tensors(
 
 def prove_states(
     plan: MigrationPlan,
-    folder: Path,
+    folder: AnyPath,
     digests: Sequence[Mapping[str, str]],
     proven: Mapping[StoredTensor, str],
     progress: Progress | None,
@@ -201,7 +201,7 @@ def _compare_groups(where: str, wanted: OptimizerState, there: OptimizerState) -
 
 
 def prove_copies(
-    root: Path, folder: Path, paths: Sequence[PurePosixPath], progress: Progress | None
+    root: AnyPath, folder: AnyPath, paths: Sequence[PurePosixPath], progress: Progress | None
 ) -> None:
     """Compare copied files with their sources; a team shares them. Raises as ``prove_copy``
     does.
@@ -211,11 +211,11 @@ def prove_copies(
         prove_copy(root / paths[number], folder / paths[number], progress)
 
     # The copy is a part of the unit: a run that copies once more has to prove that, too.
-    units = [(root / path, folder / path, 2 * os.stat(root / path).st_size) for path in paths]
+    units = [(root / path, folder / path, 2 * stat_of(root / path).st_size) for path in paths]
     teams.each("copies", units, work, progress)
 
 
-def prove_copy(source: Path, copy: Path, progress: Progress | None) -> None:
+def prove_copy(source: AnyPath, copy: AnyPath, progress: Progress | None) -> None:
     """Compare a copy with its source, byte for byte. Raises OperationError when they differ,
     OSError.
     """

@@ -19,7 +19,7 @@ from ckptfix.conversion.proving import prove_copy, prove_model
 from ckptfix.conversion.salvage_models import JudgedFolder, Models, absent, judge
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, SalvagePlan, Sealed
 from ckptfix.conversion.streaming import Source, copy_file, write_file
-from ckptfix.conversion.uploading import writes_urls
+from ckptfix.conversion.uploading import open_output
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import check, resume_problem
 from ckptfix.diagnosis.completeness import judge_bare
@@ -38,7 +38,18 @@ from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.atomic import create_file, sync_tree
-from ckptfix.storage.doors import takes_urls
+from ckptfix.storage.files import (
+    AnyPath,
+    Openable,
+    is_dir,
+    is_symlink,
+    lexists,
+    names_in,
+    relative,
+    stat_of,
+    walk,
+)
+from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import (
     JOURNAL,
@@ -237,7 +248,7 @@ def write_salvage(
     Raises OperationError when a written file differs from what was read, or too little space is
     left; OSError.
     """
-    copied = sum(os.stat(found.root / path).st_size for path in found.copied)
+    copied = sum(stat_of(found.root / path).st_size for path in found.copied)
     ensure_space(output, copied + sum(file.output.size for file in files))
     with staging_for(output) as staging:
         for path in found.copied:
@@ -356,7 +367,7 @@ def _absent(target: Target) -> Iterator[Lost]:
             names = [finding.component or str(finding.path.parent / wanted)]
             reason = str(finding)
         for name in names:
-            if not os.path.lexists(target.root / name):
+            if not lexists(target.root / name):
                 yield Lost(name, None, reason)
 
 
@@ -412,7 +423,7 @@ class _Folders:
             )
             return False
         try:
-            if stat.S_ISREG(os.stat(self._root / path).st_mode):
+            if stat.S_ISREG(stat_of(self._root / path).st_mode):
                 return True
             reason = "it is not a regular file"
         except OSError as error:
@@ -426,21 +437,21 @@ class _Folders:
         """
         if self._is_link(where):
             return
-        for root, folders, _ in os.walk(self._root / where):
-            here = PurePosixPath(os.path.relpath(root, self._root))
+        for root, folders, _ in walk(self._root / where):
+            here = relative(root, self._root)
             if JOURNAL in folders:
                 folders.remove(JOURNAL)
                 self.found.leave_journal(here)
             folders[:] = sorted(name for name in folders if not self._is_link(here / name))
-            scanned = scan_folder(Path(root))
+            scanned = scan_folder(root)
             before = len(self.found.lost)
             groups = group_files(scanned)
             for group in groups:
                 self._kept(group, here)
-            is_dcp = holds_dcp(Path(root))
+            is_dcp = holds_dcp(root)
             has_part = self._dcp_kept(here) if is_dcp else False
             if has_part or (len(self.found.lost) > before and self._models.has_part(groups, here)):
-                advice = f"to recover what is intact: {command('salvage', Path(root))} NEW_FOLDER"
+                advice = f"to recover what is intact: {command('salvage', root)} NEW_FOLDER"
                 self.found.lost[before:] = [
                     one._replace(reason=f"{one.reason}; {advice}")
                     for one in self.found.lost[before:]
@@ -451,7 +462,7 @@ class _Folders:
 
     def _is_link(self, path: PurePosixPath) -> bool:
         """Return whether a folder is a link, which counts as lost."""
-        if not os.path.islink(self._root / path):
+        if not is_symlink(self._root / path):
             return False
         self.found.lost.append(
             Lost(str(path), None, "it is a link to a folder, which is not followed")
@@ -526,26 +537,25 @@ class _Folders:
     def _copy_dcp(self, where: PurePosixPath, judged: JudgedFolder) -> None:
         self.found.damaged += judged.damaged
         self.found.doubtful += judged.doubtful
-        for name in sorted(os.listdir(self._root / where)):
+        for name in sorted(names_in(self._root / where)):
             if belongs(name) and self._is_file(where / name):
                 self.found.copy(where / name)
 
     def _others_of(self, where: PurePosixPath) -> Iterator[PurePosixPath]:
         """Yield the files in a DCP folder that are not its own, at any depth."""
-        names = sorted(name for name in os.listdir(self._root / where) if not belongs(name))
+        names = sorted(name for name in names_in(self._root / where) if not belongs(name))
         for name in names:
             if name == JOURNAL:
                 self.found.leave_journal(where)
-            elif os.path.isdir(self._root / where / name):
+            elif is_dir(self._root / where / name):
                 yield from (path for path in self._below(where / name) if self._is_file(path))
             elif self._is_file(where / name):
                 yield where / name
 
 
 @takes_urls("source")
-@writes_urls("output")
 def salvage(
-    source: str | os.PathLike[str],
+    source: Openable,
     output: str | os.PathLike[str],
     *,
     keep_damaged: bool = False,
@@ -563,42 +573,45 @@ def salvage(
     Raises UsageError for invalid paths, OperationError when nothing can be saved or too little
     space is left, OSError.
     """
-    target, new = find_target(source), Path(output)
-    check_output(target, new)
-    names = listed_files(target.root) if target.only is None else (target.only,)
-    for why in refused_files(target.root / name for name in names):
-        raise OperationError(f"{why}; a file that may not be read is not lost; nothing was written")
-    found = plan_salvage(target, keep_damaged=keep_damaged, progress=progress)
-    if not found.parts and not found.components:
-        raise OperationError(_nothing(target.path, found))
-    files = [plan_file(part) for part in found.parts]
-    receipt = SalvageReceipt(
-        source=os.fspath(source),
-        output=os.fspath(output),
-        saved=tuple(
-            SavedFile(
-                path=str(file.output.path),
-                source=part.source,
-                names=(*(tensor.fqn for tensor in part.found.tensors), *part.found.ties),
-                nbytes=sum(tensor.nbytes for tensor in part.found.tensors),
+    with open_output(output) as new:
+        target = find_target(source)
+        check_output(target, new.path)
+        names = listed_files(target.root) if target.only is None else (target.only,)
+        for why in refused_files(target.root / name for name in names):
+            raise OperationError(
+                f"{why}; a file that may not be read is not lost; nothing was written"
             )
-            for part, file in zip(found.parts, files, strict=True)
-        ),
-        copied=tuple(map(str, found.copied)),
-        lost=tuple(found.lost),
-        absent=tuple(dict.fromkeys(found.absent)),
-        doubtful=tuple(found.doubtful),
-        damaged=tuple(found.damaged),
-        left_out=tuple(found.left_out),
-        notes=tuple(found.notes),
-        unindexed=tuple(dict.fromkeys(str(index.parent) for index in found.unindexed)),
-        not_checked=tuple(found.not_checked),
-    )
-    write_salvage(found, files, new, receipt, progress)
-    return receipt
+        found = plan_salvage(target, keep_damaged=keep_damaged, progress=progress)
+        if not found.parts and not found.components:
+            raise OperationError(_nothing(target.path, found))
+        files = [plan_file(part) for part in found.parts]
+        receipt = SalvageReceipt(
+            source=str(source),
+            output=new.name,
+            saved=tuple(
+                SavedFile(
+                    path=str(file.output.path),
+                    source=part.source,
+                    names=(*(tensor.fqn for tensor in part.found.tensors), *part.found.ties),
+                    nbytes=sum(tensor.nbytes for tensor in part.found.tensors),
+                )
+                for part, file in zip(found.parts, files, strict=True)
+            ),
+            copied=tuple(map(str, found.copied)),
+            lost=tuple(found.lost),
+            absent=tuple(dict.fromkeys(found.absent)),
+            doubtful=tuple(found.doubtful),
+            damaged=tuple(found.damaged),
+            left_out=tuple(found.left_out),
+            notes=tuple(found.notes),
+            unindexed=tuple(dict.fromkeys(str(index.parent) for index in found.unindexed)),
+            not_checked=tuple(found.not_checked),
+        )
+        write_salvage(found, files, new.path, receipt, progress)
+        return receipt
 
 
-def _nothing(path: Path, found: SalvagePlan) -> str:
+def _nothing(path: AnyPath, found: SalvagePlan) -> str:
     """Return the error that nothing can be saved, with the reasons."""
     reasons = [str(lost) for lost in found.lost[:3]]
     more = f"; and {len(found.lost) - 3} more" if len(found.lost) > 3 else ""

@@ -1,11 +1,10 @@
 """Intact tensors of damaged models: shards, files and DCP folders."""
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs
 from ckptfix.checkpoint.entries import ModelFiles, group_files, model_position
@@ -21,6 +20,7 @@ from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata, model_names
 from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.safetensors_file import METADATA_KEY
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
+from ckptfix.storage.files import AnyPath, names_in, relative
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.dcp_tensors import dcp_weights, intact_tensors, read_metadata_of
@@ -216,7 +216,7 @@ class Models:
         for one in found.tensors:
             if one.fqn in found.unchecked and isinstance(one.layout, Contiguous):
                 for path, begin, length in one.layout.pieces:
-                    where = PurePosixPath(os.path.relpath(path, self._found.root))
+                    where = relative(path, self._found.root)
                     places.setdefault(where, []).append(
                         TensorLocation(one.fqn, begin, begin + length)
                     )
@@ -467,7 +467,7 @@ class JudgedFolder:
 
 
 def judge(
-    root: Path,
+    root: AnyPath,
     where: PurePosixPath,
     sealed: Sealed,
     *,
@@ -483,7 +483,7 @@ def judge(
     except OperationError as error:
         return JudgedFolder(reason=_said(error))
     items = _Items(folder, metadata, progress)
-    own = [where / name for name in sorted(os.listdir(folder)) if belongs(name)]
+    own = [where / name for name in sorted(names_in(folder)) if belongs(name)]
     of_files = sealed.files(path for path in own if (root / path).is_file())
     unlike = tuple(Lost(str(path), None, why) for path, why in of_files.items() if why)
     model = model_names(metadata)
@@ -532,7 +532,7 @@ def _is_used(path: PurePosixPath, metadata: DcpMetadata) -> bool:
 
 
 def _whole_part(
-    folder: Path,
+    folder: AnyPath,
     where: str,
     metadata: DcpMetadata,
     wrong: "dict[str, str]",
@@ -569,7 +569,7 @@ class _Items:
     digest.
     """
 
-    def __init__(self, folder: Path, metadata: DcpMetadata, progress: Progress | None) -> None:
+    def __init__(self, folder: AnyPath, metadata: DcpMetadata, progress: Progress | None) -> None:
         self.gone = {problem.fqn: problem.message for problem in dcp_problems(metadata)}
         self.changed: dict[str, str] = {}
         self.unchecked = False
@@ -601,7 +601,7 @@ class _Items:
         return tuple(Lost(where, fqn, words) for fqn, words in self.changed.items())
 
     def _of_file(
-        self, path: Path, items: "list[StoredItem]", progress: Progress | None
+        self, path: AnyPath, items: "list[StoredItem]", progress: Progress | None
     ) -> Iterator[tuple[StoredItem, str, bool]]:
         """Yield the damaged items, why, and whether all their bytes are there."""
         with open_reader(path) as reader:

@@ -5,7 +5,6 @@ New files get the names that stock loaders look for: ``load_state`` and ``from_p
 ``pytorch_model_fsdp.bin`` alone (accelerate 1.15, ``checkpointing.py``, ``fsdp_utils.py``).
 """
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
@@ -28,9 +27,10 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.files import AnyPath, FileReader, lexists, names_in, relative, stat_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, RECEIPT
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.hashing import FileJob, Hashed, Scheme, TensorJob, first_place, hash_all
 from ckptfix.tensors.salvaging import BEHIND, Lost, SavedDict
 from ckptfix.tensors.stored import StoredTensor
@@ -122,7 +122,7 @@ class SalvagePlan:
     without a checksum was kept.
     """
 
-    root: Path
+    root: AnyPath
     copied: list[PurePosixPath] = field(default_factory=list)
     components: int = 0
     parts: list[PartOfModel] = field(default_factory=list)
@@ -146,7 +146,7 @@ class SalvagePlan:
         """Note that ckptfix's own files in a folder stay behind; the receipt of a migration is not
         mentioned.
         """
-        if set(os.listdir(self.root / where / JOURNAL)) != {PurePosixPath(RECEIPT).name}:
+        if set(names_in(self.root / where / JOURNAL)) != {PurePosixPath(RECEIPT).name}:
             what = (
                 "whose manifest and journal do not refer"
                 if not where.parts
@@ -188,7 +188,7 @@ class Sealed:
         for path in paths:
             if str(path) in self._recorded.sha256:
                 try:
-                    size = os.stat(self._root / path).st_size
+                    size = stat_of(self._root / path).st_size
                     schemes[path] = self._recorded.scheme_of(str(path), size)
                     jobs[path] = schemes[path].jobs(FileJob(self._root / path, size))
                 except OSError as error:
@@ -273,12 +273,12 @@ class Sealed:
         """Yield the missing files that the manifest lists."""
         recorded = self._recorded
         for name in sorted(recorded.sha256.keys() | recorded.sizes.keys() | recorded.repaired):
-            if not os.path.lexists(self._root / name):
+            if not lexists(self._root / name):
                 yield name
 
     def _home(self, tensor: StoredTensor) -> str:
         path = first_place(tensor.layout)[0]
-        return os.path.relpath(path, self._root) if path != Path() else ""
+        return str(relative(path, self._root)) if path != Path() else ""
 
     def _unlike(self, found: Hashed, recorded: str) -> str:
         """Return why a tensor differs from its digest, "" when it matches."""
@@ -304,7 +304,7 @@ class TensorLocation(NamedTuple):
     end: int
 
 
-def zero_ends(path: Path, places: Iterable[TensorLocation]) -> dict[str, int]:
+def zero_ends(path: AnyPath, places: Iterable[TensorLocation]) -> dict[str, int]:
     """Return key -> number of zero bytes at the end of a tensor: a page or more, or up to the end
     of the file.
 

@@ -1,13 +1,12 @@
 """The source of a migration: intact before it is read, and unchanged afterwards."""
 
 import hashlib
-import os
 import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import NameScope
@@ -31,6 +30,7 @@ from ckptfix.diagnosis.target import Target
 from ckptfix.diagnosis.wrapped_keys import STATE_DICT
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
+from ckptfix.storage.files import AnyPath, names_in
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import MANIFEST, command, listed_files, shell_path
 from ckptfix.storage.reading import ABSENT, OpenFiles, Piece, identity, open_reader, page_buffer
@@ -157,7 +157,7 @@ def check_record(piece: Piece, crc: int, parts: Mapping[int, Part], control: Con
         raise damaged(piece, found, crc)
 
 
-def check_archive(path: Path, control: Control) -> None:
+def check_archive(path: AnyPath, control: Control) -> None:
     """Read a file that is copied, if it is a zip file of torch.
 
     Raises OperationError when a record has another CRC-32, OSError, ``Stopped``.
@@ -177,7 +177,7 @@ def check_archive(path: Path, control: Control) -> None:
             )
 
 
-def sha256_of(path: Path, control: Control) -> str:
+def sha256_of(path: AnyPath, control: Control) -> str:
     """Return the sha256 of a file, in hex. Raises OSError, ``Stopped``."""
     digest = hashlib.sha256()
     buffer = page_buffer(_BLOCK)
@@ -207,7 +207,7 @@ class Watch:
     Raises OSError when a folder cannot be listed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self._is_folder = path.is_dir()
         self._root = path if self._is_folder else path.parent
         self._names = self._listed()
@@ -240,7 +240,7 @@ class Watch:
     def _listed(self) -> frozenset[str]:
         if not self._root.is_dir():
             return frozenset()  # opening it raises the error
-        return frozenset(listed_files(self._root) if self._is_folder else os.listdir(self._root))
+        return frozenset(listed_files(self._root) if self._is_folder else names_in(self._root))
 
 
 def _is_called_as_a_part(name: str) -> bool:
@@ -270,7 +270,7 @@ def ensure_finished(source: StoredCheckpoint) -> None:
         raise OperationError(f"{words}; next: {command('check', root)}")
 
 
-def ensure_complete(root: Path, manifest: Manifest) -> tuple[LeftOut, ...]:
+def ensure_complete(root: AnyPath, manifest: Manifest) -> tuple[LeftOut, ...]:
     """Raise OperationError when files of the checkpoint that its manifest lists are missing, or
     have another size.
 
@@ -304,7 +304,7 @@ _DAMAGE = (*INCOMPLETE, CrcMismatch, FlatParameters, IndexMismatch)
 
 
 def warnings_of_source(
-    path: Path, weights: Sequence[Weights], keys: Keys | None, *, allow_damage: bool = False
+    path: AnyPath, weights: Sequence[Weights], keys: Keys | None, *, allow_damage: bool = False
 ) -> tuple[str, ...]:
     """Return in words the problems of a source that its copy will have, too: duplicate models,
     nested keys.
@@ -327,7 +327,7 @@ def warnings_of_source(
     return words
 
 
-def _ensure_decided(path: Path, weights: Weights, findings: Iterable[Finding]) -> None:
+def _ensure_decided(path: AnyPath, weights: Weights, findings: Iterable[Finding]) -> None:
     """Raise UsageError where every key has nested wrappers, and a repair of the source would not
     collapse them.
     """
@@ -352,7 +352,7 @@ def _ensure_decided(path: Path, weights: Weights, findings: Iterable[Finding]) -
     )
 
 
-def _findings(path: Path) -> tuple[Finding, ...]:
+def _findings(path: AnyPath) -> tuple[Finding, ...]:
     try:
         return check(path).findings
     except UsageError:
@@ -360,7 +360,7 @@ def _findings(path: Path) -> tuple[Finding, ...]:
 
 
 def _ensure_sound(
-    path: Path, findings: tuple[Finding, ...], keys: Keys | None, *, allow_damage: bool
+    path: AnyPath, findings: tuple[Finding, ...], keys: Keys | None, *, allow_damage: bool
 ) -> None:
     """Raise OperationError for lost bytes, and for errors of which only the source shows how to
     repair them.
@@ -392,7 +392,7 @@ def _is_kept_error(finding: Finding, keys: Keys | None) -> bool:
 
 
 def _warnings_of_folder(
-    path: Path, findings: tuple[Finding, ...], keys: Keys | None
+    path: AnyPath, findings: tuple[Finding, ...], keys: Keys | None
 ) -> Iterator[str]:
     for finding in findings:
         if _is_kept_error(finding, keys):
@@ -404,7 +404,7 @@ def _warnings_of_folder(
             yield f"the source has {finding.code}: {finding}; next: {command('check', path)}"
 
 
-def _next(path: Path, finding: Finding) -> str:
+def _next(path: AnyPath, finding: Finding) -> str:
     if isinstance(finding, IndexMismatch) and finding.is_fixable:
         return command("repair", path)
     if isinstance(finding, FlatParameters):

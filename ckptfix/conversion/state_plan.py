@@ -6,7 +6,6 @@ they share is by fqn: models, moments and hyperparameters. What belongs to a pro
 data positions) goes on only where the same processes do.
 """
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -28,6 +27,7 @@ from ckptfix.conversion.streaming import Source
 from ckptfix.conversion.target_names import StateNames, is_lone, other_files, read_config
 from ckptfix.conversion.tied_weights import with_lost_ties, with_ties_joined
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
+from ckptfix.storage.files import AnyPath, names_in
 from ckptfix.storage.paths import command
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.joined import Converted
@@ -64,7 +64,7 @@ _WEIGHTS_ALONE = "next: --state weights carries the models alone"
 
 
 def plan_states(
-    source: StoredCheckpoint, path: Path, output: Path, options: Options
+    source: StoredCheckpoint, path: AnyPath, output: Path, options: Options
 ) -> MigrationPlan:
     """Plan the migration of a complete state; reads only headers and small values.
 
@@ -625,7 +625,7 @@ def _ensure_fit(state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> N
                 )
 
 
-def _processes_of(root: Path, optimizers: Sequence[OptimizerState]) -> int | None:
+def _processes_of(root: AnyPath, optimizers: Sequence[OptimizerState]) -> int | None:
     """Return how many processes saved a checkpoint, None where nothing shows it."""
     manifest = usable_manifest(root)
     if manifest is not None and manifest.is_of_a_save:
@@ -633,6 +633,6 @@ def _processes_of(root: Path, optimizers: Sequence[OptimizerState]) -> int | Non
     known = next((one.world_size for one in optimizers if one.world_size is not None), None)
     if known is not None:
         return known
-    parsed = [one for one in map(parse_file_name, os.listdir(root)) if one is not None]
+    parsed = [one for one in map(parse_file_name, names_in(root)) if one is not None]
     ranks = [one.rank or 0 for one in parsed if one.role in (Role.RNG_STATE, Role.RUN_STATE)]
     return max(ranks) + 1 if ranks else None

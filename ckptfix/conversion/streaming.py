@@ -20,8 +20,9 @@ from ckptfix.conversion.checksums import Checksums, Digests, Mark, combined
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.atomic import sync_file, write_all
 from ckptfix.storage.copying import Pacer, copy_range
+from ckptfix.storage.files import AnyPath, StorePath, on_disk
 from ckptfix.storage.parallel import Control, Progress, processors, run_all
-from ckptfix.storage.reading import FileReader, OpenFiles, Piece, opened_elsewhere, page_buffer
+from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.joined import Converted, Joined, Stretch
 from ckptfix.tensors.new_files import Computed, Data, NewTensor, OutputFile
@@ -277,7 +278,7 @@ class Writer:
             return
         if length >= _ALONE:
             self._flush()
-        if length > len(self._buffer) and not self._files.holds_descriptor(path):
+        if length > len(self._buffer) and isinstance(path, StorePath):
             self._buffer = page_buffer(_FAR_BUFFER)
         record = self._hashing.begins(piece)
         done = 0
@@ -335,11 +336,11 @@ class Writer:
         block = self._file.block
         in_phase = block and (piece.offset - self._position - self._filled) % block == 0
         is_worth_it = bool(in_phase) and piece.length >= _WORTH_SHARING
-        return is_worth_it and self._files.holds_descriptor(piece.path)
+        return is_worth_it and not isinstance(piece.path, StorePath)
 
     def _share(self, piece: Piece) -> None:
         self._flush()
-        source = self._files.descriptor(piece.path)
+        source = self._files.descriptor(on_disk(piece.path))
         copy_range(
             source,
             piece.offset,
@@ -469,15 +470,15 @@ def write_file(
     return digests.of({name: one.tensor for name, one in sources.items()})
 
 
-def copy_file(source: Path, target: Path, progress: Progress | None) -> None:
+def copy_file(source: AnyPath, target: Path, progress: Progress | None) -> None:
     """Copy one file durably, with its permissions and its time; a symbolic link becomes the file
     behind it.
 
     Raises FileExistsError, ChangedError when the source is not a regular file, OSError.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    if (reader := opened_elsewhere(source)) is not None:
-        _copy_reader(reader, source, target, progress)
+    if isinstance(source, StorePath):
+        _copy_object(source, target, progress)
         return
     read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -496,9 +497,8 @@ def copy_file(source: Path, target: Path, progress: Progress | None) -> None:
         os.close(read)
 
 
-def _copy_reader(reader: FileReader, source: Path, target: Path, progress: Progress | None) -> None:
-    """Copy a file whose bytes are not on this machine."""
-    status = os.stat(source)
+def _copy_object(source: StorePath, target: Path, progress: Progress | None) -> None:
+    reader, status = source.files.reader(source), source.stat()
     with open(target, "xb") as file:
         for offset in range(0, reader.size, _COPIED_AT_ONCE):
             file.write(reader.read(offset, min(_COPIED_AT_ONCE, reader.size - offset)))

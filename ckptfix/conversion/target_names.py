@@ -7,13 +7,12 @@ and ``pytorch_model_<i>.bin``, one file a model; for FSDP ``pytorch_model_fsdp_<
 
 import errno
 import json
-import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
@@ -30,6 +29,7 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.trainer_folders import trainer_step
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.files import AnyPath, is_symlink, relative, stat_of, walk
 from ckptfix.storage.lock import LOCK
 from ckptfix.storage.paths import JOURNAL, OF_FILES, RECEIPT, list_folder
 from ckptfix.storage.reading import read_start
@@ -62,7 +62,7 @@ def is_lone(source: StoredCheckpoint) -> bool:
     return any(_fills(one, source.root) for one in source.weights)
 
 
-def _fills(weights: Weights, root: Path) -> bool:
+def _fills(weights: Weights, root: AnyPath) -> bool:
     """Return whether a folder is a checkpoint of DCP or DeepSpeed itself, not a folder around
     one.
     """
@@ -71,7 +71,7 @@ def _fills(weights: Weights, root: Path) -> bool:
     return weights.format is Format.DEEPSPEED and not (root / weights.label).is_dir()
 
 
-def becomes_file(source: StoredCheckpoint, output: Path, to: Format) -> bool:
+def becomes_file(source: StoredCheckpoint, output: AnyPath, to: Format) -> bool:
     """Return whether the new checkpoint is one file. Raises UsageError when its name does not
     fit.
     """
@@ -103,7 +103,7 @@ def becomes_file(source: StoredCheckpoint, output: Path, to: Format) -> bool:
 def stems(
     source: StoredCheckpoint,
     to: Format,
-    output: Path,
+    output: AnyPath,
     known: Mapping[PurePosixPath, str | None],
     *,
     is_file: bool,
@@ -323,9 +323,9 @@ def _taken(
     return None
 
 
-def _not_a_file(path: Path) -> str | None:
+def _not_a_file(path: AnyPath) -> str | None:
     try:
-        mode = os.stat(path).st_mode
+        mode = stat_of(path).st_mode
     except OSError as error:
         if error.errno not in _NOWHERE:
             raise
@@ -333,7 +333,7 @@ def _not_a_file(path: Path) -> str | None:
     return None if stat.S_ISREG(mode) else "not a regular file"
 
 
-def _journal_files(root: Path, journal: PurePosixPath) -> list[PurePosixPath] | None:
+def _journal_files(root: AnyPath, journal: PurePosixPath) -> list[PurePosixPath] | None:
     """Return ckptfix's own files in a sub-folder except a lock; None when others wrote some of
     them.
 
@@ -347,27 +347,20 @@ def _journal_files(root: Path, journal: PurePosixPath) -> list[PurePosixPath] | 
     if (root / journal).is_symlink():
         return None
     found = []
-    for where, folders, names in os.walk(root / journal, onerror=fail):
-        if any(os.path.islink(os.path.join(where, name)) for name in folders):
+    for where, folders, names in walk(root / journal, onerror=fail):
+        if any(is_symlink(where / name) for name in folders):
             return None
-        paths = [
-            PurePosixPath(os.path.relpath(os.path.join(where, name), root))
-            for name in sorted(names)
-        ]
-        if not all(stat.S_ISREG(os.lstat(root / path).st_mode) for path in paths):
+        paths = [relative(where / name, root) for name in sorted(names)]
+        if not all(stat.S_ISREG((root / path).lstat().st_mode) for path in paths):
             return None
         found += [path for path in paths if path != journal / LOCK]
     return found
 
 
-def _empty_folders(root: Path) -> Iterator[PurePosixPath]:
-    for where, folders, names in os.walk(root):
+def _empty_folders(root: AnyPath) -> Iterator[PurePosixPath]:
+    for where, folders, names in walk(root):
         folders[:] = sorted(name for name in folders if name != JOURNAL)
-        if (
-            not folders
-            and not names
-            and (path := PurePosixPath(os.path.relpath(where, root))).parts
-        ):
+        if not folders and not names and (path := relative(where, root)).parts:
             yield path
 
 
@@ -444,7 +437,7 @@ def library_stem(source: StoredCheckpoint, home: PurePosixPath, config: Config) 
     )
 
 
-def json_object(path: Path) -> tuple[bytes, dict[str, Any]] | None:
+def json_object(path: AnyPath) -> tuple[bytes, dict[str, Any]] | None:
     """Return a small JSON file and its object;
 
     None if it is not a regular file, too long, or not a JSON object.
@@ -483,7 +476,7 @@ class StateNames(NamedTuple):
             return PurePosixPath("optimizer.pt")
         return PurePosixPath(f"optimizer_{index}.bin" if index else "optimizer.bin")
 
-    def engine(self, index: int, root: Path) -> PurePosixPath:
+    def engine(self, index: int, root: AnyPath) -> PurePosixPath:
         """Return the folder of a model and its optimizer of DeepSpeed."""
         if self.is_trainer:
             return PurePosixPath(f"global_step{trainer_step(root)}")

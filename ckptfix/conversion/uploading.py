@@ -5,14 +5,12 @@ All are complete on this machine first; the commit marker is the last object.
 """
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.manifest import missing_files, read_manifest
@@ -22,10 +20,11 @@ from ckptfix.diagnosis.target import ensure_checkpoint
 from ckptfix.errors import FormatError, OperationError, TeamError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
-from ckptfix.storage.doors import local_path, looks_like_url
+from ckptfix.storage.files import is_url, local_path
 from ckptfix.storage.joined_team import ensure_seen
 from ckptfix.storage.markers import DESTINATION, Uploaded
 from ckptfix.storage.mounts import object_mount_of
+from ckptfix.storage.opened import errors_with_place, with_place
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import command, existing, list_folder, shell_path
@@ -38,12 +37,11 @@ from ckptfix.storage.staged import (
     temporary_name,
 )
 from ckptfix.storage.transactions import State, transactions
-from ckptfix.wording import Line, Printable, count_of, escape, human_size, line, show_as
+from ckptfix.wording import Line, Printable, count_of, escape, human_size, line
 
 if TYPE_CHECKING:
     from ckptfix.storage.uploads import Place
 
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
@@ -102,12 +100,12 @@ def upload(
         upload_folder,
     )
 
-    if looks_like_url(path):
+    if is_url(path):
         raise _turned_round(str(path), url)
     folder = existing(path)
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; to upload it: name its folder")
-    if not looks_like_url(url) and object_mount_of(url) is None:
+    if not is_url(url) and object_mount_of(url) is None:
         raise UsageError(
             f"{os.fspath(url)} is neither a URL, such as s3://BUCKET/RUN/checkpoint_7, nor on a "
             "mount of a store"
@@ -115,7 +113,7 @@ def upload(
     ensure_checkpoint(scan_folder(folder))
     if (why := _incomplete(folder)) is not None:
         raise UsageError(f"{why}; nothing was uploaded; next: {command('check', folder)}")
-    place = place_at(str(url).rstrip("/") if looks_like_url(url) else Path(url))
+    place = place_at(str(url).rstrip("/") if is_url(url) else Path(url))
     files = staged_files(folder)
     stale = objects_replaced(place, overwrite=overwrite)
     try:
@@ -137,7 +135,7 @@ def upload(
 
 def _turned_round(url: str, path: str | os.PathLike[str]) -> UsageError:
     """Return the error for a URL where the folder should be: perhaps the two changed places."""
-    if not looks_like_url(path) and os.path.isdir(path):
+    if not is_url(path) and os.path.isdir(path):
         return UsageError(
             f"{escape(url)} is a URL: expected the folder first, and then the URL; next: "
             f"ckptfix upload {shell_path(Path(path))} {shell_path(url)}"
@@ -149,34 +147,37 @@ def _turned_round(url: str, path: str | os.PathLike[str]) -> UsageError:
     )
 
 
-def writes_urls(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let a verb take a URL for its second parameter, a new path: it writes on this machine until
-    all is complete.
-
-    ``overwrite``, if the verb takes it, replaces what ckptfix uploaded there and nobody changed
-    since.
+class NewPlace(NamedTuple):
+    """The place of a new checkpoint. ``path``: where it is written on this machine. ``name``: what
+    the user called it.
     """
 
-    def decorate(verb: Callable[_P, _R]) -> Callable[_P, _R]:
-        @wraps(verb)
-        def writing(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            given = local_path(args[1] if len(args) > 1 else kwargs.get(name))
+    path: Path
+    name: str
 
-            def write(place: Any) -> _R:
-                places: list[Any] = [*args[:1], place, *args[2:]] if len(args) > 1 else list(args)
-                words: dict[str, Any] = {**kwargs, name: place} if name in kwargs else kwargs
-                return verb(*places, **words)
+    def told(self, result: _R) -> _R:
+        """Return a result that names the place as the user does."""
+        if self.name == str(self.path):
+            return result
+        named: _R = with_place(result, self.path, self.name)
+        return named
 
-            if not looks_like_url(given):
-                return write(given)
-            with _uploaded(
-                str(given).rstrip("/"), overwrite=bool(kwargs.get("overwrite"))
-            ) as local:
-                return write(local)
 
-        return writing
+@contextmanager
+def open_output(given: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[NewPlace]:
+    """Yield the place of a new checkpoint. For a URL that is on this machine; what is complete
+    there at the end of the block is uploaded.
 
-    return decorate
+    ``overwrite``: replace what ckptfix uploaded there and nobody changed since. Raises UsageError,
+    and at the end OperationError where the upload stopped: then nothing is committed.
+    """
+    given = local_path(given)
+    if not is_url(given):
+        yield NewPlace(Path(given), os.fspath(given))
+        return
+    url = os.fspath(given).rstrip("/")
+    with _uploaded(url, overwrite=overwrite) as local, errors_with_place(local, url):
+        yield NewPlace(local, url)
 
 
 @contextmanager
@@ -192,7 +193,6 @@ def _uploaded(url: str, *, overwrite: bool) -> Iterator[Path]:
         stale,
     ):
         local = folder / name
-        show_as(re.escape(str(local)), url)
         yield local
         try:
             if local.is_dir():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import field, replace
 from functools import cache, partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
@@ -47,10 +47,22 @@ from ckptfix.diagnosis.unread_shards import diagnose_unread_shards
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized, items
-from ckptfix.storage.doors import takes_urls
+from ckptfix.storage.files import (
+    AnyPath,
+    Openable,
+    absolute,
+    folder_entries,
+    is_dir,
+    is_symlink,
+    lies_in,
+    names_in,
+    relative,
+    unheld_below,
+)
+from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, described
-from ckptfix.storage.reading import origin_of, sparing, unheld_below
+from ckptfix.storage.reading import sparing
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of, target_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
@@ -109,7 +121,7 @@ class CheckReport(Printable, Serialized):
         "deepspeed=_deepspeed findings not_checked below? unfinished not_resumable? load?=_load"
     )
 
-    path: Path
+    path: AnyPath
     folder: CheckpointFolder
     sharded: tuple[DcpFolder, ...]
     deepspeed: tuple[DeepSpeedState, ...]
@@ -141,7 +153,7 @@ class CheckReport(Printable, Serialized):
     def all_load(self) -> "tuple[LoadOutcome, ...]":
         """The outcomes of the folder and of the models below, by their paths from the folder."""
         return self.load + tuple(
-            outcome._replace(path=f"{report.path.relative_to(self.path)}/{outcome.path}")
+            outcome._replace(path=f"{relative(report.path, self.path)}/{outcome.path}")
             for report in self.below
             for outcome in report.all_load
         )
@@ -150,7 +162,7 @@ class CheckReport(Printable, Serialized):
     def all_findings(self) -> tuple[Finding, ...]:
         """The findings of the folder and of the models below, by their paths from the folder."""
         return self.findings + tuple(
-            replace(finding, path=PurePosixPath(report.path.relative_to(self.path)) / finding.path)
+            replace(finding, path=relative(report.path, self.path) / finding.path)
             for report in self.below
             for finding in report.all_findings
         )
@@ -159,7 +171,7 @@ class CheckReport(Printable, Serialized):
     def all_unfinished(self) -> tuple[str, ...]:
         """The unreadable files of the folder and of the models below, by paths from the folder."""
         return self.unfinished + tuple(
-            f"{report.path.relative_to(self.path)}/{words}"
+            f"{relative(report.path, self.path)}/{words}"
             for report in self.below
             for words in report.all_unfinished
         )
@@ -169,7 +181,7 @@ class CheckReport(Printable, Serialized):
         """Facts about the folder and the models below, by their paths from the folder."""
         facts = self.understood
         for report in self.below:
-            below = PurePosixPath(report.path.relative_to(self.path))
+            below = relative(report.path, self.path)
             facts = facts.joined(report.all_understood, below)
         return facts
 
@@ -226,7 +238,7 @@ class CheckReport(Printable, Serialized):
         codes = sorted({finding.code for finding in self.all_findings}) if with_codes else []
         after = f": {', '.join(codes)}" if codes else ""
         if self.is_staging:
-            target = target_of(Path(os.path.abspath(self.path))).name
+            target = target_of(absolute(self.path)).name
             text = f"{self.path}: staging folder of {target}, not a checkpoint; not read{after}"
             return line(text, bold=True)
         found = [
@@ -260,7 +272,7 @@ class CheckReport(Printable, Serialized):
         below = tuple(
             f"{name}/ ({PLAIN_FOLDER}): not looked into"
             for name in self.folder.subfolders
-            if not os.path.islink(self.folder.root / name)
+            if not is_symlink(self.folder.root / name)
         )
         told = tuple(words for words in self.not_checked if not words.startswith(below))
         return replace(self, not_checked=told, below=())
@@ -337,7 +349,7 @@ def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:
 
 @takes_urls("path", complete=False)
 def check(
-    path: str | os.PathLike[str],
+    path: Openable,
     *,
     data: bool = False,
     siblings: Siblings | Iterable[str | os.PathLike[str]] = (),
@@ -515,20 +527,18 @@ def _checked(
     )
 
 
-def _hook_models(root: Path, below: Iterable[CheckReport]) -> Iterator[HookModel]:
+def _hook_models(root: AnyPath, below: Iterable[CheckReport]) -> Iterator[HookModel]:
     """Yield the models in sub-folders at any depth, by their paths from a folder."""
     for report in below:
-        yield HookModel(
-            PurePosixPath(report.path.relative_to(root)), report.folder, report.findings
-        )
+        yield HookModel(relative(report.path, root), report.folder, report.findings)
         yield from _hook_models(root, report.below)
 
 
-def _nested(outer: Path, inner: Path) -> tuple[NestedCheckpoint, ...]:
+def _nested(outer: AnyPath, inner: AnyPath) -> tuple[NestedCheckpoint, ...]:
     """Return the finding about a checkpoint in a folder of its own name, none in a folder of
     another name.
     """
-    if Path(os.path.abspath(outer)).name != inner.name:
+    if absolute(outer).name != inner.name:
         return ()
     return (NestedCheckpoint(path=PurePosixPath(), missing=(), known_by="", outer=str(outer)),)
 
@@ -591,7 +601,7 @@ def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:
 
     Of a damaged file there is a finding.
     """
-    name = Path(os.path.abspath(origin_of(target.root))).name
+    name = absolute(target.root).name
     if target.only is not None or family_of(name) is None or any(map(_says_why, findings)):
         return ""
     return incomplete(target.root, reads_files=False) or ""
@@ -609,7 +619,7 @@ class _Judgement(NamedTuple):
     codes: frozenset[tuple[str, PurePosixPath]] = frozenset()
 
 
-def resume_problem(checkpoint: Path, *, siblings: Siblings | None = None) -> str | None:
+def resume_problem(checkpoint: AnyPath, *, siblings: Siblings | None = None) -> str | None:
     """Return why no run resumes from a checkpoint, None for one that ``latest_checkpoint`` takes.
 
     It is incomplete, or ``check`` finds in it what makes the load or the next step fail. Reads
@@ -633,7 +643,7 @@ def resume_problem(checkpoint: Path, *, siblings: Siblings | None = None) -> str
     return None
 
 
-def _judgement(checkpoint: Path, siblings: Siblings) -> _Judgement:
+def _judgement(checkpoint: AnyPath, siblings: Siblings) -> _Judgement:
     scan = cache(partial(scan_folder, checkpoint))
 
     def judge() -> _Judgement:
@@ -685,7 +695,7 @@ def _stopping(report: CheckReport, where: str = "", *, is_of_hook: bool = False)
         ):
             yield f"{where}{finding}"
     for below in report.below:
-        inside = f"{below.path.relative_to(report.path)}/: "
+        inside = f"{relative(below.path, report.path)}/: "
         yield from _stopping(
             below, f"{where}{inside}", is_of_hook=is_of_hook or folder.is_save_state
         )
@@ -710,7 +720,7 @@ def _unheld(target: Target, below: tuple[CheckReport, ...]) -> tuple[list[str], 
     solid: list[str] = []
     empty: list[str] = []
     for one in unheld_below(target.root) if target.only is None else ():
-        if any(one.home.is_relative_to(report.path) for report in below):
+        if any(lies_in(one.home, report.path) for report in below):
             continue
         (solid if one.size else empty).append(f"{one.key!r}: {one}")
     return solid, empty
@@ -748,11 +758,13 @@ def models_below(
             yield check(folder.root / where, data=data, load=loaders or False, progress=progress)
 
 
-def with_below(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...]) -> Iterator[str]:
+def with_below(
+    own: tuple[str, ...], path: AnyPath, below: tuple[CheckReport, ...]
+) -> Iterator[str]:
     """Yield in words what was not checked, each once; sentences about a file in a sub-folder name
     the folder.
     """
-    inside = {report.path.relative_to(path): report.not_checked for report in below}
+    inside = {relative(report.path, path): report.not_checked for report in below}
     folders = {folder for where in inside for folder in (where, *where.parents)}
     looked_into = tuple(f"{folder}/ ({PLAIN_FOLDER}): " for folder in folders)
     told = [words for words in own if not words.startswith(looked_into)]
@@ -770,7 +782,7 @@ def _staging_inside(target: Target) -> tuple[Finding, ...]:
     file by file.
     """
     journal = target.root / JOURNAL
-    names = sorted(os.listdir(journal)) if target.only is None and journal.is_dir() else []
+    names = sorted(names_in(journal)) if target.only is None and journal.is_dir() else []
     is_mixed = (journal / UNFINISHED_SAVE).exists() or cut_upload(target.root) is not None
     found = (
         _staging(journal / name, PurePosixPath(JOURNAL, name), rest=is_mixed) for name in names
@@ -778,9 +790,9 @@ def _staging_inside(target: Target) -> tuple[Finding, ...]:
     return tuple(finding for finding in found if finding is not None)
 
 
-def _staging(folder: Path, path: PurePosixPath, *, rest: bool) -> Finding | None:
+def _staging(folder: AnyPath, path: PurePosixPath, *, rest: bool) -> Finding | None:
     """Return the finding about a staging folder, None for any other folder."""
-    folder = Path(os.path.abspath(folder))
+    folder = absolute(folder)
     owner = owner_of(folder)
     if owner is None:
         return None
@@ -807,17 +819,17 @@ def interrupted_inside(target: Target) -> tuple[Finding, ...]:
     """
     if target.only is not None:
         return ()
-    with os.scandir(target.root) as listing:
+    with folder_entries(target.root) as listing:
         names = sorted(entry.name for entry in listing if entry.name != JOURNAL)
     return tuple(
         finding
         for name in names
-        if os.path.isdir(target.root / name / JOURNAL) and holds_dcp(target.root / name)
+        if is_dir(target.root / name / JOURNAL) and holds_dcp(target.root / name)
         for finding in _pending(target.root / name, PurePosixPath(name))
     )
 
 
-def _pending(folder: Path, path: PurePosixPath) -> tuple[Finding, ...]:
+def _pending(folder: AnyPath, path: PurePosixPath) -> tuple[Finding, ...]:
     return tuple(
         InterruptedRepair(
             path=path / JOURNAL, transaction=transaction.number, in_store=transaction.in_store

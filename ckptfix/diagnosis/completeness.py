@@ -2,7 +2,6 @@
 interrupted copy.
 """
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -93,8 +92,8 @@ from ckptfix.diagnosis.unread_shards import unchecked_shards
 from ckptfix.errors import FormatError
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.files import AnyPath, absolute, is_listed, lexists, names_in, walk
 from ckptfix.storage.paths import MANIFEST, command, leads_nowhere, unreadable
-from ckptfix.storage.reading import names_in, origin_of, store_of
 from ckptfix.tensors.opening import is_checkpoint
 
 _RESUMED = (Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE)
@@ -173,7 +172,7 @@ _READ_BY = {
 """
 
 
-def _lacks_type(config: Path) -> bool:
+def _lacks_type(config: AnyPath) -> bool:
     """Return whether an object in a config does not say of which type an adapter is. PEFT raises
     KeyError, also for a name in small letters: all 45 of PEFT 0.21 are in capitals.
     """
@@ -356,7 +355,7 @@ def broken_trainer_state(folder: CheckpointFolder, trainer: TrainerProgress) -> 
     Next to random states of Accelerate it is a file of a script, whatever it holds. Its values are
     only judged where the name of the folder or another file is the Trainer's.
     """
-    name = Path(os.path.abspath(origin_of(folder.root))).name
+    name = absolute(folder.root).name
     is_of_trainer = checkpoint_number(name, TRAINER) is not None or any(
         one.name.is_of_trainer for one in folder.components
     )
@@ -503,7 +502,7 @@ class BareCheckpoint(NamedTuple):
 
 
 def judge_bare(
-    folder: CheckpointFolder, problem_of: Callable[[Path], str | None]
+    folder: CheckpointFolder, problem_of: Callable[[AnyPath], str | None]
 ) -> BareCheckpoint | None:
     """Return the verdict on a folder without files of a checkpoint that should have some, None for
     every other folder.
@@ -521,12 +520,12 @@ def judge_bare(
         lost = tuple(_lost_models(folder))
         return BareCheckpoint(lost) if lost and not may_hold_weights(root) else None
     below = tuple(sorted(str(path) for path in folder.subfolders if may_hold_weights(root / path)))
-    origin = Path(os.path.abspath(origin_of(root)))
+    origin = absolute(root)
     named = family_of(origin.name)
     assert named is not None
     pattern, number = named
-    family: tuple[tuple[int, Path], ...] = ()
-    if store_of(root) is None or origin_of(root) != root:
+    family: tuple[tuple[int, AnyPath], ...] = ()
+    if is_listed(origin.parent):
         family = numbered(origin.parent, (pattern,)).get(pattern, ())
     complete = (
         one
@@ -552,17 +551,14 @@ def judge_bare(
     )
 
 
-def _last_change(root: Path) -> float:
+def _last_change(root: AnyPath) -> float:
     """Return when something in or below a folder changed last, in seconds since the epoch.
 
-    In a store there are only objects: the folders of their image were made just now.
+    In a store only objects have a time.
     """
     times = [0.0]
-    for where, _, names in os.walk(root):
-        paths = [Path(where, name) for name in names] + (
-            [Path(where)] if store_of(root) is None else []
-        )
-        for path in paths:
+    for where, _, names in walk(root):
+        for path in (where, *(where / name for name in names)):
             with suppress(OSError):
                 times.append(path.lstat().st_mtime)
     return max(times)
@@ -579,7 +575,7 @@ def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Find
         for name in manifest.digests
         if name not in manifest.files and parts_of([PurePosixPath(name)])
     ]
-    missing = tuple(name for name in sealed if not os.path.lexists(folder.root / name))
+    missing = tuple(name for name in sealed if not lexists(folder.root / name))
     if missing:
         are = "it" if len(missing) == 1 else "them"
         yield IncompleteCheckpoint(
@@ -624,7 +620,7 @@ def diagnose_save(
     except FormatError as error:
         return SaveDiagnosis(findings, [f"what the save wrote: {error}"], [])
     except OSError as error:
-        where = Path(error.filename or folder.root / MANIFEST)
+        where = Path(error.filename) if error.filename else folder.root / MANIFEST
         return SaveDiagnosis(findings, [], [f"{MANIFEST}: {unreadable(where, error)}"])
     if losses is not None:
         findings.append(Salvaged(path=PurePosixPath(REPORT), **losses._asdict()))

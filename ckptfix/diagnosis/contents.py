@@ -1,11 +1,10 @@
 """Files and tensors that a checkpoint holds, and those that its manifest recorded."""
 
-import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DATA_SUFFIX
@@ -24,6 +23,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.storage.files import AnyPath, absolute, stat_of
 from ckptfix.storage.paths import MANIFEST, list_folder, shell_path
 from ckptfix.tensors.hashing import WHOLE, Scheme
 from ckptfix.tensors.opening import model_folders, open_checkpoint
@@ -60,7 +60,7 @@ class Contents:
     sub-folders.
     """
 
-    root: Path
+    root: AnyPath
     files: Mapping[str, FileState] = field(repr=False)
     only: str | None = None
     special: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Contents:
         """
         for name, was in self.files.items():
             try:
-                status = os.stat(self.root / name)
+                status = stat_of(self.root / name)
             except OSError as error:
                 raise ChangedError(
                     f"{self.root / name}: {error.strerror} since the folder was listed"
@@ -119,7 +119,7 @@ def read_contents(target: Target) -> Contents:
             special[path] = why
             continue
         try:
-            status = os.stat(target.root / path)
+            status = stat_of(target.root / path)
         except OSError:
             special[path] = "is a link that leads nowhere"
             continue
@@ -194,11 +194,11 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[
     return tuple(found), unreadable, unsupported
 
 
-def lasting_label(weights: Weights, root: Path) -> str:
+def lasting_label(weights: Weights, root: AnyPath) -> str:
     """Return the label of a model: "." for a folder that is the checkpoint itself, as the folder
     may be renamed.
     """
-    names = {"", root.name, Path(os.path.abspath(root)).name, root.resolve().name}
+    names = {"", root.name, absolute(root).name, root.resolve().name}
     name, bracket, rest = weights.label.partition("[")
     is_folder = weights.format in (Format.DCP, Format.DEEPSPEED)
     if is_folder and name in names and not (name and (root / name).is_dir()):
@@ -206,7 +206,7 @@ def lasting_label(weights: Weights, root: Path) -> str:
     return weights.label
 
 
-def _whole_label(root: Path, entry: Entry) -> str:
+def _whole_label(root: AnyPath, entry: Entry) -> str:
     """Return the label of a model as with all of its files: a lone shard would give its own
     name.
     """
@@ -217,7 +217,7 @@ def _whole_label(root: Path, entry: Entry) -> str:
     return next(existing, name.index_name)
 
 
-def _readable_part(root: Path, entry: Entry, label: str) -> list[Weights]:
+def _readable_part(root: AnyPath, entry: Entry, label: str) -> list[Weights]:
     """Return the tensors in the readable files of a model."""
     parts = []
     for member in entry.members:
@@ -241,7 +241,7 @@ def _names_weights(path: PurePosixPath) -> bool:
     return name.role in (Role.MODEL, Role.UNKNOWN)
 
 
-def readable_manifest(root: Path) -> Manifest | None:
+def readable_manifest(root: AnyPath) -> Manifest | None:
     """Return the manifest of a folder. Raises OperationError, with the command to go on, for an
     invalid one.
     """

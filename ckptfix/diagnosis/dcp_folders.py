@@ -2,11 +2,10 @@
 together.
 """
 
-import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, OPTIMIZER_STATE, DcpFolder, rank_of
@@ -56,14 +55,15 @@ from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip, records_with_crc
 from ckptfix.storage import teams
+from ckptfix.storage.files import AnyPath, FileReader, absolute
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import unreadable
-from ckptfix.storage.reading import FileReader, open_reader, origin_of, spared
+from ckptfix.storage.reading import open_reader, spared
 from ckptfix.wording import count_of, list_names
 
 
 def diagnose_dcp_folders(
-    root: Path, states: Iterable[DcpFolder], processes: int | None
+    root: AnyPath, states: Iterable[DcpFolder], processes: int | None
 ) -> list[Finding]:
     """Find mismatched keys and damaged files in the DCP folders of a checkpoint.
 
@@ -73,7 +73,7 @@ def diagnose_dcp_folders(
     # accelerate prepares no FSDP model a second time, and torch takes the wrappers of FSDP and of
     # DistributedDataParallel off its keys (accelerate 1.0 to 1.15, torch 2.13): the rest are
     # modules of the script.
-    is_of_fsdp = parse_folder_name(Path(os.path.abspath(origin_of(root))).name) is not None
+    is_of_fsdp = parse_folder_name(absolute(root).name) is not None
     of_fsdp = {
         state.metadata_path
         for state in states
@@ -229,7 +229,7 @@ _LEFT = "left"
 
 
 def diagnose_items(
-    root: Path, states: Iterable[DcpFolder], *, data: bool, progress: Progress | None = None
+    root: AnyPath, states: Iterable[DcpFolder], *, data: bool, progress: Progress | None = None
 ) -> tuple[list[Finding], dict[PurePosixPath, str]]:
     """Find the files whose items are not tensors, and with ``data`` those with a changed byte.
 

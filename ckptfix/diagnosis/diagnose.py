@@ -4,7 +4,7 @@ and shapes.
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder, is_empty, numbered_folders, scan_dcp_folders
 from ckptfix.checkpoint.deepspeed_files import BESIDE
@@ -96,6 +96,7 @@ from ckptfix.diagnosis.wrong_states import (
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests
+from ckptfix.storage.files import AnyPath, StorePath, folder_entries
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, unreadable
 from ckptfix.storage.reading import FileIdentity, unchanged
@@ -105,12 +106,14 @@ _MAX_HOPS = 40
 """Limit of the links that Linux follows for one path (path_resolution(7)); more count as a loop."""
 
 
-def links_below(root: Path) -> Mapping[PurePosixPath, frozenset[PurePosixPath]]:
+def links_below(root: AnyPath) -> Mapping[PurePosixPath, frozenset[PurePosixPath]]:
     """Return every symbolic link below a folder, with the places in the folder that it leads to or
     through.
 
     The journal is left out, as are folders behind links and those that cannot be listed.
     """
+    if isinstance(root, StorePath):
+        return {}
     real = os.path.realpath(root)
     found: dict[PurePosixPath, frozenset[PurePosixPath]] = {}
     for current, folders, files in os.walk(root):
@@ -458,7 +461,7 @@ def _paths(
     return frozenset(finding.path for finding in findings if isinstance(finding, kinds))
 
 
-def _why_not(path: Path, kind: str) -> str:
+def _why_not(path: AnyPath, kind: str) -> str:
     """Return why nothing in a folder was checked, and the command that checks it, if there is
     one.
     """
@@ -487,7 +490,7 @@ def _unfinished(
     yield from (words for state in deepspeed for words in state.unfinished)
     for path, kind in folder.subfolders.items():
         try:
-            with os.scandir(folder.root / path):
+            with folder_entries(folder.root / path):
                 pass
         except OSError as error:
             if str(path) != "lost+found":  # a folder of the file system's own, closed to everybody

@@ -11,11 +11,10 @@ safetensors 0.8 and torch 2.13), and the headers of up to four checkpoints are r
 differ.
 """
 
-import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
@@ -37,7 +36,8 @@ from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip, ZipRecord, read_end, read_entries
-from ckptfix.storage.reading import open_reader, store_of
+from ckptfix.storage.files import AnyPath, stat_of, store_of
+from ckptfix.storage.reading import open_reader
 from ckptfix.wording import count_of, list_names
 
 _ROLES = (Role.MODEL, Role.OPTIMIZER)
@@ -457,7 +457,7 @@ def _neighbours(
     return near
 
 
-def _has_outline(path: Path, component: Component) -> bool:
+def _has_outline(path: AnyPath, component: Component) -> bool:
     """Return whether a file has the size of a component, and its header, or records of the same
     sizes.
 
@@ -466,7 +466,7 @@ def _has_outline(path: Path, component: Component) -> bool:
     Raises CkptfixError, OSError.
     """
     content = component.content
-    if os.stat(path).st_size != component.size:
+    if stat_of(path).st_size != component.size:
         return False
     if store_of(path.parent) is not None:
         return True

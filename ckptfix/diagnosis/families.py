@@ -9,7 +9,7 @@ loader could take either: variants such as ``fp16`` are asked for by name, and a
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.entries import ModelFiles
@@ -40,6 +40,7 @@ from ckptfix.storage.comparing import (
     same_bytes_without_reading,
     sample_runs,
 )
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 
@@ -94,7 +95,7 @@ class FamilyFindings(NamedTuple):
 
 
 def diagnose_families(
-    root: Path,
+    root: AnyPath,
     groups: Sequence[ModelFiles],
     existing: Collection[PurePosixPath],
     damaged: Collection[PurePosixPath],
@@ -227,7 +228,7 @@ def _is_damaged(group: ModelFiles, damaged: Collection[PurePosixPath]) -> bool:
 
 
 def _compared(
-    root: Path,
+    root: AnyPath,
     first: _Family,
     second: _Family,
     loads: Mapping[str, PurePosixPath],
@@ -296,7 +297,7 @@ def _run(one: _Stored, other: _Stored) -> Run | None:
 
 
 def _difference(
-    root: Path,
+    root: AnyPath,
     pairs: Mapping[str, tuple[_Stored, _Stored]],
     runs: Mapping[str, Run],
     *,
@@ -338,7 +339,7 @@ def _difference(
 
 
 def _untied(
-    root: Path, tensors: Mapping[str, _Stored], shared: Collection[str], *, data: bool
+    root: AnyPath, tensors: Mapping[str, _Stored], shared: Collection[str], *, data: bool
 ) -> tuple[str, ...]:
     """Return the keys of a family that the other one lacks, without those of a tensor that it has
     under another key.
@@ -369,7 +370,7 @@ def _untied(
     return tuple(untied)
 
 
-def _is_copy(root: Path, tensor: _Stored, twin: _Stored, *, data: bool) -> bool:
+def _is_copy(root: AnyPath, tensor: _Stored, twin: _Stored, *, data: bool) -> bool:
     run = _run(tensor, twin)
     if run is None or _difference(root, {"": (tensor, twin)}, {"": run}, data=data)[0] is not None:
         return False

@@ -3,13 +3,12 @@
 Files of DeepSpeed are never renamed: each rank's file repeats their names in several places.
 """
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import field, replace
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import (
@@ -70,6 +69,7 @@ from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, SafetensorsFile, ha
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip, records_with_crc
 from ckptfix.storage import teams
+from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
@@ -130,7 +130,7 @@ def diagnose_files(
 class LeftRecord(NamedTuple):
     """A record of a zip file of torch, by where its bytes are, and its CRC."""
 
-    path: Path
+    path: AnyPath
     offset: int
     size: int
     crc: int
@@ -165,7 +165,11 @@ _AT_ONCE = 1 << 30
 
 
 def _wrong_crcs(
-    root: Path, files: Mapping[PurePosixPath, TorchFile], *, data: bool, progress: Progress | None
+    root: AnyPath,
+    files: Mapping[PurePosixPath, TorchFile],
+    *,
+    data: bool,
+    progress: Progress | None,
 ) -> WrongCrcs:
     """Compare the CRC of the records of these files: with ``data`` of every record, which a team
     shares.
@@ -215,7 +219,7 @@ def _stretches(archive: TorchZip) -> Iterator[tuple[int, int, int]]:
 
 
 def _read_crcs(
-    path: Path, file: TorchFile, among: slice, every_record: bool, progress: Progress | None
+    path: AnyPath, file: TorchFile, among: slice, every_record: bool, progress: Progress | None
 ) -> list[tuple[str, str | None]]:
     with open_reader(path) as reader:
         return list(
@@ -247,7 +251,7 @@ def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
             return []  # well formed, and listed under "not checked"
 
 
-def _safetensors(root: Path, component: Component, file: SafetensorsFile) -> list[Finding]:
+def _safetensors(root: AnyPath, component: Component, file: SafetensorsFile) -> list[Finding]:
     findings: list[Finding] = []
     if file.trailing and _was_copied_as_text(root / component.path, file):
         # Cut to its length, safetensors would load numbers out of shifted bytes, without an error.
@@ -275,7 +279,7 @@ def _safetensors(root: Path, component: Component, file: SafetensorsFile) -> lis
     return findings
 
 
-def _was_copied_as_text(path: Path, file: SafetensorsFile) -> bool:
+def _was_copied_as_text(path: AnyPath, file: SafetensorsFile) -> bool:
     with suppress(OSError, CkptfixError), open_reader(path) as reader:
         return has_converted_lines(reader, file)
     return False
@@ -396,7 +400,7 @@ def _state(
     return _whole(folder.root, where, index, is_broken, state)
 
 
-def _scan_alone(root: Path, path: PurePosixPath) -> CheckpointFolder:
+def _scan_alone(root: AnyPath, path: PurePosixPath) -> CheckpointFolder:
     """Scan a file of DeepSpeed, whose names in a universal checkpoint are those of any states."""
     scanned = scan_folder(root / path.parent, path.name)
     components = tuple(
@@ -407,7 +411,7 @@ def _scan_alone(root: Path, path: PurePosixPath) -> CheckpointFolder:
 
 
 def _crcs_of_ranks(
-    root: Path, every: Sequence[PurePosixPath], progress: Progress | None
+    root: AnyPath, every: Sequence[PurePosixPath], progress: Progress | None
 ) -> WrongCrcs:
     """Compare the CRC of every record in files that are parsed one by one; the processes of a team
     share the files.
@@ -423,7 +427,7 @@ def _crcs_of_ranks(
         ]
 
     units = [
-        (root / path, "", os.stat(root / path).st_size if (root / path).exists() else 0)
+        (root / path, "", stat_of(root / path).st_size if (root / path).exists() else 0)
         for path in every
     ]
     found = teams.each("crc of ranks", units, work, progress)
@@ -433,7 +437,7 @@ def _crcs_of_ranks(
 
 
 def _whole(
-    root: Path, where: PurePosixPath, index: int, is_broken: bool, state: DeepSpeedState
+    root: AnyPath, where: PurePosixPath, index: int, is_broken: bool, state: DeepSpeedState
 ) -> DeepSpeedState:
     """Return the state with the findings about all files together. ``is_broken``: a single file has
     a finding.
@@ -468,7 +472,7 @@ def _whole(
     return replace(state, findings=(*state.findings, finding))
 
 
-def _stray_states(root: Path, where: PurePosixPath) -> Iterator[StrayStates]:
+def _stray_states(root: AnyPath, where: PurePosixPath) -> Iterator[StrayStates]:
     """Yield the files that ``zero_to_fp32`` reads with those of the ranks (DeepSpeed 0.9 to
     0.19).
     """
@@ -491,7 +495,7 @@ def _stray_states(root: Path, where: PurePosixPath) -> Iterator[StrayStates]:
 
 
 def _stray_model(
-    root: Path, path: PurePosixPath, models: Sequence[str], files: DeepSpeedFiles
+    root: AnyPath, path: PurePosixPath, models: Sequence[str], files: DeepSpeedFiles
 ) -> StrayStates:
     try:
         read_model_states(root / path)
@@ -672,7 +676,7 @@ def unchecked_parts(groups: Iterable[ModelFiles], processes: int | None) -> Iter
             )
 
 
-def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[PurePosixPath, str]:
+def _told(error: OperationError, root: AnyPath, where: PurePosixPath) -> tuple[PurePosixPath, str]:
     """Return the path of an error, relative to the root, and its sentence without path and
     advice.
     """

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.filenames import LORA, Role
@@ -38,7 +38,7 @@ from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
 from ckptfix.diagnosis.siblings import without_average
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.tensor import TensorInfo
-from ckptfix.storage.reading import store_of
+from ckptfix.storage.files import AnyPath, store_of
 from ckptfix.tensors.parameter_names import SHAPED
 from ckptfix.wording import count_of
 
@@ -333,7 +333,7 @@ def _models_near(model: HookModel, neighbours: Neighbours) -> Iterator[tuple[boo
                 yield neighbour.is_earlier, model_there
 
 
-def _has_sizes(there: Path, folder: CheckpointFolder) -> bool:
+def _has_sizes(there: AnyPath, folder: CheckpointFolder) -> bool:
     """Return whether a folder has the files of weights of another one, in their sizes. Raises
     OSError.
     """

@@ -9,7 +9,7 @@ the disk, of safetensors files.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.entries import ModelFiles, Replacement
 from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name
@@ -39,7 +39,8 @@ from ckptfix.storage.comparing import (
     same_bytes_without_reading,
     sample_runs,
 )
-from ckptfix.storage.reading import names_in, open_reader
+from ckptfix.storage.files import AnyPath, names_in
+from ckptfix.storage.reading import open_reader
 from ckptfix.wording import series
 
 
@@ -102,7 +103,12 @@ _BEFORE_INDEXES = ("model.safetensors", "pytorch_model.bin")
 
 
 def _stale(
-    root: Path, shard: Component, index: PurePosixPath, listed: Iterable[Component], *, data: bool
+    root: AnyPath,
+    shard: Component,
+    index: PurePosixPath,
+    listed: Iterable[Component],
+    *,
+    data: bool,
 ) -> StaleShard:
     """Return the finding about a shard that an index does not list. ``listed``: the shards that it
     does.
@@ -231,7 +237,7 @@ def _packed(
     return None
 
 
-def _begins(path: Path, magic: bytes) -> bool:
+def _begins(path: AnyPath, magic: bytes) -> bool:
     with suppress(OSError), open_reader(path) as reader:
         return reader.read(0, min(len(magic), reader.size)) == magic
     return False
@@ -271,7 +277,7 @@ def _moved(
     return moved
 
 
-def _holds(path: Path, name: str, keys: Collection[str]) -> bool:
+def _holds(path: AnyPath, name: str, keys: Collection[str]) -> bool:
     """Return whether a file is intact as one of this name, and has exactly these keys."""
     meant = parse_file_name(name)
     if meant is None or not keys:
@@ -281,7 +287,7 @@ def _holds(path: Path, name: str, keys: Collection[str]) -> bool:
 
 
 def _diagnose_index(
-    root: Path, group: ModelFiles, path: PurePosixPath, twin: PurePosixPath | None, *, data: bool
+    root: AnyPath, group: ModelFiles, path: PurePosixPath, twin: PurePosixPath | None, *, data: bool
 ) -> Sequence[Finding]:
     if group.index is not None and is_unreadable(group.index):
         return ()  # an index that may not be read is not rewritten
@@ -377,7 +383,7 @@ _PAGES = 24
 
 
 def _unequal(
-    root: Path, repeated: Mapping[str, Mapping[str, TensorInfo]], *, data: bool
+    root: AnyPath, repeated: Mapping[str, Mapping[str, TensorInfo]], *, data: bool
 ) -> tuple[str, ...]:
     """Return the tensors that are in several shards with other values, by samples of their bytes
     unless ``data``.

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.load_inputs import SAMPLE, SAMPLED
@@ -24,6 +24,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
 from ckptfix.diagnosis.optimizer_kinds import SCALARS, STATES, kind_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
 from ckptfix.errors import CkptfixError
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.stored import Strided, Tiled
 from ckptfix.wording import human_size
@@ -63,7 +64,7 @@ class ValuesReport(NamedTuple):
 
 
 def diagnose_optimizer_values(
-    root: Path,
+    root: AnyPath,
     optimizers: Iterable[SavedOptimizer],
     damaged: frozenset[PurePosixPath],
     *,
@@ -102,7 +103,7 @@ _RATES = ("lr", "initial_lr", "max_lr")
 """Options with a learning rate: now, at the beginning, and the highest one of a cycle."""
 
 
-def steps_of(root: Path, saved: SavedOptimizer) -> int:
+def steps_of(root: AnyPath, saved: SavedOptimizer) -> int:
     """Return the steps that an optimizer made, 0 where it does not count them or they cannot be
     read.
     """
@@ -111,7 +112,7 @@ def steps_of(root: Path, saved: SavedOptimizer) -> int:
     return 0
 
 
-def made_no_step(root: Path, saved: SavedOptimizer) -> bool:
+def made_no_step(root: AnyPath, saved: SavedOptimizer) -> bool:
     """Return whether an optimizer counts its steps, and made none. Reads one step of a healthy
     one.
     """
@@ -127,7 +128,7 @@ def made_no_step(root: Path, saved: SavedOptimizer) -> bool:
 
 
 def has_moved(
-    root: Path, saved: SavedOptimizer, other: Path, earlier: SavedOptimizer, name: str
+    root: AnyPath, saved: SavedOptimizer, other: AnyPath, earlier: SavedOptimizer, name: str
 ) -> bool:
     """Return whether the beginning of a moment of a parameter differs from that in an earlier save,
     in ``other``.
@@ -145,7 +146,7 @@ def has_moved(
     return False
 
 
-def moved_shapes(root: Path, saved: SavedOptimizer) -> Iterator[Shape]:
+def moved_shapes(root: AnyPath, saved: SavedOptimizer) -> Iterator[Shape]:
     """Yield the shapes of the parameters of an optimizer that have a moment with more than zeros at
     its beginning, of some of them.
     """
@@ -159,7 +160,7 @@ def moved_shapes(root: Path, saved: SavedOptimizer) -> Iterator[Shape]:
                 yield max((moment.shape for moment in moments), key=len)
 
 
-def trained_steps(root: Path, step: int | None, optimizers: Sequence[SavedOptimizer]) -> int:
+def trained_steps(root: AnyPath, step: int | None, optimizers: Sequence[SavedOptimizer]) -> int:
     """Return the steps that may have changed weights: none where every learning rate of the run was
     0.
 
@@ -179,7 +180,7 @@ class _Values:
     cannot be read.
     """
 
-    def __init__(self, root: Path, files: OpenFiles, saved: SavedOptimizer) -> None:
+    def __init__(self, root: AnyPath, files: OpenFiles, saved: SavedOptimizer) -> None:
         self._root = root
         self._files = files
         self._saved = saved
@@ -215,7 +216,7 @@ class _Values:
             start -= skipped
             for begin in range(skipped, length, _BLOCK):
                 block = bytearray(min(length - begin, _BLOCK, most))
-                self._files.fill(memoryview(block), self._root / path, offset + begin)
+                self._files.fill(memoryview(block), path, offset + begin)
                 yield bytes(block)
                 most -= len(block)
                 if not most:
@@ -226,7 +227,7 @@ class _Values:
         storage.
         """
         assert self._saved.layout is not None
-        layout = self._saved.layout(tensor)
+        layout = self._saved.layout(self._root, tensor)
         tiles = [tile.layout for tile in layout.tiles] if isinstance(layout, Tiled) else [layout]
         return [
             piece

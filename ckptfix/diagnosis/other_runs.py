@@ -13,14 +13,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.latest import Candidate, time_of
 from ckptfix.errors import CkptfixError
-from ckptfix.storage.doors import made
-from ckptfix.storage.reading import listed_names, read_start
+from ckptfix.storage.files import AnyPath, is_of_listing
+from ckptfix.storage.opened import opened_part
+from ckptfix.storage.reading import read_start
 from ckptfix.wording import count_of
 
 DAY = 86400
@@ -61,9 +61,9 @@ class History(NamedTuple):
 
 def other_run(
     best: Candidate,
-    lower: Sequence[tuple[int, Path]],
-    look: Callable[[Path, int], Candidate],
-    read: "Callable[[Path], History | None]",
+    lower: Sequence[tuple[int, AnyPath]],
+    look: Callable[[AnyPath, int], Candidate],
+    read: "Callable[[AnyPath], History | None]",
 ) -> OtherRun | None:
     """Return the newest complete checkpoint of another run than ``best``, None where nothing proves
     two runs.
@@ -112,26 +112,26 @@ def other_run(
     return older
 
 
-def _saved_last(lower: Sequence[tuple[int, Path]]) -> int:
+def _saved_last(lower: Sequence[tuple[int, AnyPath]]) -> int:
     """Return the place of the checkpoint that was saved last: most likely it is of the newest
     run.
     """
-    if listed_names(lower[0][1].parent) is not None:
+    if is_of_listing(lower[0][1].parent):
         return 0
     times = [time_of(path) or 0.0 for _, path in lower[:_MOST_TIMES]]
     return times.index(max(times))
 
 
-def history_of(checkpoint: Path) -> History | None:
+def history_of(checkpoint: AnyPath) -> History | None:
     """Return the history of a checkpoint of the Trainer, None without one that can be read."""
     state: Any = None
     time = None
     with (
         suppress(CkptfixError, OSError, ValueError, RecursionError),
-        made(str(checkpoint)) as place,
+        opened_part(checkpoint) as place,
     ):
-        time = time_of(Path(place))
-        data = read_start(Path(place, TRAINER_STATE), _MOST_STATE)
+        time = time_of(place)
+        data = read_start(place / TRAINER_STATE, _MOST_STATE)
         state = json.loads(data) if data is not None and len(data) < _MOST_STATE else None
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):

@@ -30,10 +30,12 @@ def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> 
     Raises UsageError when something exists at ``output``, OperationError when there is too little
     space.
     """
+    root = target.root
+    assert isinstance(root, Path), "a store copies by itself"
     check_output(target, output)
-    ensure_space(output, _size_of(target))
+    ensure_space(output, _size_of(root, target.only))
     with staging_for(output, name=target.only) as staging:
-        _copy_tree(target, staging.new, progress)
+        _copy_tree(root, target.only, staging.new, progress)
         yield Target(staging.new, target.only)
         journal = staging.new / JOURNAL
         for transaction in transactions(staging.new):
@@ -49,27 +51,29 @@ def check_output(target: Target, output: Path) -> None:
     if os.path.lexists(output):
         raise UsageError(f"{output} exists; name a folder that does not")
     ensure_folder(output.absolute().parent)
-    if output.resolve().is_relative_to(target.root.resolve()) and target.only is None:
+    root = target.root
+    is_inside = isinstance(root, Path) and output.resolve().is_relative_to(root.resolve())
+    if is_inside and target.only is None:
         raise UsageError(f"{output} lies inside {target.root}, which is to be copied")
 
 
-def _size_of(target: Target) -> int:
-    if target.only is not None:
-        return os.stat(target.path).st_size
-    paths = (Path(root, name) for root, _, names in os.walk(target.root) for name in names)
+def _size_of(top: Path, only: str | None) -> int:
+    if only is not None:
+        return os.stat(top / only).st_size
+    paths = (Path(root, name) for root, _, names in os.walk(top) for name in names)
     return sum(path.stat().st_size for path in paths if path.exists())
 
 
-def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None:
-    names = [target.only] if target.only is not None else sorted(os.listdir(target.root))
+def _copy_tree(root: Path, only: str | None, staging: Path, progress: Progress | None) -> None:
+    names = [only] if only is not None else sorted(os.listdir(root))
     # A mix of two saves, or an upload that was cut short, stays one in a copy.
-    cut = (UPLOAD,) if target.only is None and cut_upload(target.root) else ()
+    cut = (UPLOAD,) if only is None and cut_upload(root) else ()
     for record in (MANIFEST, f"{JOURNAL}/{UNFINISHED}", *cut):
-        if target.only is None and (target.root / record).is_file():
+        if only is None and (root / record).is_file():
             (staging / JOURNAL).mkdir(exist_ok=True)
-            shutil.copyfile(target.root / record, staging / record)
+            shutil.copyfile(root / record, staging / record)
     for name in names:
-        source = target.root / name
+        source = root / name
         if name == JOURNAL:
             continue
         if source.is_dir():
@@ -80,6 +84,6 @@ def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None
                 if source.stat().st_size
                 else ()
             )
-            build(Recipe.like(source, pieces), target.root, staging / name, progress=progress)
+            build(Recipe.like(source, pieces), root, staging / name, progress=progress)
         elif source.is_symlink():
             os.symlink(os.readlink(source), staging / name)

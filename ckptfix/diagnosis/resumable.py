@@ -3,11 +3,9 @@ no error.
 """
 
 import json
-import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from ckptfix.checkpoint.filenames import FAMILIES, family_of
 from ckptfix.checkpoint.latest import (
@@ -25,11 +23,12 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import resume_problem
 from ckptfix.diagnosis.other_runs import History, OtherRun, history_of, other_run
 from ckptfix.storage.atomic import read_file
+from ckptfix.storage.files import AnyPath, lexists, names_in, on_disk
 from ckptfix.storage.paths import JOURNAL, command, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
 
 
-def examine(path: Path, number: int, siblings: Siblings | None = None) -> Candidate:
+def examine(path: AnyPath, number: int, siblings: Siblings | None = None) -> Candidate:
     """Return a numbered checkpoint, with the reason why no run resumes from it as its problem.
 
     ``siblings``: what is known of others; each is read once for all of them.
@@ -62,10 +61,10 @@ class Choice:
 
 
 def choose(
-    folder: Path,
+    folder: AnyPath,
     patterns: Collection[str] = FAMILIES,
-    look: Callable[[Path, int], Candidate] | None = None,
-    read: Callable[[Path], History | None] = history_of,
+    look: Callable[[AnyPath, int], Candidate] | None = None,
+    read: Callable[[AnyPath], History | None] = history_of,
 ) -> Choice | None:
     """Return the newest complete checkpoint of a folder, None where no folder in it is named as a
     checkpoint is.
@@ -116,7 +115,7 @@ def choose(
     )
 
 
-def of_two_runs(folder: Path, choice: Choice) -> str:
+def of_two_runs(folder: AnyPath, choice: Choice) -> str:
     """Return the message about a choice with a ``proof``."""
     higher, lower = choice.rivals
     calls = [
@@ -128,7 +127,7 @@ def of_two_runs(folder: Path, choice: Choice) -> str:
     )
 
 
-def mixed(checkpoint: Path) -> str | None:
+def mixed(checkpoint: AnyPath) -> str | None:
     """Return the message about a folder whose last save or repair was interrupted between its
     files, None for others.
 
@@ -137,7 +136,7 @@ def mixed(checkpoint: Path) -> str | None:
     return mixed_save(checkpoint) or _mixed_repair(checkpoint)
 
 
-def _mixed_repair(checkpoint: Path) -> str | None:
+def _mixed_repair(checkpoint: AnyPath) -> str | None:
     folder = partly_repaired(checkpoint)
     return (
         f"{folder}: {HALF_REPAIRED}; next: {command('repair', folder)}"
@@ -146,7 +145,7 @@ def _mixed_repair(checkpoint: Path) -> str | None:
     )
 
 
-def mixed_save(checkpoint: Path) -> str | None:
+def mixed_save(checkpoint: AnyPath) -> str | None:
     """Return the message about a folder whose last save was interrupted between its files, None for
     any other.
     """
@@ -159,7 +158,7 @@ def mixed_save(checkpoint: Path) -> str | None:
     return f"{checkpoint} {why}; next: {instead_of(checkpoint)}"
 
 
-def instead_of(checkpoint: Path) -> str:
+def instead_of(checkpoint: AnyPath) -> str:
     """Return advice on the checkpoint to load instead of a mix of two saves: the new save, the
     nearest complete one, or none.
     """
@@ -179,24 +178,24 @@ def instead_of(checkpoint: Path) -> str:
     return "save again; no complete checkpoint lies next to it"
 
 
-def _intact_staging(checkpoint: Path) -> Path | None:
+def _intact_staging(checkpoint: AnyPath) -> AnyPath | None:
     """Return the staging folder of the interrupted save while none of its files has been moved.
     Raises OSError.
     """
     journal = checkpoint / JOURNAL
     recorded = set(json.loads(read_file(journal / UNFINISHED)))
-    parent = outside_checkpoints(checkpoint)
-    near = (
-        one
-        for one in parent.iterdir()
-        if one.name.startswith(SAVING) and one.name.endswith(f"+{checkpoint.name}")
-    )
-    for folder in (*journal.glob(f"{SAVING}*"), *near):
+    parent = outside_checkpoints(on_disk(checkpoint))
+    inside = [journal / name for name in names_in(journal) if name.startswith(SAVING)]
+    near = [
+        parent / name
+        for name in names_in(parent)
+        if name.startswith(SAVING) and name.endswith(f"+{checkpoint.name}")
+    ]
+    for folder in (*inside, *near):
         # A recorded file of the checkpoint that is not in the staging folder was moved, or is of
         # the older save.
         if incomplete(folder) is None and not any(
-            os.path.lexists(checkpoint / name) and not os.path.lexists(folder / name)
-            for name in recorded
+            lexists(checkpoint / name) and not lexists(folder / name) for name in recorded
         ):
             return folder
     return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from ckptfix.checkpoint.dcp import FLATTENED, DcpFolder, optimizers_in
@@ -36,6 +36,7 @@ from ckptfix.formats.torch_tensors import (
     read_tensor,
     storages,
 )
+from ckptfix.storage.files import AnyPath
 from ckptfix.tensors.dcp_tensors import DcpLayouts
 from ckptfix.tensors.single_files import torch_layout
 from ckptfix.tensors.stored import Layout
@@ -86,7 +87,7 @@ class SavedOptimizer:
     sparse: frozenset[tuple[str, str]] = frozenset()
     key: str = ""
     tensors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
-    layout: Callable[[Any], Layout] | None = field(default=None, repr=False, compare=False)
+    layout: Callable[[AnyPath, Any], Layout] | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_plain(self) -> bool:
@@ -187,7 +188,7 @@ class _Reading:
             strangers=tuple(self._strangers),
             sparse=frozenset(self._sparse),
             tensors=self._tensors,
-            layout=partial(torch_layout, Path(component.path), self._file),
+            layout=lambda root, tensor: torch_layout(root / component.path, self._file, tensor),
         )
 
     def _take(self, count: int) -> None:
@@ -304,7 +305,7 @@ def _tensor(key: Text, value: Any, known: Mapping[str, Any]) -> PickledTensor | 
     return read_tensor(key, value, known) if type(value) is Node and is_tensor(value) else None
 
 
-def optimizers_of(root: Path, state: DcpFolder) -> Iterator[SavedOptimizer]:
+def optimizers_of(root: AnyPath, state: DcpFolder) -> Iterator[SavedOptimizer]:
     """Yield the optimizers in a DCP folder whose metadata names their parameters."""
     metadata = state.metadata
     assert metadata is not None
@@ -347,12 +348,14 @@ def optimizers_of(root: Path, state: DcpFolder) -> Iterator[SavedOptimizer]:
             groups=tuple(parts.groups),
             states=parts.states,
             tensors=parts.tensors,
-            layout=partial(_dcp_layout, root / state.path, metadata),
+            layout=partial(_dcp_layout, state.path, metadata),
         )
 
 
-def _dcp_layout(folder: Path, metadata: DcpMetadata, tensor: DcpTensor) -> Layout:
-    return DcpLayouts(folder, metadata, [tensor]).layout(tensor)
+def _dcp_layout(
+    path: PurePosixPath, metadata: DcpMetadata, root: AnyPath, tensor: DcpTensor
+) -> Layout:
+    return DcpLayouts(root / path, metadata, [tensor]).layout(tensor)
 
 
 class _Parts:

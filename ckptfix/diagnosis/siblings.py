@@ -1,9 +1,8 @@
 """The other checkpoints of a run, and the files that they have and one of them lacks."""
 
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import (
     LORA,
@@ -35,10 +34,10 @@ from ckptfix.diagnosis.findings.incomplete import (
     LostModelFiles,
     LostPosition,
 )
-from ckptfix.storage.reading import names_in
+from ckptfix.storage.files import AnyPath, is_dir, names_in
 
 
-def compared(folder: Path, neighbours: Neighbours, known: Collection[str]) -> Iterator[Finding]:
+def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) -> Iterator[Finding]:
     """Yield the parts that a checkpoint lacks and the checkpoints next to it have.
 
     ``known``: files that were reported already. A folder whose save recorded its files is not
@@ -137,7 +136,7 @@ def compared(folder: Path, neighbours: Neighbours, known: Collection[str]) -> It
 
 
 def _lost_from_folders(
-    root: Path,
+    root: AnyPath,
     names: Iterable[PurePosixPath],
     before: Sequence[Neighbour],
     after: Sequence[Neighbour],
@@ -160,7 +159,7 @@ def _lost_from_folders(
     for below in sorted(frozenset.intersection(*(save.names.folders for save in near))):
         if any(name.startswith(f"{below}/") for name in known):
             continue
-        is_there = os.path.isdir(root / below)
+        is_there = is_dir(root / below)
         files = frozenset(path.name for path in _names(root / below)) if is_there else frozenset()
         weights = bool(model_files(files))
         # Most folders end here: those next to them are not listed.
@@ -189,7 +188,7 @@ def _lost_from_folders(
         )
 
 
-def _is_too_deep(folder: Path, names: Collection[str]) -> bool:
+def _is_too_deep(folder: AnyPath, names: Collection[str]) -> bool:
     """Return whether a folder has a model in a folder of another name inside, and none of its own.
 
     One of the same name has a finding of its own.
@@ -230,7 +229,7 @@ def _lost_lora(names: Iterable[PurePosixPath], near: Sequence[Neighbour]) -> Ite
         )
 
 
-def _is_needed(root: Path, below: str, own: Names) -> bool:
+def _is_needed(root: AnyPath, below: str, own: Names) -> bool:
     """Return whether other files of a checkpoint show that the model of a missing sub-folder was
     saved.
 
@@ -283,7 +282,7 @@ def under_name_of_trainer(lost: str, names: Collection[PurePosixPath]) -> str:
     return under if PurePosixPath(under) in names else ""
 
 
-def _names(folder: Path) -> list[PurePosixPath]:
+def _names(folder: AnyPath) -> list[PurePosixPath]:
     try:
         return [PurePosixPath(name) for name in sorted(names_in(folder))]
     except OSError:

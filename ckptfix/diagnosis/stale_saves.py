@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import nan
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
@@ -53,7 +52,7 @@ from ckptfix.diagnosis.schedules import moves_of, numbers_of
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.pickle_tree import child, is_dict_like, items_of
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.storage.reading import store_of
+from ckptfix.storage.files import AnyPath, store_of
 
 _READ = (Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER)
 _MOST_SHAPES = 4
@@ -93,7 +92,7 @@ def diagnose_stale_saves(
                 yield from judge(same_weights=True, same_optimizers=False, shards=shards)
 
 
-def _are_equal(root: Path, earlier: Path, pieces: Sequence[Piece], *, data: bool) -> bool:
+def _are_equal(root: AnyPath, earlier: AnyPath, pieces: Sequence[Piece], *, data: bool) -> bool:
     samples = samples_of(pieces)
     if samples is None and not data:
         return False
@@ -106,7 +105,7 @@ def _are_equal(root: Path, earlier: Path, pieces: Sequence[Piece], *, data: bool
 
 
 def _old_shards(
-    folder: CheckpointFolder, earlier: Path, weights: Sequence[Piece], *, data: bool
+    folder: CheckpointFolder, earlier: AnyPath, weights: Sequence[Piece], *, data: bool
 ) -> list[Component]:
     """Return the shards of models that equal those of the earlier checkpoint, where others of the
     model do not.
@@ -133,7 +132,7 @@ def _is_trained(
     shard: Component,
     folder: CheckpointFolder,
     saved: Sequence[SavedOptimizer],
-    root: Path,
+    root: AnyPath,
     earlier: Sequence[SavedOptimizer],
 ) -> bool:
     """Return whether an optimizer trained tensors of a shard since the earlier save, which has its
@@ -171,7 +170,7 @@ def _is_trained(
 def _judged(
     folder: CheckpointFolder,
     sharded: Sequence[DcpFolder],
-    root: Path,
+    root: AnyPath,
     before: Neighbour,
     weights: Sequence[Piece],
     optimizers: Sequence[Piece],

@@ -33,8 +33,17 @@ from ckptfix.checkpoint.model_configs import (
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
+from ckptfix.storage.files import (
+    AnyPath,
+    Openable,
+    StorePath,
+    exists,
+    is_of_listing,
+    is_symlink,
+    store_of,
+    walk,
+)
 from ckptfix.storage.paths import JOURNAL, command, existing, shell_path
-from ckptfix.storage.reading import listed_names, store_of, walk
 from ckptfix.storage.staged import is_temporary
 from ckptfix.wording import count_of, list_names
 
@@ -43,24 +52,24 @@ from ckptfix.wording import count_of, list_names
 class Target:
     """A folder, and the name of one requested file in it, or None for all files."""
 
-    root: Path
+    root: AnyPath
     only: str | None
 
     @property
-    def path(self) -> Path:
+    def path(self) -> AnyPath:
         """The path of the folder, or of the one file."""
         return self.root / self.only if self.only is not None else self.root
 
 
-def find_target(path: str | os.PathLike[str]) -> Target:
+def find_target(path: Openable) -> Target:
     """Return the target at ``path``. A symbolic link to a file is that link, not the file behind
     it.
 
     A file of a DCP folder means the folder: a single file of it cannot be checked. Raises
     UsageError unless the path is a folder or a regular file.
     """
-    given = Path(path)
-    if os.path.islink(path) and not os.path.exists(path):
+    given = path if isinstance(path, StorePath) else Path(path)
+    if is_symlink(given) and not exists(given):
         return Target(given.parent, given.name)  # a broken link is a file that is damaged
     if existing(path).is_dir():
         return Target(given, None)
@@ -135,7 +144,7 @@ def _without_ending(folder: CheckpointFolder) -> str:
     return f"; to rename them without {ending!r}: {command_line}"
 
 
-def commands_for(checkpoints: Iterable[Path], verb: str, after: str = "") -> str:
+def commands_for(checkpoints: Iterable[AnyPath], verb: str, after: str = "") -> str:
     """Return the next step in words: the command for each of several checkpoints, of many the
     first; "" for none.
     """
@@ -146,7 +155,7 @@ def commands_for(checkpoints: Iterable[Path], verb: str, after: str = "") -> str
     return f"next: {'; '.join(commands)}{rest}" if commands else ""
 
 
-def _intact_names(root: Path) -> Iterator[Path]:
+def _intact_names(root: AnyPath) -> Iterator[AnyPath]:
     """Yield the checkpoints below a folder, without staging folders and those without weights."""
     with suppress(UsageError):
         yield from (
@@ -163,12 +172,12 @@ def holds_checkpoint(folder: CheckpointFolder) -> bool:
     return (
         bool(folder.components)
         or any(kind != PLAIN_FOLDER for kind in folder.subfolders.values())
-        or any(holds_dcp(folder.root / path) for path in (Path(), *folder.subfolders))
+        or any(holds_dcp(folder.root / path) for path in (PurePosixPath(), *folder.subfolders))
         or any(deepspeed_folders(folder))
     )
 
 
-def nested_checkpoint(folder: CheckpointFolder) -> Path | None:
+def nested_checkpoint(folder: CheckpointFolder) -> AnyPath | None:
     """Return the checkpoint in a sub-folder that is all a folder holds, None for any other folder.
 
     An archive that is unpacked in a folder of its name leaves it so, and ``cp -r`` of a checkpoint
@@ -186,7 +195,7 @@ def nested_checkpoint(folder: CheckpointFolder) -> Path | None:
     return inner if holds_files(inner) else None
 
 
-def _listed(root: Path) -> int:
+def _listed(root: AnyPath) -> int:
     """Return the number of files in the manifest of a folder, 0 without a valid one."""
     try:
         manifest = read_manifest(root)
@@ -195,7 +204,7 @@ def _listed(root: Path) -> int:
     return len({*manifest.files, *manifest.digests}) if manifest is not None else 0
 
 
-def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
+def find_checkpoints(path: Openable) -> Iterator[AnyPath]:
     """Yield every folder at or below ``path`` that holds a component or is a DCP folder, parents
     first.
 
@@ -209,13 +218,11 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
     searched. Raises UsageError when ``path`` is not a folder, or, at the end, when it holds no
     checkpoint.
     """
-    top = Path(path)
-    if listed_names(top) is None and not existing(path).is_dir():
-        raise UsageError(
-            f"{path} is not a folder; to check one file: {command('check', Path(path))}"
-        )
-    around: list[Path] = []  # the checkpoints that the present folder lies in
-    refused: list[Path] = []
+    top = path if isinstance(path, StorePath) else Path(path)
+    if not existing(top).is_dir():
+        raise UsageError(f"{path} is not a folder; to check one file: {command('check', top)}")
+    around: list[AnyPath] = []  # the checkpoints that the present folder lies in
+    refused: list[AnyPath] = []
     is_empty = True
     holds = lru_cache(maxsize=8)(family_holds)
     siblings = Siblings()
@@ -225,8 +232,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
         if describe_folder_name(folder.name) is None or folder.parent not in around:
             refused.append(folder)  # check reports why it cannot be read
 
-    for root, folders, files in walk(top, refuse):
-        here = Path(root)
+    for here, folders, files in walk(top, refuse):
         while around and around[-1] not in here.parents:
             around.pop()
         staging = sorted(here / name for name in folders if is_temporary(name))
@@ -266,7 +272,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise UsageError(f"no checkpoint found in or below {path}")
 
 
-def _lacks_part_of_list(folder: Path, subfolders: Iterable[str]) -> bool:
+def _lacks_part_of_list(folder: AnyPath, subfolders: Iterable[str]) -> bool:
     """Return whether a list of models is broken, or not each of them has its weights.
 
     Without any weights the folder may be configs alone.
@@ -276,9 +282,10 @@ def _lacks_part_of_list(folder: Path, subfolders: Iterable[str]) -> bool:
     return lacks_part and may_hold_weights(folder)
 
 
-def _lacks_all_weights(folder: Path) -> bool:
+def _lacks_all_weights(folder: AnyPath) -> bool:
     """Return whether a folder has the config of a model or the list of a pipeline, and no
     weights.
     """
-    is_listed = listed_names(folder) is not None
-    return not is_listed and (bool(pipeline_components(folder)) or lost_model(folder) is not None)
+    return not is_of_listing(folder) and (
+        bool(pipeline_components(folder)) or lost_model(folder) is not None
+    )

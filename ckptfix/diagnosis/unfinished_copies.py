@@ -5,7 +5,7 @@ they leave.
 import re
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.completion_markers import missing_marker
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
@@ -24,9 +24,9 @@ from ckptfix.checkpoint.model_configs import (
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.diagnosis.findings.incomplete import HalfDownloaded, InterruptedSave, SpareDownload
 from ckptfix.diagnosis.findings.stale import PerhapsUnmarked, UnmarkedSave
+from ckptfix.storage.files import AnyPath, lies_in, names_in
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL
-from ckptfix.storage.reading import names_in
 
 _SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")
 """Temporary names of ``save_file`` of safetensors."""
@@ -111,7 +111,7 @@ _READ_WITH_WEIGHTS = (".json", ".txt", ".model", ".py", ".jinja")
 
 
 def half_downloaded(
-    root: Path, halves: Iterable[HalfDownload], reported: Collection[Path]
+    root: AnyPath, halves: Iterable[HalfDownload], reported: Collection[AnyPath]
 ) -> Iterator[InterruptedSave]:
     """Yield the findings about downloads from the hub that did not end.
 
@@ -120,9 +120,7 @@ def half_downloaded(
     beside = _Beside(root)
     for half in halves:
         names = tuple(
-            name
-            for name in half.names
-            if not any((root / name).is_relative_to(path) for path in reported)
+            name for name in half.names if not any(lies_in(root / name, path) for path in reported)
         )
         if half.names and not names:
             continue
@@ -136,7 +134,7 @@ class _Beside:
     it took seconds.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: AnyPath) -> None:
         self._root = root
         self._lists_models = cache(lambda: lists_models(root))
         self._may_hold_weights = cache(lambda: may_hold_weights(root))
@@ -155,7 +153,7 @@ class _Beside:
         return all(map(self._holds_model, folders))
 
 
-def _holds_model(folder: Path) -> bool:
+def _holds_model(folder: AnyPath) -> bool:
     """Return whether names in a folder are of a model. One that does not exist lacks nothing, a
     closed one may.
     """

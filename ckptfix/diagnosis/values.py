@@ -2,14 +2,12 @@
 trained.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ckptfix.checkpoint.dcp import scan_dcp_folders
@@ -23,6 +21,7 @@ from ckptfix.errors import ChangedError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.reports import Serialized
+from ckptfix.storage.files import AnyPath, absolute
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.stored import Contiguous, StoredTensor
@@ -135,7 +134,7 @@ def _lost_tails(
 
     Each zero tensor behind it may be meant, such as a bias; zeros inside of its last row are not.
     """
-    of_files: dict[Path, list[tuple[StoredTensor, Piece, Scan]]] = {}
+    of_files: dict[AnyPath, list[tuple[StoredTensor, Piece, Scan]]] = {}
     for tensor, hashed in tensors:
         pieces = tensor.layout.pieces if isinstance(tensor.layout, Contiguous) else ()
         if len(pieces) == 1 and hashed.scan is not None and pieces[0].length:
@@ -285,7 +284,7 @@ class ValueFinding(Serialized):
         return f"{self.label}: {self.text}"
 
 
-def trained_for(root: Path, least: int = 0) -> int:
+def trained_for(root: AnyPath, least: int = 0) -> int:
     """Return the steps that the weights in a folder were trained for, 1 where its optimizer does
     not count them.
 
@@ -299,9 +298,9 @@ def trained_for(root: Path, least: int = 0) -> int:
     from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 
     step = trainer_progress(root).step
-    folder = parse_folder_name(Path(os.path.abspath(root)).name)
+    folder = parse_folder_name(absolute(root).name)
     if folder is not None and folder.role is Role.MODEL:
-        root = Path(os.path.abspath(root)).parent
+        root = absolute(root).parent
     found = scan_folder(root, wanted=lambda name: name.role is Role.OPTIMIZER)
     steps = trained_steps(root, step, tuple(saved_optimizers(found, scan_dcp_folders(found))))
     has_folder = any(

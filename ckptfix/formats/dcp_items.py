@@ -21,7 +21,7 @@ from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import Appended, TorchFile, crc_mismatches, read_torch_file
 from ckptfix.formats.torch_tensors import read_tensor, storages
 from ckptfix.formats.torch_zip import TorchZip, ZipRecord, read_record, read_zip, storage_records
-from ckptfix.storage.reading import FileReader
+from ckptfix.storage.files import FileReader
 
 _HEAD = 4096  # longest part of an item before its data, or behind them, that is compared at once
 _CRC_IN_DESCRIPTOR, _CRC_IN_ENTRY = 4, 16

@@ -36,7 +36,7 @@ from ckptfix.formats.pickle_globals import DTYPES
 from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text, every_node, pairs
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
-from ckptfix.storage.reading import FileReader
+from ckptfix.storage.files import FileReader
 
 METADATA_NAME = ".metadata"
 """The name of the file; torch writes ``.metadata.tmp`` first, when all data is on disk, and renames
@@ -158,8 +158,8 @@ _NAMES = {
     "torch.distributed._shard.metadata": "TensorProperties MEM_FORMAT_ENCODING",
     "torch.serialization": "_get_layout",
     "torch": "Size",
-    "pathlib": "Path PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
-    "pathlib._local": "Path PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
+    "pathlib": "AnyPath PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
+    "pathlib._local": "AnyPath PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
     "collections": "OrderedDict",
 }
 """Module -> what the planners and writers of torch 2.0 to 2.13 name of it."""

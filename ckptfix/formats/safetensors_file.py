@@ -19,7 +19,7 @@ from typing import Any
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
 from ckptfix.formats.tensor import DTYPE_BITS, TensorInfo
-from ckptfix.storage.reading import FileReader
+from ckptfix.storage.files import FileReader
 
 MAX_HEADER = 100_000_000
 """Longest header that the reference parser accepts, in bytes."""

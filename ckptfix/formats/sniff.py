@@ -6,7 +6,7 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.torch_file import MAGIC_NUMBER
 from ckptfix.formats.torch_zip import read_records
-from ckptfix.storage.reading import FileReader
+from ckptfix.storage.files import FileReader
 
 _HEAD = 512
 _ZIP = b"PK\x03\x04"

@@ -29,7 +29,7 @@ from ckptfix.formats.torch_tensors import (
     storages,
 )
 from ckptfix.formats.torch_zip import MAX_PICKLE, AppendedBytes, TorchZip
-from ckptfix.storage.reading import FileReader
+from ckptfix.storage.files import FileReader
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001

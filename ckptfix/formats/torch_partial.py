@@ -20,7 +20,7 @@ from ckptfix.formats.pickle_tree import PickleTree
 from ckptfix.formats.torch_file import is_legacy, read_pickle, read_pickles
 from ckptfix.formats.torch_tensors import PickledStorage, storages
 from ckptfix.formats.torch_zip import ENCRYPTED, LOCAL, STORED, U32, read_end, read_entries
-from ckptfix.storage.reading import FileReader
+from ckptfix.storage.files import FileReader
 
 _HAS_DESCRIPTOR = 0x8
 _NARROW = Struct("<4s3I")

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.storage.files import FileReader
 from ckptfix.storage.parallel import Control, processors, run_all
-from ckptfix.storage.reading import FileReader, page_buffer
+from ckptfix.storage.reading import page_buffer
 
 MAX_DIRECTORY = 64 << 20
 """Longest central directory that is read, in bytes. A record takes about 65, and 300 once it is

@@ -69,14 +69,24 @@ from ckptfix.repairs.steps import (
 from ckptfix.repairs.steps_to_edits import Compiled, compile_plan, free_space, space_needed
 from ckptfix.reports import Serialized
 from ckptfix.storage.copying import supports_reflink
-from ckptfix.storage.doors import local_path, looks_like_url, opened, takes_urls
 from ckptfix.storage.edits import Edit
+from ckptfix.storage.files import (
+    AnyPath,
+    Openable,
+    StorePath,
+    is_url,
+    local_path,
+    on_disk,
+    relative,
+    store_of,
+)
 from ckptfix.storage.journal import RecoveryReport, carriage, commit
 from ckptfix.storage.journal import recover as recover_folder
 from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.opened import open_files, takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, command, shell_path
-from ckptfix.storage.reading import ensure_unchanged, store_of, unchanged
+from ckptfix.storage.reading import ensure_unchanged, unchanged
 from ckptfix.storage.transactions import transactions
 from ckptfix.wording import (
     Line,
@@ -86,7 +96,6 @@ from ckptfix.wording import (
     human_size,
     line,
     series,
-    shown,
     unchecked_lines,
 )
 
@@ -110,7 +119,7 @@ class RepairReceipt(Printable, Serialized):
         "not_checked=_unchecked below? advice"
     )
 
-    path: Path
+    path: AnyPath
     found: tuple[Finding, ...]
     steps: tuple[Step, ...]
     unplanned: tuple[Unplanned, ...]
@@ -120,7 +129,7 @@ class RepairReceipt(Printable, Serialized):
     recovered: bool = False
     finished: bool = False
     dry_run: bool = False
-    output: Path | str | None = None
+    output: AnyPath | str | None = None
     below: tuple[CheckReport, ...] = ()
 
     @property
@@ -132,7 +141,7 @@ class RepairReceipt(Printable, Serialized):
         return int(status_of(self.left) or bool(self.unplanned) or is_below)
 
     @property
-    def where(self) -> Path | str:
+    def where(self) -> AnyPath | str:
         """The checkpoint that was checked last: the copy, once it is written."""
         return self.path if self.dry_run else self.output or self.path
 
@@ -241,7 +250,7 @@ class RepairPlan(Printable):
     neighbours: Neighbours
 
     @property
-    def path(self) -> Path:
+    def path(self) -> AnyPath:
         """The checkpoint, or the file, that was planned for."""
         return self.target.path
 
@@ -286,9 +295,9 @@ class RepairPlan(Printable):
         JournalError, RolledBackError) when it could not finish: the folder is then as it was. The
         plan of a URL is executed once: UsageError after that.
         """
-        if self.image is not None and not self.target.root.exists():
+        if isinstance(root := self.target.root, StorePath) and root.files.is_closed:
             raise UsageError(
-                f"{shown(str(self.path))}: this plan was executed before, so its objects can be "
+                f"{self.path}: this plan was executed before, so its objects can be "
                 "others now; next: plan_repair anew"
             )
         with self.image or nullcontext():
@@ -296,7 +305,6 @@ class RepairPlan(Printable):
                 return self._execute_in_store(self.output, progress, transfer=transfer)
             if self.output is not None:
                 return self._execute_on_copy(self.output, progress)
-            root = self.target.root
             if self.draft.is_empty and not transactions(root):
                 return self._receipt(self.diagnosis)
             with folder_lock(root, break_lock=break_lock) as lock:
@@ -330,8 +338,8 @@ class RepairPlan(Printable):
         """Let the store write a repaired copy below another prefix."""
         from ckptfix.storage.object_copies import copy_repaired
 
-        store = store_of(self.target.root)
-        assert store is not None
+        root = self.target.root
+        assert isinstance(root, StorePath)
         _ensure_uploaded(self.target)
         edits = (*self.compiled.edits, *self._manifest_edits(self.compiled))
         after = self.diagnosis
@@ -341,7 +349,7 @@ class RepairPlan(Printable):
             after = self._proven(self.compiled)
 
         copy_repaired(
-            self.target.root, store.url, output, edits,
+            root.files, output, edits,
             indexes=self._indexes, verify=verify, transfer=transfer, progress=progress,
         )  # fmt: skip
         return replace(self._receipt(after), output=output)
@@ -371,7 +379,7 @@ class RepairPlan(Printable):
         """Do the edits of the steps and of the manifest. The caller holds the lock."""
         root = self.target.root
         compiled = self.compiled
-        shares_blocks = bool(compiled.edits) and lock is None and supports_reflink(root)
+        shares_blocks = bool(compiled.edits) and lock is None and supports_reflink(on_disk(root))
         if shares_blocks and not self.policy.atomic:
             compiled = compile_plan(self.draft, new_files=True)
         if not compiled.edits:
@@ -427,7 +435,7 @@ class RepairPlan(Printable):
 
 
 def plan_repair(
-    path: str | os.PathLike[str],
+    path: Openable,
     policy: Policy | None = None,
     *,
     output: str | os.PathLike[str] | None = None,
@@ -446,9 +454,9 @@ def plan_repair(
     repaired now, OSError when it cannot be read.
     """
     output = local_path(output)
-    if isinstance(path, str) and looks_like_url(path):
+    if isinstance(path, str) and is_url(path):
         with ExitStack() as image:
-            place = image.enter_context(opened(path))
+            place = image.enter_context(open_files(path))
             plan = plan_repair(
                 place,
                 policy,
@@ -467,7 +475,7 @@ def plan_repair(
             raise OperationError(
                 f"{target.path}: {pending[0]}; {pending[0].advice_at(str(target.path))}"
             )
-        copy = output if isinstance(output, str) and looks_like_url(output) else Path(output)
+        copy = output if isinstance(output, str) and is_url(output) else Path(output)
         _check_copy(target, copy)  # before every byte of a large model is compared
         return _plan(target, policy, copy, progress)
     if recover and interrupted(target):
@@ -483,7 +491,7 @@ def plan_repair(
 
 @takes_urls("path")
 def repair(
-    path: str | os.PathLike[str],
+    path: Openable,
     *,
     policy: Policy | None = None,
     dry_run: bool = False,
@@ -545,7 +553,7 @@ def _check_copy(target: Target, output: Path | str) -> None:
         check_free(output)
 
 
-def _recovered(root: Path) -> RecoveryReport | None:
+def _recovered(root: AnyPath) -> RecoveryReport | None:
     """Roll back an interrupted run, or finish it in a store; None where there was none. The caller
     holds the lock.
     """
@@ -565,7 +573,7 @@ def _listing(action: StepAction) -> PurePosixPath | None:
 
 
 @contextmanager
-def _undisturbed(path: Path) -> Iterator[None]:
+def _undisturbed(path: AnyPath) -> Iterator[None]:
     """Say next to the name of a file that changed in this block that nothing was changed, and what
     to type next.
     """
@@ -651,7 +659,7 @@ def _unanswered(diagnosis: Diagnosis, policy: Policy) -> tuple[Finding, ...]:
     )
 
 
-def _check_space(root: Path, edits: Sequence[Edit], shares_blocks: bool) -> None:
+def _check_space(root: AnyPath, edits: Sequence[Edit], shares_blocks: bool) -> None:
     need, free = space_needed(edits, shares_blocks=shares_blocks), free_space(root)
     if edits and need > free:
         raise OperationError(
@@ -660,14 +668,14 @@ def _check_space(root: Path, edits: Sequence[Edit], shares_blocks: bool) -> None
         )
 
 
-def _moved(report: CheckReport, source: Path, output: Path) -> CheckReport:
+def _moved(report: CheckReport, source: AnyPath, output: AnyPath) -> CheckReport:
     """Return the report of a model in a sub-folder, with the name of that folder in the copy."""
     below = tuple(_moved(one, source, output) for one in report.below)
-    return replace(report, path=output / report.path.relative_to(source), below=below)
+    return replace(report, path=output / relative(report.path, source), below=below)
 
 
 def plan_lines(
-    path: Path | str, steps: tuple[Step, ...], stays: tuple[Unplanned, ...]
+    path: AnyPath | str, steps: tuple[Step, ...], stays: tuple[Unplanned, ...]
 ) -> Iterator[Line]:
     """Yield the steps of a repair of ``path``, and the findings that stay, with the reasons."""
     yield line(f"plan for {path}:" if steps else f"nothing to repair in {path}", bold=True)

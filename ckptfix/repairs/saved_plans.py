@@ -19,11 +19,11 @@ from ckptfix.errors import ChangedError, UsageError
 from ckptfix.repairs.repair import RepairPlan, plan_repair
 from ckptfix.reports import plain
 from ckptfix.storage.atomic import create_file, read_file, sync_folder
-from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.files import AnyPath, absolute, is_url, lies_in
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import cause, command, shell_path
 from ckptfix.storage.transactions import State, is_as_left, transactions
-from ckptfix.wording import count_of, shown
+from ckptfix.wording import count_of
 
 _VERSION = 1
 
@@ -38,7 +38,7 @@ class SavedPlan:
     ``unplanned``: the findings that stay.
     """
 
-    file: Path
+    file: AnyPath
     path: Path | str
     output: Path | str | None
     policy: Policy
@@ -130,13 +130,13 @@ def save_plan(plan: RepairPlan, file: str | os.PathLike[str]) -> None:
         raise UsageError(
             f"{plan.path}: {plan.pending[0]}; {plan.pending[0].advice}, then plan again"
         )
-    if path.resolve().is_relative_to(plan.target.root.resolve()):
+    if lies_in(path.resolve(), plan.target.root.resolve()):
         raise UsageError(
             f"{path} lies inside {plan.target.root}, which it would change; choose another path"
         )
     content: dict[str, object] = {
         "plan_version": _VERSION,
-        "path": shown(os.path.abspath(plan.path)),
+        "path": str(absolute(plan.path)),
         "output": None if plan.output is None else _absolute(plan.output),
         "policy": {
             "keep": {role.value: count for role, count in plan.policy.keep.items()},
@@ -194,7 +194,7 @@ def read_plan(file: str | os.PathLike[str]) -> SavedPlan:
         ) from None
 
 
-def _saved_plan(path: Path, document: Mapping[str, Any]) -> SavedPlan:
+def _saved_plan(path: AnyPath, document: Mapping[str, Any]) -> SavedPlan:
     asked = document["policy"]
     return SavedPlan(
         file=path,
@@ -218,11 +218,11 @@ def _saved_plan(path: Path, document: Mapping[str, Any]) -> SavedPlan:
 
 
 def _place(path: str) -> Path | str:
-    return path if looks_like_url(path) else Path(path)
+    return path if is_url(path) else Path(path)
 
 
 def _absolute(output: Path | str) -> str:
-    return str(output) if looks_like_url(output) else os.path.abspath(output)
+    return str(output) if is_url(output) else os.path.abspath(output)
 
 
 def apply_command(file: str | os.PathLike[str]) -> str:

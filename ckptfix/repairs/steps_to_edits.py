@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import DATA_SUFFIX, DcpFolder, new_paths
 from ckptfix.checkpoint.folder import Component
@@ -49,6 +49,7 @@ from ckptfix.repairs.steps import (
 )
 from ckptfix.storage.comparing import Run
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
+from ckptfix.storage.files import AnyPath, is_symlink, on_disk
 from ckptfix.storage.reading import open_reader
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe, RecipePart
 
@@ -177,7 +178,7 @@ class _Writer:
         delete them.
         """
         kept = pairing.kept
-        return os.path.islink(self.root / kept.path) or (
+        return is_symlink(self.root / kept.path) or (
             isinstance(kept, DcpFolder)
             and any(kept.files[file].is_linked for file, twin in pairing.runs or () if twin == path)
         )
@@ -424,9 +425,9 @@ def space_needed(edits: Sequence[Edit], *, shares_blocks: bool) -> int:
     return total
 
 
-def free_space(root: Path) -> int:
+def free_space(root: AnyPath) -> int:
     """Return the bytes that this user may still write to the file system of ``root``."""
-    status = os.statvfs(root)
+    status = os.statvfs(on_disk(root))
     return status.f_bavail * status.f_frsize
 
 

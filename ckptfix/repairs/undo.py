@@ -1,21 +1,20 @@
 """``undo``: undo the last repair of a folder or file, byte for byte."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import ClassVar
 
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import commands_for, find_target
 from ckptfix.errors import UsageError
 from ckptfix.reports import Serialized
-from ckptfix.storage.doors import takes_urls
+from ckptfix.storage.files import AnyPath, Openable, store_of, walk
 from ckptfix.storage.journal import recover
 from ckptfix.storage.journal import undo as undo_transaction
 from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command
-from ckptfix.storage.reading import store_of
 from ckptfix.storage.transactions import State, TransactionInfo, transactions
 from ckptfix.wording import Line, Printable, count_of, few, line, list_names
 
@@ -32,7 +31,7 @@ class UndoReceipt(Printable, Serialized):
 
     json_keys: ClassVar = "path status transaction steps remaining recovered unproven"
 
-    path: Path
+    path: AnyPath
     transaction: int
     steps: tuple[str, ...]
     remaining: int
@@ -62,7 +61,7 @@ class UndoReceipt(Printable, Serialized):
 
 @takes_urls("path")
 def undo(
-    path: str | os.PathLike[str],
+    path: Openable,
     *,
     force: bool = False,
     transfer: bool = False,
@@ -116,17 +115,17 @@ def undo(
     return _receipt(target.path, last, len(done) - 1, recovered=False, unproven=unproven)
 
 
-def _repaired_below(root: Path) -> Iterator[Path]:
+def _repaired_below(root: AnyPath) -> Iterator[AnyPath]:
     """Yield the folders below ``root`` with a repair that can be undone."""
-    for where, folders, _ in os.walk(root):
+    for where, folders, _ in walk(root):
         folders.sort()
         if JOURNAL in folders:
             folders.remove(JOURNAL)
-            if any(info.state in (State.DONE, State.PENDING) for info in transactions(Path(where))):
-                yield Path(where)
+            if any(info.state in (State.DONE, State.PENDING) for info in transactions(where)):
+                yield where
 
 
-def _done(root: Path, target: str) -> list[TransactionInfo]:
+def _done(root: AnyPath, target: str) -> list[TransactionInfo]:
     done = [
         info for info in transactions(root) if info.state is State.DONE and info.target == target
     ]
@@ -135,7 +134,7 @@ def _done(root: Path, target: str) -> list[TransactionInfo]:
 
 
 def _receipt(
-    path: Path,
+    path: AnyPath,
     info: TransactionInfo,
     remaining: int,
     *,

@@ -9,7 +9,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from ckptfix.storage.reading import opened_elsewhere
+from ckptfix.storage.files import AnyPath, StorePath
 from ckptfix.wording import human_size
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -102,9 +102,10 @@ def create_file(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> N
         os.close(fd)
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: AnyPath) -> bytes:
     """Return the bytes of ``path``. Raises OSError when it is a symbolic link or a special file."""
-    if (reader := opened_elsewhere(path)) is not None:
+    if isinstance(path, StorePath):
+        reader = path.files.reader(path)
         return reader.read(0, reader.size)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

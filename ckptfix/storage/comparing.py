@@ -17,14 +17,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
-from pathlib import Path
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FileChangedError, FormatError
 from ckptfix.storage import teams
+from ckptfix.storage.files import AnyPath, FileReader, StorePath
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.partial_results import Identity, Unit
-from ckptfix.storage.reading import FileReader, opened_elsewhere, page_buffer
+from ckptfix.storage.reading import page_buffer
 
 _FS_IOC_FIEMAP = 0xC020660B
 # Unsynced data has no block yet, and a write to shared blocks moves them when it is synced.
@@ -391,11 +391,19 @@ class Fingerprint:
         )
 
 
-def fingerprint(path: Path) -> Fingerprint | None:
+def fingerprint(path: AnyPath) -> Fingerprint | None:
     """Return the fingerprint of ``path``, None when nothing exists there. Raises OSError for a
     special file.
     """
     try:
+        if isinstance(path, StorePath):
+            status = path.stat()
+            if stat.S_ISDIR(status.st_mode):
+                return Fingerprint(kind="folder", size=0, mtime_ns=status.st_mtime_ns, sha256="")
+            digest = ends_digest(path.files.reader(path).read, status.st_size)
+            return Fingerprint(
+                kind="file", size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest
+            )
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
             digest = hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
@@ -406,11 +414,6 @@ def fingerprint(path: Path) -> Fingerprint | None:
             return Fingerprint(kind="folder", size=0, mtime_ns=status.st_mtime_ns, sha256="")
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is neither a file nor a link nor a folder", str(path))
-        if (reader := opened_elsewhere(path)) is not None:
-            digest = ends_digest(reader.read, reader.size)
-            return Fingerprint(
-                kind="file", size=reader.size, mtime_ns=status.st_mtime_ns, sha256=digest
-            )
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -438,19 +441,20 @@ def ends_digest(read: Callable[[int, int], bytes], size: int) -> str:
     return digest.hexdigest()
 
 
-def samples_digest(path: Path) -> str:
+def samples_digest(path: AnyPath) -> str:
     """Return the sha256 of 24 pages between the ends of a file, "" where the ends cover it all, or
     for anything but a file.
 
     A training step changes nearly every page of a model whose ends are frozen. Raises OSError.
     """
-    status = os.lstat(path)
+    status = path.lstat()
     between = status.st_size - 2 * _ENDS
     if not stat.S_ISREG(status.st_mode) or between <= 0:
         return ""
     digest = hashlib.sha256()
     pages = [_ENDS + max(0, between - _PAGE) * number // (_PAGES - 1) for number in range(_PAGES)]
-    if (reader := opened_elsewhere(path)) is not None:
+    if isinstance(path, StorePath):
+        reader = path.files.reader(path)
         reader.expect((page, _PAGE) for page in pages)
         for page in pages:
             digest.update(reader.read(page, _PAGE))

@@ -26,7 +26,7 @@ from ckptfix.storage.parallel import Progress, Stopped
 from ckptfix.storage.partial_results import PartialResults, Unit
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.teams import Assume, Do, InOrder, plan_shares, resuming
-from ckptfix.wording import count_of, moment, shown
+from ckptfix.wording import count_of, moment
 
 
 class Store(Protocol):
@@ -535,7 +535,7 @@ def ensure_same_names(names: Sequence[str]) -> None:
     """
     team = teams.current()
     if isinstance(team, JoinedTeam):
-        mine = [shown(name) for name in names]
+        mine = [*names]
 
         def differs(leader: str, theirs: Sequence[str]) -> str:
             for here, there in zip_longest(mine, theirs):
@@ -550,14 +550,11 @@ def ensure_same_names(names: Sequence[str]) -> None:
 
 
 def _listing(path: Path) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield name, size, time and inode of every file of a checkpoint; nothing of an object in a
-    store.
+    """Yield name, size, time and inode of every file of a checkpoint.
 
     The inode is 0 on a file system that machines can share, whose numbers may differ on each of
     them.
     """
-    if shown(str(path)) != str(path):
-        return
     local = local_devices()
     below = (os.path.join(root, name) for root, name in _walk(path))
     for file in (str(path), *below):

@@ -42,6 +42,7 @@ from ckptfix.storage.edits import (
     read_paths,
     record_of,
 )
+from ckptfix.storage.files import AnyPath, StorePath
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, locate
 from ckptfix.storage.reading import (
@@ -49,7 +50,6 @@ from ckptfix.storage.reading import (
     FileIdentity,
     identity,
     open_reader,
-    store_of,
     unchanged,
 )
 from ckptfix.storage.recipes import Recipe, build, with_digests
@@ -77,7 +77,6 @@ from ckptfix.storage.transactions import (
 
 if TYPE_CHECKING:
     from ckptfix.storage.object_journal import StoreLock
-    from ckptfix.storage.stores import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,7 @@ class RecoveryReport:
 
 
 def recover(
-    root: Path, *, force: bool = False, progress: Progress | None = None
+    root: AnyPath, *, force: bool = False, progress: Progress | None = None
 ) -> RecoveryReport | None:
     """Roll back the unfinished transaction and clean up after a crash; None when there was nothing
     to do.
@@ -106,8 +105,8 @@ def recover(
     In a store a transaction whose names were being replaced is finished, and an undo counts as
     rolled back: what it undid is as it was.
     """
-    if (store := store_of(root)) is not None:
-        return _recover_objects(store, root, progress)
+    if isinstance(root, StorePath):
+        return _recover_objects(root, progress)
     leftovers, rolled_back = 0, None
     folders = journal_folders(root)
     for _, _, folder in folders:
@@ -136,10 +135,7 @@ def recover(
     )
 
 
-def _recover_objects(
-    store: "Store", root: Path, progress: Progress | None
-) -> RecoveryReport | None:
-    from ckptfix.storage.images import refresh
+def _recover_objects(root: StorePath, progress: Progress | None) -> RecoveryReport | None:
     from ckptfix.storage.object_transactions import recover_objects
 
     pending = [one for one in transactions(root) if one.state is State.PENDING]
@@ -149,14 +145,14 @@ def _recover_objects(
             f"{root / JOURNAL}: repair {number} was cut short in a folder, which was uploaded "
             "then; next: download the checkpoint, run ckptfix undo there, and upload it again"
         )
-    recovered = recover_objects(store, progress=progress)
-    if recovered.finished is None:  # no name changed: what was planned from the image still holds
+    recovered = recover_objects(root.files.store, progress=progress)
+    if recovered.finished is None:  # no name changed: what was planned still holds
         return (
             RecoveryReport(rolled_back=None, leftovers=recovered.leftovers)
             if recovered.leftovers
             else None
         )
-    refresh(root)
+    root.files.refresh()
     number, plan = recovered.finished
     info = TransactionInfo(
         number=number,
@@ -175,7 +171,7 @@ def _recover_objects(
 
 
 def commit(
-    root: Path,
+    root: AnyPath,
     edits: Sequence[Edit],
     *,
     target: str,
@@ -206,9 +202,8 @@ def commit(
     too: the next ``recover`` finishes it. KeyboardInterrupt and the like are re-raised after the
     roll-back.
     """
-    if (store := store_of(root)) is not None:
+    if isinstance(root, StorePath):
         return _commit_objects(
-            store,
             root,
             edits,
             target,
@@ -284,8 +279,7 @@ def commit(
 
 
 def _commit_objects(
-    store: "Store",
-    root: Path,
+    root: StorePath,
     edits: Sequence[Edit],
     target: str,
     summary: object,
@@ -296,12 +290,14 @@ def _commit_objects(
     transfer: bool,
     progress: Progress | None,
 ) -> int:
-    from ckptfix.storage.images import Shown, objects_at, raise_failure, refresh, showing
+    from ckptfix.storage.files import Shown
     from ckptfix.storage.object_transactions import Staged, commit_objects
 
+    files = root.files
+
     def show(staged: Mapping[PurePosixPath, Staged]) -> AbstractContextManager[None]:
-        return showing(
-            root,
+        return files.showing(
+            "",
             {
                 str(path): (
                     Shown(one.key, one.info, str(one.moved) if one.moved is not None else None)
@@ -319,18 +315,18 @@ def _commit_objects(
     def prove() -> None:
         verify()
         # Also of a read while it was planned: what could not be read decides nothing.
-        raise_failure(root)
+        files.raise_failure()
 
     if lock is None:
         raise OperationError(
             f"{root}: nothing was changed: this verb does not lock a checkpoint in a store"
         )
     number = commit_objects(
-        store, edits, objects_at(root), lock=lock, target=target, summary=summary, indexes=indexes,
+        files.store, edits, files.objects_below(""), lock=lock, target=target, summary=summary, indexes=indexes,
         read=read, show=show, verify=prove, transfer=transfer, progress=progress,
     )  # fmt: skip
     try:
-        refresh(root)
+        files.refresh()
     except CkptfixError as error:
         raise OperationError(
             f"{error}; repair {number} of {root} is complete; next: {command('check', root)}"
@@ -338,20 +334,19 @@ def _commit_objects(
     return number
 
 
-def carriage(root: Path, edits: Sequence[Edit], *, is_copy: bool) -> str | None:
+def carriage(root: AnyPath, edits: Sequence[Edit], *, is_copy: bool) -> str | None:
     """Return in words the bytes that the edits send to the store of an image, None for a folder on
     this machine.
 
     ``is_copy``: they are made in a copy of the whole checkpoint.
     """
-    if (store := store_of(root)) is None or not (edits or is_copy):
+    if not isinstance(root, StorePath) or not (edits or is_copy):
         return None
-    from ckptfix.storage.images import objects_at
     from ckptfix.storage.object_copies import carriage_of_copy
     from ckptfix.storage.object_transactions import carriage_of_edits
 
     cost = carriage_of_copy if is_copy else carriage_of_edits
-    return str(cost(store, edits, objects_at(root)))
+    return str(cost(root.files.store, edits, root.files.objects_below("")))
 
 
 def _act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
@@ -363,7 +358,7 @@ def _act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
 
 
 def undo(
-    root: Path,
+    root: AnyPath,
     number: int,
     *,
     force: bool = False,
@@ -384,14 +379,14 @@ def undo(
     differs from the transaction's result, or cannot be proven the same; JournalError when it could
     not finish: the next ``recover`` does.
     """
-    if (store := store_of(root)) is not None:
+    if isinstance(root, StorePath):
         from ckptfix.storage.object_transactions import undo_objects
 
         if lock is None:
             raise OperationError(
                 f"{root}: nothing was undone: this verb does not lock a checkpoint in a store"
             )
-        undo_objects(store, number, lock=lock, transfer=transfer, progress=progress)
+        undo_objects(root.files.store, number, lock=lock, transfer=transfer, progress=progress)
         return ()
     _next_number(root)
     done = root / JOURNAL / f"{number:04}.done"

@@ -3,12 +3,16 @@ of them.
 """
 
 import os
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptfix.storage.stores import ObjectInfo
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 3500
+_MOST_READ = 64
+"""Folders whose objects are kept unpacked."""
+
 _CLASHES = "other keys have it as their folder"
 
 
@@ -29,6 +33,7 @@ class Listing(Mapping[str, ObjectInfo]):
     def __init__(self, objects: Iterable[tuple[str, ObjectInfo]], before: int) -> None:
         """Take the objects as they come. ``before``: the bytes of the path of the prefix."""
         self.misfits: dict[str, Misfit] = {}
+        self._read: OrderedDict[str, dict[str, ObjectInfo]] = OrderedDict()
         self._packed: dict[str, bytearray] = {}
         self._folders: dict[str, list[str]] = {"": []}
         self._count = 0
@@ -73,12 +78,17 @@ class Listing(Mapping[str, ObjectInfo]):
         """Return the names of the sub-folders of a folder, None where there is no such folder."""
         return self._folders.get(folder)
 
-    def files(self, folder: str) -> dict[str, ObjectInfo]:
+    def files(self, folder: str) -> Mapping[str, ObjectInfo]:
         """Return the objects right in a folder by their names."""
-        found = self._objects(folder)
-        for name in self._folders.get(folder, ()):
-            found.pop(name, None)  # a misfit
-        return found
+        read = self._read.get(folder)
+        if read is None:
+            read = self._objects(folder)
+            for name in self._folders.get(folder, ()):
+                read.pop(name, None)  # a misfit
+            self._read[folder] = read
+            while len(self._read) > _MOST_READ:
+                self._read.popitem(last=False)
+        return read
 
     def below(self, folder: str) -> dict[str, ObjectInfo]:
         """Return the objects in and below a folder by their keys relative to it."""

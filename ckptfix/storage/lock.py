@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptfix.errors import JournalError, LockedError, OperationError
+from ckptfix.storage.files import AnyPath, StorePath
 from ckptfix.storage.paths import JOURNAL, shell_path
-from ckptfix.storage.reading import store_of
 
 if TYPE_CHECKING:
     from ckptfix.storage.object_journal import StoreLock
@@ -22,7 +22,7 @@ LOCK = "lock"
 
 @contextmanager
 def folder_lock(
-    root: Path, *, verb: str = "repair", break_lock: bool = False
+    root: AnyPath, *, verb: str = "repair", break_lock: bool = False
 ) -> Iterator["StoreLock | None"]:
     """Hold the lock of the folder ``root``; readers do not need it.
 
@@ -36,10 +36,10 @@ def folder_lock(
     link or no directory, OperationError when the folder cannot be written to or its file system has
     no locks.
     """
-    if (store := store_of(root)) is not None:
+    if isinstance(root, StorePath):
         from ckptfix.storage.object_journal import store_lock
 
-        with store_lock(store, verb, break_lock=break_lock) as lock:
+        with store_lock(root.files.store, verb, break_lock=break_lock) as lock:
             yield lock
         return
     try:

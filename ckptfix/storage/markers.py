@@ -12,10 +12,10 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfix.errors import FormatError
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.reading import open_reader
 from ckptfix.wording import count_of, human_size
@@ -122,13 +122,13 @@ def parse_commit(data: bytes) -> Commit:
         raise FormatError(f"the commit marker cannot be understood: {error!r}") from None
 
 
-def read_commit(folder: Path) -> Commit | None:
+def read_commit(folder: AnyPath) -> Commit | None:
     """Return the commit marker of a folder, None without one. Raises FormatError, OSError."""
     data = _read(folder / COMMITTED)
     return None if data is None else parse_commit(data)
 
 
-def read_begun(folder: Path) -> Begun | None:
+def read_begun(folder: AnyPath) -> Begun | None:
     """Return the record of the upload that began last in a folder, None without one. Raises
     FormatError, OSError.
     """
@@ -136,7 +136,7 @@ def read_begun(folder: Path) -> Begun | None:
     return None if data is None else parse_begun(data)
 
 
-def upload_problem(folder: Path) -> str | None:
+def upload_problem(folder: AnyPath) -> str | None:
     """Return why the upload of a folder is not complete; None for a committed one, and for one that
     was not uploaded.
 
@@ -166,7 +166,7 @@ def not_committed(begun: Begun, sizes: Mapping[str, int]) -> str:
     )
 
 
-def _size(path: Path) -> int | None:
+def _size(path: AnyPath) -> int | None:
     try:
         return path.stat().st_size
     except OSError:
@@ -187,7 +187,7 @@ def _fields(data: bytes) -> dict[str, Any]:
     return fields
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: AnyPath) -> bytes | None:
     try:
         with open_reader(path) as reader:
             if reader.size > _LONGEST:

@@ -10,12 +10,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.errors import ChangedError, CkptfixError, FormatError, OperationError, UsageError
 from ckptfix.storage.edits import Edit
-from ckptfix.storage.images import Shown, objects_at, showing
+from ckptfix.storage.files import Prefix, Shown
 from ckptfix.storage.markers import COMMITTED, UPLOAD, Commit, begun_now, parse_begun
 from ckptfix.storage.object_contents import Content, Source, contents_after, joined, size_of
 from ckptfix.storage.object_transactions import Carriage, carriage_of
@@ -107,8 +107,7 @@ def _left_of_a_copy(store: Store, there: Mapping[str, ObjectInfo]) -> set[str]:
 
 
 def copy_repaired(
-    root: Path,
-    source: str,
+    files: Prefix,
     output: str,
     edits: Sequence[Edit],
     *,
@@ -117,15 +116,16 @@ def copy_repaired(
     transfer: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Write the checkpoint of an image below ``output`` as it is after the edits; ``verify`` proves
+    """Write the checkpoint of a prefix below ``output`` as it is after the edits; ``verify`` proves
     the new objects.
 
     Raises UsageError when objects are there, ChangedError when an object of the source is another
-    one than the image has, OperationError when it could not finish. Then no object of the copy is
+    one than was listed, OperationError when it could not finish. Then no object of the copy is
     left, or no commit marker.
     """
+    source = files.url
     places = places_of(source, output)
-    infos = objects_at(root)
+    infos = files.objects_below("")
     after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
     contents = _contents(infos, after)
     if not (places.bucket.abilities.composes or transfer):
@@ -137,7 +137,7 @@ def copy_repaired(
         )
     check_free(output)
     number = secrets.token_hex(8)
-    files = {name: size_of(content) for name, content in contents.items()}
+    sizes = {name: size_of(content) for name, content in contents.items()}
     made: dict[str, ObjectInfo] = {}
 
     def put(name: str, data: bytes) -> None:
@@ -146,16 +146,16 @@ def copy_repaired(
     def compose(name: str) -> None:
         made[name] = _composed(places, name, contents[name], infos)
         if progress is not None:
-            progress(files[name])
+            progress(sizes[name])
 
     late = {str(path) for path in indexes}
     try:
-        put(UPLOAD, begun_now(number, files).to_bytes())
+        put(UPLOAD, begun_now(number, sizes).to_bytes())
         together(sorted(contents.keys() - late - {MANIFEST}), compose, _AT_ONCE)
         together(sorted(contents.keys() & late - {MANIFEST}), compose, _AT_ONCE)
         if MANIFEST in contents:
             compose(MANIFEST)
-        with _shown(root, output, after, made):
+        with _shown(files, output, after, made):
             verify()
         put(COMMITTED, Commit(number, time.time(), {}).to_bytes())
     except BaseException as error:
@@ -221,7 +221,7 @@ def _composed(
 
 
 def _shown(
-    root: Path,
+    files: Prefix,
     output: str,
     after: Mapping[PurePosixPath, Content | None],
     made: Mapping[str, ObjectInfo],
@@ -234,11 +234,11 @@ def _shown(
         name = str(path)
         moved = None
         if content is not None and len(content) == 1 and isinstance(content[0], Source):
-            whole = objects_at(root).get(content[0].key)
+            whole = files.info(content[0].key)
             if whole is not None and content[0] == Source(content[0].key, 0, whole.size):
                 moved = content[0].key
         names[name] = Shown(name, made[name], moved) if content is not None else None
-    return showing(root, names, store=open_store(output.rstrip("/")))
+    return files.showing("", names, store=open_store(output.rstrip("/")))
 
 
 def _deleted(places: Places, made: Mapping[str, ObjectInfo]) -> str:

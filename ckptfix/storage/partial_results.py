@@ -21,9 +21,9 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ckptfix.errors import OperationError
+from ckptfix.storage.files import AnyPath, StorePath, etag_of, stat_of
 from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.staged import write_file
-from ckptfix.wording import shown
 
 FORMAT = 1
 _REQUEST = "request.json"
@@ -72,27 +72,24 @@ class Units:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Path, Identity] = {}
+        self._known: dict[AnyPath, Identity] = {}
 
     def of(self, value: object, size: int, offset: int = 0) -> Unit:
         """Return the unit of a value made of dataclasses, tuples, words, numbers and the paths of
         files.
         """
-        paths: dict[Path, int] = {}
+        paths: dict[AnyPath, int] = {}
         key = json.dumps(_plain(value, paths), separators=(",", ":"))
         return Unit(key, size, tuple(map(self._identity, paths)), offset)
 
-    def _identity(self, path: Path) -> Identity:
+    def _identity(self, path: AnyPath) -> Identity:
         if path not in self._known:
-            name, inode = shown(str(path)), 0
-            is_object = name != str(path)
-            if is_object:  # of a store, whose image each process has for itself
-                from ckptfix.storage.images import info_at
-
-                info = info_at(path)
-                inode = int(hashlib.sha256(info.etag.encode()).hexdigest()[:12], 16) if info else 0
+            name, inode = str(path), 0
+            is_object = isinstance(path, StorePath)
+            if is_object:
+                inode = int(hashlib.sha256(etag_of(path).encode()).hexdigest()[:12], 16)
             try:
-                status = os.stat(path)
+                status = stat_of(path)
             except OSError:
                 self._known[path] = Identity(name, -1, 0, inode)
             else:
@@ -106,10 +103,12 @@ class Units:
         return self._known[path]
 
 
-def _plain(value: Any, paths: dict[Path, int]) -> object:
+def _plain(value: Any, paths: dict[AnyPath, int]) -> object:
     """Return a value as JSON values, with the number of a path instead of the path."""
     if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, StorePath):
+        return {"file": paths.setdefault(value, len(paths))}
     if isinstance(value, PurePath):
         return {"file": paths.setdefault(Path(value), len(paths))}
     if isinstance(value, bytes):

@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.wording import escape, shown
+from ckptfix.storage.files import AnyPath, Openable, StorePath, is_url, objects_of, stat_of
+from ckptfix.wording import escape
 
 JOURNAL = ".ckptfix"
 """The folder of the journal; inside the checkpoint, never next to it: Accelerate reads every name
@@ -53,12 +54,20 @@ _KINDS = {
 }
 
 
-def existing(path: str | os.PathLike[str]) -> Path:
+@overload
+def existing(path: str | os.PathLike[str]) -> Path: ...
+@overload
+def existing(path: Openable) -> AnyPath: ...
+def existing(path: Openable) -> AnyPath:
     """Return the path of a folder or a regular file, or of a link to one.
 
     Raises UsageError when it is empty, when nothing exists there, and for devices, pipes and
     sockets; OSError when that cannot be found out.
     """
+    if isinstance(path, StorePath):
+        if not path.exists():
+            raise UsageError(f"{path} does not exist")
+        return path
     given = Path(path)
     if not os.fspath(path):
         raise UsageError("the path is empty: name a checkpoint; is a variable of the shell unset?")
@@ -80,12 +89,12 @@ def existing(path: str | os.PathLike[str]) -> Path:
     return given
 
 
-def ensure_folder(path: Path) -> None:
+def ensure_folder(path: AnyPath) -> None:
     """Raise UsageError unless a path is a folder or leads to one; a link that leads to itself is
     named.
     """
     try:
-        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+        is_folder = stat.S_ISDIR(stat_of(path).st_mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise UsageError(cause(path, error)) from None
@@ -123,20 +132,25 @@ def locate(root: Path, path: PurePosixPath) -> Path:
     return full
 
 
-def command(verb: str, root: Path, target: str = "", *options: str) -> str:
+def command(verb: str, root: AnyPath | str, target: str = "", *options: str) -> str:
     """Return the command line that runs ``ckptfix VERB`` on the folder, or on the file ``target``
     in it.
     """
-    return f"{shlex.join(['ckptfix', verb, *options])} {shell_path(root / target)}"
+    where: AnyPath | str = root
+    if not isinstance(root, str) or not is_url(root):
+        where = (Path(root) if isinstance(root, str) else root) / target
+    elif target:
+        where = f"{root.rstrip('/')}/{target}"
+    return f"{shlex.join(['ckptfix', verb, *options])} {shell_path(where)}"
 
 
-def shell_path(path: Path | str) -> str:
+def shell_path(path: AnyPath | str) -> str:
     """Return a path quoted for a shell, so that no command takes it for an option.
 
     Control characters, and bytes that are not UTF-8, are written as bash and zsh read them:
     ``$'a\\377'``.
     """
-    text = shown(str(path))
+    text = str(path)
     text = f"./{text}" if text.startswith("-") else text
     if escape(text) == text:
         return shlex.quote(text)
@@ -154,7 +168,7 @@ def _quoted(character: str) -> str:
     return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
 
 
-def forget(root: Path) -> str:
+def forget(root: AnyPath) -> str:
     """Return the advice that always works: keep the files, and delete the journal but not the
     manifest.
     """
@@ -164,14 +178,16 @@ def forget(root: Path) -> str:
 _REFUSED = "cannot be read"
 
 
-def leads_nowhere(path: Path) -> str:
+def leads_nowhere(path: AnyPath) -> str:
     """Return in words why a name that exists is not a file: a broken link, or a folder; "" for a
     file or no name.
     """
     try:
-        return "a folder" if stat.S_ISDIR(os.stat(path).st_mode) else ""
+        return "a folder" if stat.S_ISDIR(stat_of(path).st_mode) else ""
     except FileNotFoundError:
         with suppress(OSError):
+            if isinstance(path, StorePath):
+                return ""
             return f"a broken link: {os.readlink(path)} does not exist"
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -179,11 +195,11 @@ def leads_nowhere(path: Path) -> str:
     return ""
 
 
-def unreadable(path: Path, error: OSError) -> str:
+def unreadable(path: AnyPath, error: OSError) -> str:
     """Return in words why ``path`` cannot be read; for denied permission also owner, mode and the
     command to fix it.
     """
-    if not isinstance(error, PermissionError):
+    if not isinstance(error, PermissionError) or isinstance(path, StorePath):
         return f"{_REFUSED}: {cause(path, error)}"
     blocked, status = _blocked(path)
     if status is None:
@@ -222,21 +238,22 @@ def described(error: Exception) -> str:
         if not _is_absent(path) and not os.access(path, os.R_OK, effective_ids=True):
             return f"{path}: {unreadable(path, error)}"
     if isinstance(error, OSError) and isinstance(error.filename, str | bytes):
-        path = Path(os.fsdecode(error.filename))
+        name = os.fsdecode(error.filename)
+        path = Path(name)
         to = (
             f" -> {os.fsdecode(error.filename2)}"
             if isinstance(error.filename2, str | bytes)
             else ""
         )
-        return f"{path}{to}: {cause(path, error)}"
+        return f"{name if is_url(name) else path}{to}: {cause(path, error)}"
     return str(error)
 
 
-def cause(path: Path, error: OSError) -> str:
+def cause(path: AnyPath, error: OSError) -> str:
     """Return in words why an operation on ``path`` failed: without a number, and with the link that
     leads to itself.
     """
-    if error.errno != errno.ELOOP:
+    if error.errno != errno.ELOOP or isinstance(path, StorePath):
         return error.strerror or str(error)
     link = next((one for one in (*reversed(path.parents), path) if _loops(one)), path)
     return f"{link} is a symbolic link that leads to itself; next: ls -l {shell_path(link)}"
@@ -260,9 +277,11 @@ def _is_absent(path: Path) -> bool:
     return False
 
 
-def refused_files(paths: Iterable[Path]) -> Iterator[str]:
+def refused_files(paths: Iterable[AnyPath]) -> Iterator[str]:
     """Yield in words each file or folder that may not be read, and the command to fix it."""
     for path in paths:
+        if isinstance(path, StorePath):
+            continue
         if os.path.exists(path) and not os.access(path, os.R_OK, effective_ids=True):
             yield (
                 f"{path}: "
@@ -302,7 +321,7 @@ class Listing(NamedTuple):
     journals: tuple[str, ...]
 
 
-def listed_files(root: Path) -> dict[str, str | None]:
+def listed_files(root: AnyPath) -> dict[str, str | None]:
     """Return everything but folders below a folder, by relative path, in order, without ckptfix's
     own files.
 
@@ -314,8 +333,10 @@ def listed_files(root: Path) -> dict[str, str | None]:
     return list_folder(root).files
 
 
-def list_folder(root: Path) -> Listing:
+def list_folder(root: AnyPath) -> Listing:
     """Return the listing of a folder. Raises OSError when the folder itself cannot be listed."""
+    if isinstance(root, StorePath):
+        return _listed_in_store(root)
     journals: list[str] = []
     found: dict[str, str | None] = {}
     seen: dict[tuple[int, int], str] = {}
@@ -350,6 +371,18 @@ def list_folder(root: Path) -> Listing:
             elif where:
                 journals.append(path)
     return Listing(dict(sorted(found.items())), tuple(sorted(journals)))
+
+
+def _listed_in_store(root: StorePath) -> Listing:
+    files: dict[str, str | None] = {}
+    journals: set[str] = set()
+    for name in sorted(objects_of(root) or {}):
+        *folders, _ = name.split("/")
+        if JOURNAL not in folders:
+            files[name] = None
+        elif depth := folders.index(JOURNAL):
+            journals.add("/".join(folders[: depth + 1]))
+    return Listing(files, tuple(sorted(journals)))
 
 
 def _identity(path: str) -> tuple[int, int]:

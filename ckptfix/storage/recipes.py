@@ -28,6 +28,7 @@ from ckptfix.storage.comparing import (
     same_bytes_without_reading,
 )
 from ckptfix.storage.copying import copy_range
+from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.parallel import Control, Progress, processors, run_all
 from ckptfix.storage.paths import locate
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
@@ -77,11 +78,11 @@ class Recipe:
         return sum(piece.length for piece in self.pieces)
 
     @staticmethod
-    def like(path: Path, pieces: tuple[RecipePart, ...]) -> "Recipe":
+    def like(path: AnyPath, pieces: tuple[RecipePart, ...]) -> "Recipe":
         """Return a recipe with mode and owner of the file that ``path`` leads to. Raises
         OSError.
         """
-        status = os.stat(path)
+        status = stat_of(path)
         return Recipe(
             pieces=pieces, mode=stat.S_IMODE(status.st_mode), uid=status.st_uid, gid=status.st_gid
         )
@@ -302,7 +303,7 @@ def is_made(
     ``bytes_of``: as of ``differing``. Raises OSError, ChangedError when a file is too short.
     """
     literals: list[tuple[int, bytes]] = []
-    runs: dict[Path, list[Run]] = {}
+    runs: dict[AnyPath, list[Run]] = {}
     position = 0
     for piece in recipe.pieces:
         if isinstance(piece, Literal):

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.atomic import create_file, exchange, read_file, rename_to_free, sync_folder
+from ckptfix.storage.files import AnyPath, StorePath, lexists, names_in, store_of, walk
 from ckptfix.storage.markers import NEEDED
 from ckptfix.storage.mounts import object_mount_of
 from ckptfix.storage.paths import JOURNAL
-from ckptfix.storage.reading import store_of
 from ckptfix.wording import human_size
 
 if TYPE_CHECKING:
@@ -91,17 +91,20 @@ def is_temporary(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def target_of(path: Path) -> Path:
+def target_of(path: AnyPath) -> AnyPath:
     """Return what is written under a temporary name: the file or folder that a person knows; else
     the path itself.
     """
+    if isinstance(path, StorePath):
+        match = _NAME.fullmatch(path.name)
+        return path.with_name(match["target"]) if match is not None and match["target"] else path
     for at, part in enumerate(path.parts):
         if (match := _NAME.fullmatch(part)) is not None and match["target"]:
             return Path(*path.parts[:at], match["target"], *path.parts[at + 1 :])
     return path
 
 
-def owner_of(path: Path) -> Owner | None:
+def owner_of(path: AnyPath) -> Owner | None:
     """Return the process that made a temporary file or folder, None for any other path."""
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -112,11 +115,11 @@ def owner_of(path: Path) -> Owner | None:
     return Owner(pid, host, _is_running(path, pid) if is_here else _changed_lately(path), is_here)
 
 
-def holds_previous(folder: Path) -> bool:
+def holds_previous(folder: AnyPath) -> bool:
     """Return whether a staging folder holds the checkpoint that it was to replace, and no successor
     is in its place.
     """
-    return os.path.lexists(folder / _OLD) and _holds_anything(folder / _NEW)
+    return lexists(folder / _OLD) and _holds_anything(folder / _NEW)
 
 
 def this_machine() -> str:
@@ -143,7 +146,7 @@ def outside_checkpoints(path: Path) -> Path:
     return parent
 
 
-def _is_running(path: Path, pid: int) -> bool:
+def _is_running(path: AnyPath, pid: int) -> bool:
     if pid == os.getpid():
         return path.name in _in_use
     try:
@@ -155,14 +158,14 @@ def _is_running(path: Path, pid: int) -> bool:
     return True
 
 
-def _changed_lately(path: Path) -> bool:
+def _changed_lately(path: AnyPath) -> bool:
     latest = 0.0
-    paths = [str(path)]
-    for root, folders, names in os.walk(path):
-        paths += (os.path.join(root, name) for name in (*folders, *names))
-    for one in paths:
+    paths = [path]
+    for folder, folders, names in walk(path):
+        paths += (folder / name for name in (*folders, *names))
+    for each in paths:
         with suppress(OSError):
-            latest = max(latest, os.lstat(one).st_mtime)
+            latest = max(latest, each.lstat().st_mtime)
     return time.time() - (latest or time.time()) < _DEAD_AFTER
 
 
@@ -179,7 +182,7 @@ def keep_while(folder: Path, sign: Path) -> None:
     sync_folder(folder)
 
 
-def is_needed(folder: Path) -> bool:
+def is_needed(folder: AnyPath) -> bool:
     """Return whether a staging folder is to be kept: its sign exists, or the checkpoint with the
     sign was moved.
     """
@@ -259,9 +262,9 @@ def _digest_of_040(output: Path) -> str:
     return hashlib.sha256(os.fsencode(real)).hexdigest()[:16]
 
 
-def _holds_anything(folder: Path) -> bool:
+def _holds_anything(folder: AnyPath) -> bool:
     with suppress(FileNotFoundError, NotADirectoryError):
-        return bool(os.listdir(folder))
+        return bool(names_in(folder))
     return False
 
 

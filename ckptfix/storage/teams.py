@@ -13,10 +13,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Protocol
 
 from ckptfix.errors import OperationError
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.parallel import Progress, Share, share_cores
 from ckptfix.storage.partial_results import PartialResults, Unit, Units
 from ckptfix.wording import count_of, human_size
@@ -224,7 +224,7 @@ def by_itself() -> Iterator[None]:
 
 def each(
     what: str,
-    files: Sequence[tuple[Path, object, int]],
+    files: Sequence[tuple[AnyPath, object, int]],
     work: Callable[[int, Progress | None], Any],
     progress: Progress | None,
     *,

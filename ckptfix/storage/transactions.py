@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import field
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from typing_extensions import assert_never
 
@@ -27,9 +27,10 @@ from ckptfix.storage.edits import (
     Truncate,
     edited_paths,
 )
+from ckptfix.storage.files import AnyPath, StorePath, names_in
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
-from ckptfix.storage.reading import Piece, origin_of, store_of
+from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import (
     Absent,
     Bytes,
@@ -47,9 +48,6 @@ from ckptfix.storage.recipes import (
 from ckptfix.storage.transaction_folder import Workspace, read_after, read_all_notes, read_samples
 from ckptfix.storage.transaction_plan import TransactionRecord, read_record
 from ckptfix.wording import human_size, moment
-
-if TYPE_CHECKING:
-    from ckptfix.storage.stores import Store
 
 
 class Rebuilt(NamedTuple):
@@ -196,56 +194,53 @@ class TransactionInfo:
     in_store: bool = False
 
 
-def transactions(root: Path) -> tuple[TransactionInfo, ...]:
+def transactions(root: AnyPath) -> tuple[TransactionInfo, ...]:
     """Return the transactions in the journal of ``root``, oldest first. Reads only; needs no lock.
 
     Raises JournalError when ``.ckptfix`` is a symbolic link or no directory, OSError when it cannot
     be listed.
     """
-    store = store_of(root)
-    if store is not None:
-        return _transactions_in(store, root) if os.path.isdir(root / JOURNAL) else ()
+    if isinstance(root, StorePath):
+        return _transactions_in(root) if (root / JOURNAL).is_dir() else ()
     return tuple(describe(folder, number, state) for number, state, folder in journal_folders(root))
 
 
-def is_partly_changed(root: Path) -> bool:
+def is_partly_changed(root: AnyPath) -> bool:
     """Return whether a repair or an undo has changed some files and others not yet: it runs, or was
     killed.
 
     Reads less than ``transactions``, and of an image what it has listed. Raises OSError, and of an
     image StoreError.
     """
-    store = store_of(root)
-    if store is None:
+    if not isinstance(root, StorePath):
         try:
             return any(state is State.PENDING for _, state, _ in journal_folders(root))
         except JournalError:  # a link or a file, which is no journal of ours
             return False
-    if not os.path.isdir(root / JOURNAL):
+    if root.key is None or not (root / JOURNAL).is_dir():
         return False
-    from ckptfix.storage.images import objects_at
     from ckptfix.storage.object_journal import is_replacing
 
-    return is_replacing(store, objects_at(root))
+    store = root.files.store.below(root.key)
+    return is_replacing(store, root.files.objects_below(root.key))
 
 
-def _transactions_in(store: "Store", root: Path) -> tuple[TransactionInfo, ...]:
+def _transactions_in(root: StorePath) -> tuple[TransactionInfo, ...]:
     """Return the transactions of a checkpoint in a store; those of a folder that was uploaded are
     foreign there.
     """
-    from ckptfix.storage.images import objects_at
     from ckptfix.storage.object_journal import recorded
 
+    files, key = root.files, root.key or ""
     uploaded = (
         TransactionInfo(number=number, state=state, foreign=True)
         for number, state, _ in journal_folders(root)
         if state is not State.BUILDING
     )
     found = {one.number: one for one in uploaded}
-    is_of_listing = (
-        origin_of(root) != root
-    )  # of a fleet, which is listed once, and of which nothing is changed
-    for one in recorded(store, objects_at(root) if is_of_listing else None):
+    # A fleet is listed once, and nothing in it is changed.
+    known = files.objects_below(key) if files.whole is not None else None
+    for one in recorded(files.store.below(key), known):
         plan = one.plan
         found[one.number] = TransactionInfo(
             number=one.number,
@@ -261,17 +256,20 @@ def _transactions_in(store: "Store", root: Path) -> tuple[TransactionInfo, ...]:
     return tuple(found[number] for number in sorted(found))
 
 
-def journal_folders(root: Path) -> list[tuple[int, State, Path]]:
+_Root = TypeVar("_Root", Path, StorePath)
+
+
+def journal_folders(root: _Root) -> list[tuple[int, State, _Root]]:
     """Return number, state and folder of each transaction, oldest first. Raises as ``transactions``
     does.
     """
     journal = root / JOURNAL
     try:
-        if not stat.S_ISDIR(os.lstat(journal).st_mode):
+        if not stat.S_ISDIR(journal.lstat().st_mode):
             raise JournalError(f"{journal}: is a symbolic link or no directory; move it away first")
     except (FileNotFoundError, NotADirectoryError):
         return []
-    matches = [match for name in os.listdir(journal) if (match := _NAME.fullmatch(name))]
+    matches = [match for name in names_in(journal) if (match := _NAME.fullmatch(name))]
     return sorted(
         ((int(match[1]), State(match[2]), journal / match[0]) for match in matches),
         key=lambda found: (found[0], found[1] is State.BUILDING),  # garbage blocks a roll-back
@@ -404,10 +402,12 @@ def _check_unchanged(
     return Allowed(any_time, tuple(unproven))
 
 
-def is_as_left(root: Path, number: int) -> bool:
+def is_as_left(root: AnyPath, number: int) -> bool:
     """Return whether all files of a committed transaction are still as it left them. Raises
     OSError.
     """
+    if isinstance(root, StorePath):
+        return False
     for found, state, folder in journal_folders(root):
         if found == number and state is State.DONE:
             try:

@@ -22,6 +22,7 @@ from typing import Any
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
+from ckptfix.storage.files import store_of
 from ckptfix.storage.markers import (
     COMMITTED,
     NEVER_UPLOADED,
@@ -35,7 +36,6 @@ from ckptfix.storage.markers import (
 )
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, cause, list_folder, shell_path
-from ckptfix.storage.reading import store_of
 from ckptfix.storage.stores import (
     ABSENT,
     ANY,

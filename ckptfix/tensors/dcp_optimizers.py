@@ -10,7 +10,7 @@ equal are put together again.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from ckptfix.checkpoint.dcp import flattened_optimizers, has_groups, optimizers_in
@@ -26,8 +26,9 @@ from ckptfix.formats.dcp_metadata import (
 from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.storage.files import AnyPath, FileReader
 from ckptfix.storage.paths import command, unreadable
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.dcp_tensors import DcpLayouts, read_metadata_of
 from ckptfix.tensors.optimizer_files import (
     GROUPS,
@@ -44,7 +45,7 @@ _SMALL = 1 << 13  # bytes of an item that is remembered: those of one value are 
 
 
 @paused_gc()
-def dcp_optimizers(root: Path, where: PurePosixPath, index: int) -> tuple[OptimizerState, ...]:
+def dcp_optimizers(root: AnyPath, where: PurePosixPath, index: int) -> tuple[OptimizerState, ...]:
     """Return the optimizers in a DCP folder, by its metadata, the headers of tensors, and the items
     of other values.
 
@@ -91,7 +92,7 @@ def _below(paths: Mapping[str, Steps], prefix: Steps) -> Iterator[tuple[str, Ste
 
 
 def _optimizer(
-    folder: Path,
+    folder: AnyPath,
     where: PurePosixPath,
     metadata: DcpMetadata,
     paths: Mapping[str, Steps],
@@ -137,7 +138,7 @@ def _dotted(path: Steps) -> str:
 
 
 def _items(
-    folder: Path, items: Sequence[StoredItem], paths: Mapping[str, Steps]
+    folder: AnyPath, items: Sequence[StoredItem], paths: Mapping[str, Steps]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the values that are not tensors, by the fqns of their items."""
     by_file: dict[PurePosixPath, list[StoredItem]] = {}
@@ -157,7 +158,7 @@ def _items(
 
 
 def _item(
-    path: Path, reader: FileReader, item: StoredItem, name: str, known: dict[bytes, Any]
+    path: AnyPath, reader: FileReader, item: StoredItem, name: str, known: dict[bytes, Any]
 ) -> Any:
     data = (
         reader.read(item.offset, item.length)

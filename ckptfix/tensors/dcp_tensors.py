@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import DATA_SUFFIX, METADATA_UNFINISHED, belongs
 from ckptfix.checkpoint.filenames import Role, parse_folder_name
@@ -24,6 +24,7 @@ from ckptfix.formats.dcp_metadata import (
 from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.paths import command, unreadable
 from ckptfix.storage.reading import Piece, open_reader
 from ckptfix.tensors.stored import (
@@ -57,21 +58,21 @@ def dcp_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosixPath]]
             yield name.index, path
 
 
-def dcp_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:
+def dcp_paths(root: AnyPath, where: PurePosixPath) -> Iterator[PurePosixPath]:
     """Yield the files that a save leaves in a DCP folder, listed in its metadata or not."""
     yield from (where / name for name in _names(root / where) if belongs(name))
 
 
-def _holds_dcp(folder: Path) -> bool:
+def _holds_dcp(folder: AnyPath) -> bool:
     return any(map(belongs, _names(folder)))
 
 
-def _names(folder: Path) -> tuple[str, ...]:
+def _names(folder: AnyPath) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in folder.iterdir()))
 
 
 @paused_gc()
-def dcp_weights(root: Path, where: PurePosixPath, index: int) -> Weights:
+def dcp_weights(root: AnyPath, where: PurePosixPath, index: int) -> Weights:
     """Return the weights of the model in a DCP checkpoint, by its metadata and the headers of its
     items.
 
@@ -132,7 +133,7 @@ def dcp_weights(root: Path, where: PurePosixPath, index: int) -> Weights:
     )
 
 
-def read_metadata_of(folder: Path) -> DcpMetadata:
+def read_metadata_of(folder: AnyPath) -> DcpMetadata:
     """Parse the ``.metadata`` of a folder; its tree is let go.
 
     Raises OperationError when there is none that can be used, saying why.
@@ -170,28 +171,28 @@ def _unfinished(names: tuple[str, ...]) -> str:
     )
 
 
-def _check(folder: Path) -> str:
+def _check(folder: AnyPath) -> str:
     return command("check", folder)
 
 
-def _label(root: Path, where: PurePosixPath) -> str:
+def _label(root: AnyPath, where: PurePosixPath) -> str:
     return str(where) if where.parts else root.resolve().name
 
 
 class DcpLayouts:
     """The layouts of the tensors; every item is looked into once, file after file."""
 
-    def __init__(self, folder: Path, metadata: DcpMetadata, tensors: list[DcpTensor]) -> None:
+    def __init__(self, folder: AnyPath, metadata: DcpMetadata, tensors: list[DcpTensor]) -> None:
         """Read the headers of the items of these tensors.
 
         Raises OperationError when one is missing, or is not what the metadata says.
         """
         self._folder = folder
         self._stored = metadata.stored
-        self._paths: dict[PurePosixPath, Path] = {}
+        self._paths: dict[PurePosixPath, AnyPath] = {}
         self._saved = self._read(tensors)
 
-    def _file(self, name: PurePosixPath) -> Path:
+    def _file(self, name: PurePosixPath) -> AnyPath:
         """Return the path of a file: one object for 100,000 tensors."""
         path = self._paths.get(name)
         if path is None:
@@ -301,7 +302,7 @@ class DcpLayouts:
         return saved
 
     def _checked(
-        self, items: ItemReader, path: Path, item: StoredItem, tensor: DcpTensor, chunk: Chunk
+        self, items: ItemReader, path: AnyPath, item: StoredItem, tensor: DcpTensor, chunk: Chunk
     ) -> SavedTensor:
         try:
             saved = items.tensor(item, chunk.lengths)
@@ -357,7 +358,7 @@ def _is_cut_in_order(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
 
 
 @paused_gc()
-def intact_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, str]]:
+def intact_tensors(folder: AnyPath) -> tuple[tuple[StoredTensor, ...], dict[str, str]]:
     """Return the tensors of the model in a damaged DCP folder that are all there, and why each
     other one is not.
 

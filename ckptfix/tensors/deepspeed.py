@@ -4,10 +4,11 @@ universal checkpoint has.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import AGAIN, list_files, universal_paths
 from ckptfix.errors import OperationError
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.stored import Contiguous, Format, StoredTensor, Strided, Weights
 from ckptfix.tensors.universal import WEIGHT, UniversalFile, universal_files
@@ -24,7 +25,7 @@ from ckptfix.tensors.zero_partitions import (
 
 
 def deepspeed_weights(
-    root: Path, where: PurePosixPath, index: int, *, original: bool = False
+    root: AnyPath, where: PurePosixPath, index: int, *, original: bool = False
 ) -> Weights:
     """Return the weights of a DeepSpeed checkpoint: the fp32 ones that the optimizer keeps.
 

@@ -18,6 +18,7 @@ from ckptfix.checkpoint.manifest import joined
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage import teams
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.parallel import Control, Progress, cores, run_all
 from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import unreadable
@@ -44,7 +45,7 @@ class FileJob(NamedTuple):
     ``ALGORITHMS``, CRC or GIT.
     """
 
-    path: Path
+    path: AnyPath
     size: int
     offset: int = 0
     algorithm: str = "sha256"
@@ -322,8 +323,8 @@ def _reading_order(jobs: Sequence[Job], numbers: Sequence[int]) -> Iterator[int]
     """Return these numbers of jobs: large files first, so that no thread ends alone with one; in
     each by offset.
     """
-    sizes: dict[Path, int] = {}
-    places: dict[int, tuple[Path, int]] = {}
+    sizes: dict[AnyPath, int] = {}
+    places: dict[int, tuple[AnyPath, int]] = {}
     for number in numbers:
         job = jobs[number]
         if isinstance(job, FileJob):
@@ -334,12 +335,12 @@ def _reading_order(jobs: Sequence[Job], numbers: Sequence[int]) -> Iterator[int]
         places[number] = path, offset
     order = {
         path: number
-        for number, path in enumerate(sorted(sizes, key=lambda path: (-sizes[path], path)))
+        for number, path in enumerate(sorted(sizes, key=lambda path: (-sizes[path], str(path))))
     }
     return iter(sorted(places, key=lambda number: (order[places[number][0]], places[number][1])))
 
 
-def first_place(layout: Layout) -> tuple[Path, int]:
+def first_place(layout: Layout) -> tuple[AnyPath, int]:
     """Return the file and the offset of a tensor's first byte; an empty path for one without
     bytes.
     """

@@ -2,10 +2,9 @@
 with models.
 """
 
-import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import (
     deepspeed_folders,
@@ -29,6 +28,7 @@ from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, MODULES, PIPELINE
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.storage.files import AnyPath, Openable, names_in
 from ckptfix.storage.paths import command, existing, listed_files
 from ckptfix.tensors.dcp_tensors import dcp_folders, dcp_paths, dcp_weights
 from ckptfix.tensors.deepspeed import deepspeed_weights
@@ -64,7 +64,7 @@ def model_folders(
         ):
             continue
         try:
-            names = os.listdir(full)
+            names = names_in(full)
         except OSError:
             continue
         if _is_own_checkpoint(names) or (has_weights and not _is_of_library(names)):
@@ -105,7 +105,7 @@ def _is_model_folder(name: str) -> bool:
 
 @paused_gc()
 def open_checkpoint(
-    path: str | os.PathLike[str], *, original: bool = False, lone_shard: bool = False
+    path: Openable, *, original: bool = False, lone_shard: bool = False
 ) -> StoredCheckpoint:
     """Return the contents of a path, by headers and opcodes; no tensor is read.
 
@@ -138,7 +138,7 @@ def other_files(checkpoint: StoredCheckpoint) -> tuple[PurePosixPath, ...]:
     return tuple(PurePosixPath(name) for name in listed_files(checkpoint.root) if name not in used)
 
 
-def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
+def _one_file(path: AnyPath, *, lone_shard: bool) -> StoredCheckpoint:
     is_index = path.name.endswith(".json")
     folder = scan_folder(path.parent, None if is_index else path.name)
     if not lone_shard and any(
@@ -160,7 +160,7 @@ def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
     )
 
 
-def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
+def _folder(root: AnyPath, *, original: bool) -> StoredCheckpoint:
     folder, found = _opened(root, original=original, depth=0)
     if not found.weights:
         if not (folder.components or folder.subfolders):
@@ -171,7 +171,9 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
     return found
 
 
-def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder, StoredCheckpoint]:
+def _opened(
+    root: AnyPath, *, original: bool, depth: int
+) -> tuple[CheckpointFolder, StoredCheckpoint]:
     """Return the contents of a folder and of those below that belong to the same checkpoint; they
     can be empty.
     """
@@ -183,7 +185,7 @@ def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder
     for index, where in dcp_folders(folder):
         if index not in found:
             found[index] = dcp_weights(root, where, index)
-    for (role, index), files in rank_files(root, os.listdir(root)).items():
+    for (role, index), files in rank_files(root, names_in(root)).items():
         if role is Role.MODEL and index not in found:
             found[index] = rank_weights(root, index, files)
     for index, where in deepspeed_folders(folder):
@@ -224,7 +226,7 @@ def _by_itself(component: Component) -> Component:
 
 
 def _all_readable(
-    folder: CheckpointFolder, entries: Sequence[Entry], given: Path
+    folder: CheckpointFolder, entries: Sequence[Entry], given: AnyPath
 ) -> tuple[Weights, ...]:
     """Return the weights of entries of which several can be in one file."""
     paths: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
@@ -237,7 +239,7 @@ def _all_readable(
 
 
 def _readable(
-    folder: CheckpointFolder, entry: Entry, given: Path, others: Collection[tuple[str, ...]] = ()
+    folder: CheckpointFolder, entry: Entry, given: AnyPath, others: Collection[tuple[str, ...]] = ()
 ) -> Weights:
     if entry.problem:
         raise OperationError(

@@ -9,7 +9,7 @@ has ``optimizer.pt``: the keys alone tell them apart.
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.errors import FormatError, OperationError
@@ -17,6 +17,7 @@ from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import Kind, Node, Text, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import is_tensor, kind_of_tensor, read_tensor, storages
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece, open_reader
 from ckptfix.tensors.new_torch_files import Call, Global
@@ -47,7 +48,7 @@ class PickledValues:
     function is a ``Global``, and what one returned a ``Call``. Anything else is ``Unread``.
     """
 
-    def __init__(self, path: Path, file: TorchFile) -> None:
+    def __init__(self, path: AnyPath, file: TorchFile) -> None:
         """Prepare to read a parsed file. Raises FormatError when its storages are not torch's."""
         self.path = path
         self.file = file
@@ -147,7 +148,7 @@ def _below(name: str, key: object) -> str:
 
 
 @paused_gc()
-def read_optimizer_file(root: Path, path: PurePosixPath, index: int) -> OptimizerState:
+def read_optimizer_file(root: AnyPath, path: PurePosixPath, index: int) -> OptimizerState:
     """Return the optimizer in a file, by opcodes. Raises OperationError when it cannot be read,
     OSError.
     """

@@ -1,12 +1,12 @@
 """A checkpoint's optimizers, whatever strategy saved them."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below
 from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
+from ckptfix.storage.files import AnyPath, Openable, names_in
 from ckptfix.storage.paths import existing
 from ckptfix.tensors.dcp_optimizers import dcp_optimizers
 from ckptfix.tensors.optimizer_files import read_optimizer_file
@@ -15,7 +15,7 @@ from ckptfix.tensors.rank_files import rank_files, rank_optimizer
 from ckptfix.tensors.zero_states import zero_optimizer
 
 
-def open_optimizers(path: str | os.PathLike[str]) -> tuple[OptimizerState, ...]:
+def open_optimizers(path: Openable) -> tuple[OptimizerState, ...]:
     """Return the optimizers in a checkpoint folder, or in a file, by their positions; nothing is
     unpickled.
 
@@ -27,7 +27,7 @@ def open_optimizers(path: str | os.PathLike[str]) -> tuple[OptimizerState, ...]:
     if not given.is_dir():
         return tuple(_of_file(given))
     found: dict[int, OptimizerState] = {}
-    names = sorted(os.listdir(given))
+    names = sorted(names_in(given))
     for name in names:
         parsed = parse_file_name(name)
         if parsed is None or parsed.role is not Role.OPTIMIZER or not (given / name).is_file():
@@ -47,14 +47,14 @@ def open_optimizers(path: str | os.PathLike[str]) -> tuple[OptimizerState, ...]:
     return tuple(found[index] for index in sorted(found))
 
 
-def _of_file(path: Path) -> Iterator[OptimizerState]:
+def _of_file(path: AnyPath) -> Iterator[OptimizerState]:
     """Yield the optimizer in a file, nothing for a file of another kind."""
     parsed = parse_file_name(path.name)
     if parsed is not None and parsed.role is Role.OPTIMIZER:
         yield read_optimizer_file(path.parent, PurePosixPath(path.name), parsed.index)
 
 
-def _dcp_folders(root: Path, names: list[str]) -> Iterator[tuple[int, PurePosixPath]]:
+def _dcp_folders(root: AnyPath, names: list[str]) -> Iterator[tuple[int, PurePosixPath]]:
     """Yield position and path of each DCP folder of an optimizer, or of the folder itself as
     ``.``.
     """
@@ -64,5 +64,5 @@ def _dcp_folders(root: Path, names: list[str]) -> Iterator[tuple[int, PurePosixP
         parsed = parse_folder_name(name)
         if parsed is None or parsed.role is not Role.OPTIMIZER or not (root / name).is_dir():
             continue
-        if any(map(belongs, os.listdir(root / name))):
+        if any(map(belongs, names_in(root / name))):
             yield parsed.index, PurePosixPath(name)

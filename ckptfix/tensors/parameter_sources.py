@@ -21,6 +21,7 @@ from ckptfix.checkpoint.run_states import parameter_names
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.hardware import run_limited
+from ckptfix.storage.files import AnyPath
 from ckptfix.tensors.optimizers import OptimizerState
 from ckptfix.tensors.parameter_names import Parameter, Shape, name_parameters, named_as, shape_of
 from ckptfix.tensors.stored import Weights
@@ -65,7 +66,7 @@ class ModelsOfRun:
 
 
 def name_optimizers(
-    root: Path,
+    root: AnyPath,
     states: Sequence[OptimizerState],
     *,
     weights: Sequence[Weights] = (),
@@ -97,7 +98,7 @@ def name_optimizers(
 
 
 def run_of(
-    root: Path, weights: Sequence[Weights], model: str | Factory | None
+    root: AnyPath, weights: Sequence[Weights], model: str | Factory | None
 ) -> Callable[[], ModelsOfRun]:
     """Return a function that builds the models of a run when it is first called, as
     ``name_optimizers`` does.
@@ -105,7 +106,7 @@ def run_of(
     return cache(lambda: models_of_run(root, model, _Keys(weights)))
 
 
-def recorded_names(root: Path, state: OptimizerState) -> Sequence[Sequence[RecordedName]] | None:
+def recorded_names(root: AnyPath, state: OptimizerState) -> Sequence[Sequence[RecordedName]] | None:
     """Return model and name of each parameter of an optimizer by group, None where no file records
     them.
 
@@ -124,7 +125,7 @@ def recorded_names(root: Path, state: OptimizerState) -> Sequence[Sequence[Recor
     return names
 
 
-def models_of_run(root: Path, model: str | Factory | None, keys: "_Keys") -> ModelsOfRun:
+def models_of_run(root: AnyPath, model: str | Factory | None, keys: "_Keys") -> ModelsOfRun:
     """Build the models of a run, without weights where that is possible; return their parameters
     under ``keys``.
 
@@ -291,7 +292,7 @@ def frozen_pattern(frozen: str | re.Pattern[str] | None) -> re.Pattern[str] | No
 
 
 def _named(
-    root: Path,
+    root: AnyPath,
     state: OptimizerState,
     keys: "_Keys",
     built: Callable[[], ModelsOfRun],

@@ -14,7 +14,7 @@ mesh pickled its ranks as a tensor ``mesh`` instead of a layout.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import AGAIN, MissingRankError
@@ -29,6 +29,7 @@ from ckptfix.formats.pickle_tree import Kind, Node, attribute, items_of
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.formats.torch_tensors import TORCH_DTYPES, is_tensor
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece, open_reader
 from ckptfix.tensors.dcp_tensors import layout_of_chunks
@@ -60,7 +61,7 @@ Files = Mapping[int, str]
 """Rank -> name of its file."""
 
 
-def rank_files(folder: Path, names: Collection[str]) -> dict[tuple[Role, int], dict[int, str]]:
+def rank_files(folder: AnyPath, names: Collection[str]) -> dict[tuple[Role, int], dict[int, str]]:
     """Return the files that ranks saved alone among the names in a folder, by role and position."""
     found: dict[tuple[Role, int], dict[int, str]] = {}
     for name in sorted(names):
@@ -240,7 +241,7 @@ class _Read:
     checksums: Mapping[Piece, int]
 
 
-def _read(root: Path, files: Files) -> _Read:
+def _read(root: AnyPath, files: Files) -> _Read:
     """Read the files of all ranks. Raises MissingRankError when one is missing, OperationError."""
     values: list[Any] = []
     checksums: dict[Piece, int] = {}
@@ -325,7 +326,7 @@ def _joined(name: str, shards: Sequence[Shard]) -> StoredTensor:
 
 
 @paused_gc()
-def rank_optimizer(root: Path, index: int, files: Files) -> OptimizerState:
+def rank_optimizer(root: AnyPath, index: int, files: Files) -> OptimizerState:
     """Return the optimizer in the files of all ranks.
 
     Raises MissingRankError with the first rank that has none, OperationError when a file cannot be
@@ -349,7 +350,7 @@ def rank_optimizer(root: Path, index: int, files: Files) -> OptimizerState:
 
 
 @paused_gc()
-def rank_weights(root: Path, index: int, files: Files) -> Weights:
+def rank_weights(root: AnyPath, index: int, files: Files) -> Weights:
     """Return the weights in the files of all ranks. Raises as ``rank_optimizer`` does, and for flat
     parameters.
     """

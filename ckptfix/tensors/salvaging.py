@@ -5,7 +5,6 @@ with the reasons.
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import field, replace
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.dataclass import dataclass
@@ -17,8 +16,9 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_partial import PartialTorchFile, StorageLocation, read_partial
 from ckptfix.formats.torch_pickle import PickledStateDict, name_lists, state_dicts
 from ckptfix.formats.torch_tensors import PickledTensor
+from ckptfix.storage.files import AnyPath, FileReader
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.single_files import (
     LISTED,
     bounded_layout,
@@ -79,7 +79,7 @@ class SavedDict:
 
 
 @paused_gc()
-def salvage_safetensors(path: Path) -> SavedDict:
+def salvage_safetensors(path: AnyPath) -> SavedDict:
     """Return the tensors of a safetensors file that end inside of it.
 
     Raises FormatError for a file that was copied as text, and for one without a complete header.
@@ -124,7 +124,7 @@ def salvage_safetensors(path: Path) -> SavedDict:
 
 @paused_gc()
 def salvage_torch(
-    path: Path, *, keep_damaged: bool = False, progress: Progress | None = None
+    path: AnyPath, *, keep_damaged: bool = False, progress: Progress | None = None
 ) -> tuple[SavedDict, ...]:
     """Return the intact part of each state dict of a module in a file of torch.save, of others if
     there is none.
@@ -185,7 +185,7 @@ class _TorchSalvage:
 
     def __init__(
         self,
-        path: Path,
+        path: AnyPath,
         file: PartialTorchFile,
         problems: Mapping[str, str],
         broken: Mapping[tuple[tuple[str, ...], str], str],

@@ -9,7 +9,6 @@ that ckptfix writes are listed under a key of its own.
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ckptfix.checkpoint.entries import Entry
@@ -38,6 +37,7 @@ from ckptfix.formats.torch_tensors import (
     read_tensor,
 )
 from ckptfix.formats.torch_zip import TorchZip, storage_records
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.dcp_tensors import layout_of_chunks
@@ -185,7 +185,7 @@ of one number not.
 """
 
 
-def file_weights(root: Path, entry: Entry, others: Collection[tuple[str, ...]] = ()) -> Weights:
+def file_weights(root: AnyPath, entry: Entry, others: Collection[tuple[str, ...]] = ()) -> Weights:
     """Return the weights of a readable entry. ``others``: the paths of the other entries that are
     in its file.
 
@@ -256,7 +256,7 @@ def file_weights(root: Path, entry: Entry, others: Collection[tuple[str, ...]] =
     )
 
 
-def _weights_in_parts(root: Path, entry: Entry) -> Weights:
+def _weights_in_parts(root: AnyPath, entry: Entry) -> Weights:
     """Return the weights whose parts are in the files of several ranks, which cover every tensor
     once.
     """
@@ -301,11 +301,11 @@ def _names_in_safetensors(members: Iterable[Component]) -> set[str]:
     }
 
 
-def _ensure_once(root: Path, entry: Entry) -> None:
+def _ensure_once(root: AnyPath, entry: Entry) -> None:
     """Raise OperationError when two files of one model hold a name, as either may be the right
     one.
     """
-    holders: dict[str, Path] = {}
+    holders: dict[str, AnyPath] = {}
     for member in entry.members if len(entry.members) > 1 else ():
         path = root / member.path
         for name in _names(member):
@@ -322,7 +322,7 @@ def _names(member: Component) -> Iterable[str]:
     return (name for scope in member.scopes if scope.path == () for name in scope.names)
 
 
-def run(path: Path, offsets: tuple[int, int] | None) -> Contiguous:
+def run(path: AnyPath, offsets: tuple[int, int] | None) -> Contiguous:
     """Return the layout of a tensor that is one run of bytes, from the first offset in its file to
     the second.
     """
@@ -339,7 +339,7 @@ def recorded_ties(file: SafetensorsFile) -> dict[str, str]:
 
 
 def _of_torch(
-    path: Path, file: TorchFile, at: tuple[str, ...], ties: dict[str, str]
+    path: AnyPath, file: TorchFile, at: tuple[str, ...], ties: dict[str, str]
 ) -> Iterator[StoredTensor]:
     """Yield the tensors of one state dict, and note in ``ties`` the names of those that came
     before.
@@ -365,7 +365,7 @@ def _views(tensors: Iterable[StoredTensor], file: TorchFile, at: tuple[str, ...]
 
 
 def tensor_of(
-    path: Path, file: TorchFile, node: object, fqn: str, known: Mapping[str, PickledStorage]
+    path: AnyPath, file: TorchFile, node: object, fqn: str, known: Mapping[str, PickledStorage]
 ) -> StoredTensor | None:
     """Return a plain tensor of a pickle under the name ``fqn``, None for any other value.
 
@@ -380,7 +380,7 @@ def tensor_of(
     return StoredTensor(fqn, tensor.dtype, tensor.shape, bounded_layout(path, file, tensor))
 
 
-def bounded_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
+def bounded_layout(path: AnyPath, file: TorchFile, tensor: PickledTensor) -> Layout:
     """Return ``torch_layout`` of a tensor that may be written out.
 
     Raises OperationError as that does, and for one that repeats its storage beyond a gigabyte.
@@ -399,7 +399,7 @@ def bounded_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout
     return layout
 
 
-def torch_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
+def torch_layout(path: AnyPath, file: TorchFile, tensor: PickledTensor) -> Layout:
     """Return the location of a tensor of a torch file. Raises OperationError for one in a
     compressed record.
     """
@@ -423,7 +423,7 @@ def torch_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
 
 
 def record_checksums(
-    path: Path, file: TorchFile, at: tuple[str, ...] | None = None
+    path: AnyPath, file: TorchFile, at: tuple[str, ...] | None = None
 ) -> Iterator[tuple[Piece, int]]:
     """Yield the records that the tensors of one state dict lie in, of all storages for None, with
     their CRC-32.

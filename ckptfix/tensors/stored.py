@@ -19,11 +19,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from enum import Enum
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 from ckptfix.dataclass import dataclass
 from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.storage.files import AnyPath, StorePath
 from ckptfix.storage.reading import OpenFiles, Piece
 
 
@@ -158,7 +159,7 @@ class _Source:
         self._path, self._width = layout.storage.path, layout.width
         self._dtype = element_dtype(layout.width)
         self._files = files
-        self._fd = files.descriptor(self._path) if files.holds_descriptor(self._path) else None
+        self._fd = None if isinstance(self._path, StorePath) else files.descriptor(self._path)
         self._window = window
         self._view = memoryview(window)
 
@@ -441,7 +442,7 @@ class StoredCheckpoint:
     the models in a second format, or of an earlier save with other shards.
     """
 
-    root: Path
+    root: AnyPath
     only: str | None = None
     weights: tuple[Weights, ...] = ()
     rivals: tuple[PurePosixPath, ...] = ()

@@ -11,7 +11,7 @@ model states of the checkpoint that it was made from.
 import os
 from collections.abc import Mapping
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import AGAIN, UNIVERSAL
@@ -19,6 +19,7 @@ from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_tree import Node, child, is_dict_like, text_keys
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import is_tensor, storages
+from ckptfix.storage.files import AnyPath, names_in
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.single_files import record_checksums, tensor_of
 from ckptfix.tensors.stored import Contiguous, StoredTensor, Weights
@@ -44,7 +45,7 @@ class UniversalFile(NamedTuple):
 
 
 def universal_files(
-    root: Path, where: PurePosixPath, shapes: Shapes, *, only: str | None = None
+    root: AnyPath, where: PurePosixPath, shapes: Shapes, *, only: str | None = None
 ) -> dict[str, dict[str, UniversalFile]]:
     """Return fqn -> state -> file of the trained parameters ``shapes``; the weight is the state
     "fp32".
@@ -69,7 +70,7 @@ def universal_files(
     return found
 
 
-def ensure_states(root: Path, where: PurePosixPath, weights: Weights) -> None:
+def ensure_states(root: AnyPath, where: PurePosixPath, weights: Weights) -> None:
     """Raise OperationError when a parameter of a universal checkpoint lacks a state that the others
     have.
 
@@ -94,22 +95,22 @@ def ensure_states(root: Path, where: PurePosixPath, weights: Weights) -> None:
             )
 
 
-def _states_in(folder: Path) -> list[str]:
+def _states_in(folder: AnyPath) -> list[str]:
     try:
-        names = os.listdir(folder)
+        names = names_in(folder)
     except (FileNotFoundError, NotADirectoryError):
         raise _missing(folder) from None
     return sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
 
 
-def _missing(path: Path) -> OperationError:
+def _missing(path: AnyPath) -> OperationError:
     return OperationError(f"{path}: missing, although the model states list its parameter; {AGAIN}")
 
 
 def _read(
-    root: Path, path: PurePosixPath, name: str, shape: tuple[int, ...], state: str
+    root: AnyPath, path: PurePosixPath, name: str, shape: tuple[int, ...], state: str
 ) -> UniversalFile:
-    def understand(full: Path, file: TorchFile) -> UniversalFile:
+    def understand(full: AnyPath, file: TorchFile) -> UniversalFile:
         node = file.tree.root
         if is_dict_like(node) and not is_tensor(node):
             others = text_keys(node) - _PLAIN
@@ -136,7 +137,7 @@ def _read(
 
 
 def _shaped(
-    path: Path, file: TorchFile, node: object, fqn: str, shape: tuple[int, ...], state: str
+    path: AnyPath, file: TorchFile, node: object, fqn: str, shape: tuple[int, ...], state: str
 ) -> StoredTensor:
     """Return a tensor in the shape of its parameter, which it may have lost, or a step as it is."""
     tensor = tensor_of(path, file, node, fqn, storages(file.tree)) if type(node) is Node else None

@@ -45,6 +45,7 @@ from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import storages
 from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import Piece, open_reader
 from ckptfix.tensors.single_files import (
     bounded_layout,
@@ -115,7 +116,7 @@ class ModelStates:
     CRC-32.
     """
 
-    path: Path
+    path: AnyPath
     module: Mapping[str, StoredTensor] = field(repr=False)
     ties: Mapping[str, str]
     opaque: tuple[str, ...]
@@ -146,7 +147,7 @@ class OptimizerStates:
     under. ``checksums``: record of a storage -> its CRC-32.
     """
 
-    path: Path
+    path: AnyPath
     by_parameter: bool
     ranks: int | None
     stage: int | None
@@ -157,14 +158,14 @@ class OptimizerStates:
     checksums: Mapping[Piece, int] = field(repr=False)
 
 
-def read_model_states(path: Path) -> ModelStates:
+def read_model_states(path: AnyPath) -> ModelStates:
     """Read a file of model states. Raises OperationError when it is none, or is damaged;
     OSError.
     """
     return read_states_file(path, _model_states)
 
 
-def read_optimizer_states(path: Path) -> OptimizerStates:
+def read_optimizer_states(path: AnyPath) -> OptimizerStates:
     """Read a file of optimizer states. Raises OperationError when it is none, or is damaged;
     OSError.
     """
@@ -172,7 +173,7 @@ def read_optimizer_states(path: Path) -> OptimizerStates:
 
 
 @paused_gc()
-def read_states_file(path: Path, understand: Callable[[Path, TorchFile], T]) -> T:
+def read_states_file(path: AnyPath, understand: Callable[[AnyPath, TorchFile], T]) -> T:
     """Return what ``understand`` makes of a file. Raises OperationError when it is damaged or
     another file; OSError.
     """
@@ -187,7 +188,7 @@ def read_states_file(path: Path, understand: Callable[[Path, TorchFile], T]) -> 
         ) from error
 
 
-def _model_states(path: Path, file: TorchFile) -> ModelStates:
+def _model_states(path: AnyPath, file: TorchFile) -> ModelStates:
     root = file.tree.root
     if child(root, "buffer_names") is None or child(root, "module") is None:
         raise FormatError(
@@ -297,7 +298,7 @@ def _version(value: object) -> tuple[int, ...]:
     return tuple(int(part[:9]) for part in parts if part.isdecimal())
 
 
-def optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
+def optimizer_states(path: AnyPath, file: TorchFile) -> OptimizerStates:
     """Return the partitions in a file of a rank's optimizer. Raises FormatError when it has
     none.
     """
@@ -771,7 +772,7 @@ def frozen_shares(models: Sequence[ModelStates]) -> dict[str, StoredTensor]:
 
 
 def cut_shares(
-    shapes: Shapes, ranks: Sequence[tuple[Path, Sequence[Flat]]], state: str = ""
+    shapes: Shapes, ranks: Sequence[tuple[AnyPath, Sequence[Flat]]], state: str = ""
 ) -> dict[str, StoredTensor]:
     """Return what ZeRO-3 keeps for parameters, of which every rank has a share. ``ranks``: each
     one's file and flats.

@@ -10,13 +10,14 @@ order is not the optimizer's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, list_files, universal_paths
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.optimizer_files import GROUPS, PARAMS, PickledValues, Unread, note_unread
 from ckptfix.tensors.optimizers import STEP, OptimizerState, ParamGroup, StateValue, Strategy
@@ -74,7 +75,7 @@ class _Rank(NamedTuple):
     extra: Values
 
 
-def zero_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerState | None:
+def zero_optimizer(root: AnyPath, where: PurePosixPath, index: int) -> OptimizerState | None:
     """Return the optimizer of a DeepSpeed checkpoint of any ZeRO stage, or of a universal one, None
     without any.
 
@@ -118,7 +119,7 @@ def zero_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerSta
     )
 
 
-def universal_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerState:
+def universal_optimizer(root: AnyPath, where: PurePosixPath, index: int) -> OptimizerState:
     """Return the optimizer of a universal checkpoint. Raises as ``zero_optimizer`` does."""
     files = list_files(root / where)
     models = read_models(files)
@@ -157,11 +158,11 @@ def _tensor(value: StateValue) -> StoredTensor:
     return value
 
 
-def _label(root: Path, where: PurePosixPath) -> str:
+def _label(root: AnyPath, where: PurePosixPath) -> str:
     return str(where) if where.parts else root.name
 
 
-def _rank(path: Path, file: TorchFile) -> _Rank:
+def _rank(path: AnyPath, file: TorchFile) -> _Rank:
     partitions = optimizer_states(path, file)
     states = child(file.tree.root, "optimizer_state_dict")
     base = child(
@@ -234,7 +235,7 @@ def _shared_values(values: PickledValues, states: object) -> dict[str, Any]:
 
 
 def _by_group(
-    folder: Path, model: ModelStates, ranks: Sequence[_Rank]
+    folder: AnyPath, model: ModelStates, ranks: Sequence[_Rank]
 ) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StateValue]]]:
     """Return masters and states of ZeRO-1 and 2."""
 
@@ -248,7 +249,7 @@ def _by_group(
 
 
 def _by_share(
-    folder: Path, model: ModelStates, ranks: Sequence[_Rank]
+    folder: AnyPath, model: ModelStates, ranks: Sequence[_Rank]
 ) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StateValue]]]:
     """Return masters and states of ZeRO-3; sub-groups are cut one by one, as their steps may
     differ.
@@ -285,7 +286,7 @@ tensors, label.
 
 
 def _states(
-    folder: Path, group: str, model: ModelStates, ranks: Sequence[_Rank], cut: _Cut
+    folder: AnyPath, group: str, model: ModelStates, ranks: Sequence[_Rank], cut: _Cut
 ) -> dict[str, dict[str, StateValue]]:
     """Return the states of all parameters. ``group``: what a flat tensor is of, in messages."""
     found: dict[str, dict[str, StateValue]] = {}
@@ -360,7 +361,7 @@ def _comparable(value: Any, files: OpenFiles) -> object:
 
 
 def _groups(
-    path: Path, model: ModelStates, groups: Iterable[tuple[Values, tuple[int, ...]]]
+    path: AnyPath, model: ModelStates, groups: Iterable[tuple[Values, tuple[int, ...]]]
 ) -> Iterator[ParamGroup]:
     """Yield the param groups with the parameters of their flat ones, in the optimizer's order."""
     shapes = model.groups or ()
@@ -382,7 +383,7 @@ def _model_extra(files: DeepSpeedFiles, model: ModelStates) -> dict[str, Any]:
     a script's own.
     """
 
-    def understand(path: Path, file: TorchFile) -> dict[str, Any]:
+    def understand(path: AnyPath, file: TorchFile) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs(file.tree.root):
             if type(key) is Text and key.value in model.left:
@@ -410,7 +411,7 @@ class _Shared(NamedTuple):
     checksums: Mapping[Piece, int]
 
 
-def _shared(path: Path, file: TorchFile) -> _Shared:
+def _shared(path: AnyPath, file: TorchFile) -> _Shared:
     root = file.tree.root
     values = PickledValues(path, file)
     groups = _group_options(values, root)

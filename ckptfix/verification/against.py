@@ -1,7 +1,6 @@
 """Comparison of a checkpoint with another one of any format, whose tensors have the same keys."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.latest import is_bare
@@ -9,6 +8,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, TensorLocation, read_contents
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.files import AnyPath, relative
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, refusal, shell_path
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, first_place, hash_all
@@ -51,7 +51,7 @@ class _Pair:
 
 def compare_with(
     contents: Contents,
-    path: Path,
+    path: AnyPath,
     *,
     data: bool,
     model: str | None = None,
@@ -150,7 +150,7 @@ def _without_weights(side: Contents) -> str:
     return f"{side.root / (side.only or '')} holds no weights of a model{where}"
 
 
-def _below(root: Path) -> Iterator[Path]:
+def _below(root: AnyPath) -> Iterator[AnyPath]:
     try:
         yield from (one for one in find_checkpoints(root) if one != root and not is_bare(one))
     except UsageError:  # there is none
@@ -361,6 +361,6 @@ def _kind(tensor: StoredTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _home(tensor: StoredTensor, root: Path) -> str:
+def _home(tensor: StoredTensor, root: AnyPath) -> str:
     path = first_place(tensor.layout)[0]
-    return str(PurePosixPath(path.relative_to(root))) if path.name else ""
+    return str(relative(path, root)) if path.name else ""

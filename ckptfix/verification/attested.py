@@ -8,7 +8,6 @@ labels of models do not count. Tied names share one tensor, so one of them suffi
 was signed twice, as a second ``prepare()`` saves it, may be there once.
 """
 
-import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,19 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, TensorLocation
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.files import (
+    AnyPath,
+    Openable,
+    StorePath,
+    absolute,
+    is_file,
+    lexists,
+    lies_in,
+    real_path,
+    relative,
+    stat_of,
+    walk,
+)
 from ckptfix.storage.paths import JOURNAL, OF_FILES, SIGNED, command, existing, shell_path
 from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
 from ckptfix.tensors.stored import Format, Weights
@@ -74,9 +86,9 @@ class Evidence:
 def gather(
     target: Target,
     *,
-    signatures: Sequence[str | os.PathLike[str]] = (),
-    statements: Sequence[str | os.PathLike[str]] = (),
-    sha256sums: Sequence[str | os.PathLike[str]] = (),
+    signatures: Sequence[Openable] = (),
+    statements: Sequence[Openable] = (),
+    sha256sums: Sequence[Openable] = (),
     trust: Trust | None = None,
 ) -> Evidence:
     """Read statements and lists. ``signatures``: must be signed by ``trust``; ``statements``: need
@@ -91,7 +103,7 @@ def gather(
             f"{target.path}"
         )
     if signatures and trust is None:
-        first = Path(signatures[0])
+        first = existing(signatures[0])
         raise UsageError(
             f"{first}: name who must have signed it: --key PUBLIC_KEY, --certificate-chain CA.pem, "
             "or --identity NAME --identity-provider URL; to compare without verifying the "
@@ -140,7 +152,7 @@ def gather(
         told += listed.not_checked(str(path))
         attestations.append(Attestation(path=path, kind=_SUMS))
         if not listed.digests:
-            is_inside = path.absolute().is_relative_to(target.root.absolute())
+            is_inside = lies_in(absolute(path), absolute(target.root))
             move = (
                 f"; next, if it was made in {target.root}: mv {shell_path(path)} "
                 f"{shell_path(target.root)}"
@@ -247,11 +259,11 @@ class Attested(Recorded):
         return True, f"{why}, and is not covered by {self.source}"
 
 
-def _place(path: Path) -> str:
+def _place(path: AnyPath) -> str:
     """Return where a file lies. Another link to the same file is another place: a loader reads it
     by that name.
     """
-    return os.path.join(os.path.realpath(path.parent), path.name)
+    return str(real_path(path.parent) / path.name)
 
 
 def with_own_files(contents: Contents, evidence: Evidence) -> Contents:
@@ -261,12 +273,12 @@ def with_own_files(contents: Contents, evidence: Evidence) -> Contents:
     """
     found = {}
     for own in own_folders(contents, evidence, listed=True):
-        for folder, _, names in os.walk(contents.root / own):
-            for path in (os.path.join(folder, name) for name in names):
+        for folder, _, names in walk(contents.root / own):
+            for path in (folder / name for name in names):
                 with suppress(OSError):
-                    status = os.stat(path)
+                    status = stat_of(path)
                     if stat.S_ISREG(status.st_mode):
-                        name = os.path.relpath(path, contents.root)
+                        name = str(relative(path, contents.root))
                         found[name] = FileState(status.st_size, status.st_mtime_ns)
     return replace(contents, files={**contents.files, **found}) if found else contents
 
@@ -282,13 +294,15 @@ def own_folders(contents: Contents, evidence: Evidence, *, listed: bool) -> list
     ]
 
 
-def _at(given: str | os.PathLike[str], target: Target) -> Path:
+def _at(given: Openable, target: Target) -> AnyPath:
     """Return the path of a file that was named. Raises UsageError, which says where in the
     checkpoint it is.
     """
+    if isinstance(given, StorePath):
+        return given
     path = Path(given)
-    inside = target.root / path
-    if not os.path.lexists(path) and not path.is_absolute() and os.path.isfile(inside):
+    inside = target.root / PurePosixPath(path)
+    if not lexists(path) and not path.is_absolute() and is_file(inside):
         raise UsageError(f"{path} does not exist; did you mean {inside}?")
     if existing(given).is_dir():
         raise UsageError(f"{path} is a folder; name the file in it, such as {path / SIGNED[0]}")
@@ -309,7 +323,7 @@ def _alone(
     return replace(files, files={target.only: files.files[ALONE]})
 
 
-def _unsigned(target: Target, path: Path) -> str:
+def _unsigned(target: Target, path: AnyPath) -> str:
     return command("verify", target.root, target.only or "", "--oms", str(path))
 
 

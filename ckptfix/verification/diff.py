@@ -6,7 +6,6 @@ read both sides, each a part of a tensor at a time: bytes first, numbers only wh
 """
 
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -19,11 +18,12 @@ from ckptfix.errors import ChangedError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage import teams
-from ckptfix.storage.doors import takes_urls
+from ckptfix.storage.files import Openable, names_in
+from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import command, shell_path
-from ckptfix.storage.reading import OpenFiles, Piece, names_in, open_reader, page_buffer
+from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
 from ckptfix.tensors.numbers import ELEMENTS, Tally, Tolerance, has_numbers, same_bytes, tally
 from ckptfix.tensors.opening import other_files
 from ckptfix.tensors.stored import Contiguous, Layout, StoredCheckpoint, StoredTensor, Weights
@@ -323,8 +323,8 @@ def _segments(one: StoredTensor, other: StoredTensor) -> Iterator[tuple[int, Lay
 
 @takes_urls("a", "b")
 def diff(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: Openable,
+    b: Openable,
     *,
     rtol: float | None = None,
     atol: float | None = None,
@@ -373,8 +373,8 @@ def diff(
         for one, of_optimizers in zip((left, right), compared, strict=True)
     ]
     return DiffReport(
-        a=os.fspath(a),
-        b=os.fspath(b),
+        a=str(a),
+        b=str(b),
         models=models,
         optimizers=states,
         tolerance=tolerance,

@@ -10,6 +10,7 @@ from typing import Literal
 from typing_extensions import assert_never
 
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation
+from ckptfix.storage.files import relative
 from ckptfix.storage.paths import command, refusal
 from ckptfix.tensors.hashing import Hashed, first_place
 from ckptfix.verification.verify_report import (
@@ -364,7 +365,7 @@ def tensor_homes(contents: Contents) -> dict[TensorLocation, str]:
         for tensor in weights.tensors:
             path = first_place(tensor.layout)[0]
             homes[TensorLocation(weights.label, tensor.fqn)] = (
-                str(path.relative_to(contents.root)) if path.name else weights.label
+                str(relative(path, contents.root)) if path.name else weights.label
             )
         homes |= {
             TensorLocation(weights.label, name): homes[TensorLocation(weights.label, kept)]

@@ -19,8 +19,9 @@ from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.diagnosis.contents import Contents, Recorded
 from ckptfix.diagnosis.target import Target
+from ckptfix.storage.files import store_of
 from ckptfix.storage.paths import command, shell_path
-from ckptfix.storage.reading import open_reader, store_of
+from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.hashing import GIT, WHOLE, Scheme
 from ckptfix.verification.verify_report import Change, Downloaded, Item, Kind, Outcome, file_item
 from ckptfix.wording import list_names, series

@@ -8,7 +8,6 @@ tensor with one strategy and a number with another, so its number is compared; s
 hyperparameters, for each parameter, as param groups are not the same in every strategy.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.files import Openable
 from ckptfix.storage.paths import existing
 from ckptfix.storage.reading import OpenFiles
 from ckptfix.tensors.numbers import Tolerance, has_numbers, numbers_in
@@ -56,7 +56,7 @@ class Side(NamedTuple):
     unread: str = ""
 
 
-def open_side(path: str | os.PathLike[str], *, lone_shard: bool = False) -> Side:
+def open_side(path: Openable, *, lone_shard: bool = False) -> Side:
     """Return the contents of a path: models and optimizers, or a lone file of either.
 
     Raises UsageError when there is neither, and as ``open_checkpoint`` does; OSError.

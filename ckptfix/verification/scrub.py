@@ -6,13 +6,11 @@ in one subset.
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from datetime import datetime
 from math import ceil
-from pathlib import Path
 from threading import Lock
 from time import monotonic, time
 from typing import Any, ClassVar
@@ -25,7 +23,8 @@ from ckptfix.diagnosis.findings.base import Severity, labelled
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized
-from ckptfix.storage.doors import etag_of, has_gone, made, states_of
+from ckptfix.storage.files import AnyPath, absolute, has_gone, objects_of, relative, stat_of, walk
+from ckptfix.storage.opened import opened_part
 from ckptfix.storage.parallel import Progress, Share, waiting
 from ckptfix.storage.paths import JOURNAL, command, listed_files
 from ckptfix.tensors.hashing import FileJob, Hashed, hash_all
@@ -157,7 +156,7 @@ class ScrubResult(Printable, Serialized):
         "not_checked data"
     )
 
-    path: Path
+    path: AnyPath
     verdict: str
     structure: Mapping[str, Any] = field(default_factory=dict)
     looked: float = 0.0
@@ -246,25 +245,25 @@ class Scrub:
     is_late: bool = False
     _lock: Any = field(default_factory=Lock)
 
-    def look(self, path: str) -> ScrubResult:
+    def look(self, path: AnyPath) -> ScrubResult:
         """Look at a checkpoint, or return what an earlier run found. Raises CkptfixError,
         OSError.
         """
-        place = escape(os.path.abspath(path))
+        place = escape(str(absolute(path)))
         last = self.state.last(place)
         if self._is_late():
             if last is not None:
-                return _kept(Path(path), last)
+                return _kept(path, last)
             with self._lock:
                 self.unknown += 1
-            return ScrubResult(path=Path(path), verdict=_NOT_REACHED)
+            return ScrubResult(path=path, verdict=_NOT_REACHED)
         try:
             result, look, readings, gone = self._look(path, place, last)
         # Of those that nobody has foreseen, too: nothing is known of this one.
         except Exception as error:
-            if isinstance(error, CkptfixError | OSError) and has_gone(Path(path)):
+            if isinstance(error, CkptfixError | OSError) and has_gone(path):
                 # A run keeps its last checkpoints only.
-                return ScrubResult(path=Path(path), verdict=_REMOVED)
+                return ScrubResult(path=path, verdict=_REMOVED)
             verdict = {
                 "verdict": _FAILED,
                 "structure": {"status": 3, "unfinished": [escape(str(error))]},
@@ -280,9 +279,9 @@ class Scrub:
         return result
 
     def _look(
-        self, path: str, place: str, last: Look | None
+        self, path: AnyPath, place: str, last: Look | None
     ) -> tuple[ScrubResult, Look, Mapping[str, Reading], list[str]]:
-        files, fingerprint = _files(Path(path))
+        files, fingerprint = _files(path)
         now = time()
         before = self.state.readings(place)
         if (
@@ -303,14 +302,14 @@ class Scrub:
                 known = last.verdict["differences"]
                 differences = {key: known[key] for key in known if key not in before} | differences
                 result = _judged(
-                    Path(path), last.verdict["structure"], last.looked, differences, data, True
+                    path, last.verdict["structure"], last.looked, differences, data, True
                 )
                 return result, _look_of(result, place, now, fingerprint), {}, []
         else:
             last = None
-        with made(path) as folder:
-            found = self._look_into(Path(folder), place, now, files, fingerprint, before, last)
-        if not found[0].is_kept and _files(Path(path))[1] != fingerprint:
+        with opened_part(path) as folder:
+            found = self._look_into(folder, place, now, files, fingerprint, before, last)
+        if not found[0].is_kept and _files(path)[1] != fingerprint:
             raise ChangedError(
                 f"{path} changed while it was looked at, so nothing is known about it; the next "
                 "run looks again"
@@ -318,7 +317,7 @@ class Scrub:
         return found
 
     def _look_into(
-        self, root: Path, place: str, now: float, files: "_Files", fingerprint: str,
+        self, root: AnyPath, place: str, now: float, files: "_Files", fingerprint: str,
         before: Mapping[str, Reading], last: Look | None,
     ) -> tuple[ScrubResult, Look, Mapping[str, Reading], list[str]]:  # fmt: skip
         """Look at a checkpoint and read what is due. ``last``: the last look, where it counts
@@ -442,7 +441,7 @@ class Scrub:
         return self.is_late
 
 
-def _kept(path: Path, last: Look) -> ScrubResult:
+def _kept(path: AnyPath, last: Look) -> ScrubResult:
     """Return what an earlier run found of a checkpoint that this one does not reach."""
     verdict = last.verdict
     is_clean = verdict["verdict"] == CLEAN
@@ -454,7 +453,7 @@ def _kept(path: Path, last: Look) -> ScrubResult:
 
 
 def _judged(
-    path: Path, structure: Mapping[str, Any], looked: float, differences: Mapping[str, str],
+    path: AnyPath, structure: Mapping[str, Any], looked: float, differences: Mapping[str, str],
     data: Data, is_kept: bool,
 ) -> ScrubResult:  # fmt: skip
     verdict = structure["verdict"]
@@ -487,27 +486,23 @@ def _is_own(name: str) -> bool:
     return name.startswith(f"{JOURNAL}/")
 
 
-def _files(root: Path) -> tuple[_Files, str]:
+def _files(root: AnyPath) -> tuple[_Files, str]:
     """Return size, time and ETag of every file, and a fingerprint of the complete listing."""
-    listed = states_of(root)
+    listed = objects_of(root)
     if listed is not None:
         return _files_listed(listed)
     found: dict[str, tuple[int, int, str]] = {}
     names: dict[str, str | None] = listed_files(root)
-    own = (
-        os.path.join(folder, name)
-        for folder, _, inside in os.walk(root / JOURNAL)
-        for name in inside
-    )
-    names |= dict.fromkeys(sorted(os.path.relpath(path, root) for path in own))
+    own = (folder / name for folder, _, inside in walk(root / JOURNAL) for name in inside)
+    names |= dict.fromkeys(sorted(str(relative(path, root)) for path in own))
     for name, why in names.items():
         if why is None:
             try:
-                status = os.stat(root / name)
+                status = stat_of(root / name)
             except OSError as error:
                 names[name] = str(error.strerror)
             else:
-                found[name] = (status.st_size, status.st_mtime_ns, etag_of(root / name))
+                found[name] = (status.st_size, status.st_mtime_ns, "")
     return found, _fingerprint((name, why or found[name]) for name, why in names.items())
 
 

@@ -30,14 +30,23 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.atomic import sync_folder
-from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.edits import Replace
+from ckptfix.storage.files import (
+    AnyPath,
+    Openable,
+    etag_of,
+    exists,
+    is_symlink,
+    lexists,
+    on_disk,
+    store_of,
+)
 from ckptfix.storage.journal import commit, recover
 from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.partial_results import PartialResults, default_folder
 from ckptfix.storage.paths import JOURNAL, MANIFEST, SIGNED, UNSIGNED, command, refusal
-from ckptfix.storage.reading import store_of
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
 from ckptfix.storage.staged import temporary_file
 from ckptfix.storage.transactions import State, transactions
@@ -88,7 +97,7 @@ class SealReceipt(Printable, Serialized):
         "unreadable special transaction statements signed_by hub? proven?"
     )
 
-    path: Path
+    path: AnyPath
     written: bool
     findings: tuple[Finding, ...] = ()
     differing: tuple[Item, ...] = ()
@@ -176,14 +185,14 @@ class SealReceipt(Printable, Serialized):
         return command("check", self.path)
 
     @property
-    def manifest(self) -> Path | None:
+    def manifest(self) -> AnyPath | None:
         """The manifest that was written, None when nothing was."""
         return self.path / MANIFEST if self.written else None
 
 
 @takes_urls("path")
 def seal(
-    path: str | os.PathLike[str],
+    path: Openable,
     *,
     force: bool = False,
     oms: bool = False,
@@ -314,7 +323,8 @@ def seal(
         if teams.leads():
             number = _write(target.root, manifest, new, lock) if new or manifest != old else None
             # Of several processes that were interrupted.
-            PartialResults(default_folder(target.root)).remove()
+            if isinstance(target.root, Path):
+                PartialResults(default_folder(target.root)).remove()
     return SealReceipt(
         path=target.path,
         written=True,
@@ -378,9 +388,7 @@ def _statements(
     name = contents.root.resolve().name or "checkpoint"
     digests = {path: hashed[path].digest for path in contents.files}
     folders = {str(parent) for path in contents.files for parent in PurePosixPath(path).parents}
-    follows = any(
-        os.path.islink(contents.root / path) for path in (*contents.files, *folders - {"."})
-    )
+    follows = any(is_symlink(contents.root / path) for path in (*contents.files, *folders - {"."}))
     sizes = {path: state.size for path, state in contents.files.items()}
     files = statement_of_files(
         name,
@@ -445,20 +453,19 @@ def _sealed(
     )
 
 
-def _put(root: Path, store: "Store", files: Mapping[str, bytes]) -> None:
+def _put(root: AnyPath, store: "Store", files: Mapping[str, bytes]) -> None:
     """Put files next to the objects, the manifest last: it replaces only the one that was read.
     Raises ChangedError.
     """
-    from ckptfix.storage.images import info_at
     from ckptfix.storage.stores import ABSENT
 
     for name, data in files.items():
-        info = info_at(root / name)
-        store.put(name, data, expected=ABSENT if info is None else info.etag)
+        expected = etag_of(root / name) if exists(root / name) else ABSENT
+        store.put(name, data, expected=expected)
 
 
 def _write(
-    root: Path, manifest: Manifest, statements: Mapping[str, bytes], lock: "StoreLock | None"
+    root: AnyPath, manifest: Manifest, statements: Mapping[str, bytes], lock: "StoreLock | None"
 ) -> int | None:
     """Put the statements in their places, then the manifest by one rename, which lists them.
 
@@ -473,18 +480,18 @@ def _write(
     store = store_of(root)
     if not transactions(root):
         if store is None:
-            _rename(root, files)
+            _rename(on_disk(root), files)
         else:
             _put(root, store, files)
         return None
-    mode = 0o644 if store is not None else _mode_of_new(root)
+    mode = 0o644 if store is not None else _mode_of_new(on_disk(root))
     # The files as they are before a repair need the manifest as it was then: an undo undoes this
     # one first.
     edits = [
         Replace(
             path=PurePosixPath(name),
             content=Recipe(pieces=(Literal(content),), mode=mode),
-            previous=KEPT if os.path.lexists(root / name) else ABSENT,
+            previous=KEPT if lexists(root / name) else ABSENT,
         )
         for name, content in files.items()
     ]

@@ -5,11 +5,11 @@
 import os
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.checkpoint.manifest import MAX_MANIFEST
 from ckptfix.errors import OperationError
+from ckptfix.storage.files import AnyPath, absolute, folder_entries, is_file, is_listed, relative
 from ckptfix.storage.paths import existing
 from ckptfix.storage.reading import open_reader
 from ckptfix.wording import count_of
@@ -54,41 +54,46 @@ class Listed(NamedTuple):
             )
 
 
-def find_sums(root: Path, needed: Iterable[str]) -> Path | None:
+def find_sums(root: AnyPath, needed: Iterable[str]) -> AnyPath | None:
     """Return the list in a folder, or next to it, that has a checksum of all files that need one;
     None without one.
 
     A list without the files of weights would verify a checkpoint without a look at any weight.
     """
-    above = root.parent if root.name not in ("", "..") else Path(os.path.abspath(root)).parent
+    above = root.parent if root.name not in ("", "..") else absolute(root).parent
     for folder in (root, above):
         try:
-            with os.scandir(folder) as listing:
+            if not is_listed(folder):
+                continue
+            with folder_entries(folder) as listing:
                 names = sorted(entry.name for entry in listing if _NAMES.fullmatch(entry.name))
         except OSError:
             continue
         for name in names:
             path = folder / name
-            if os.path.isfile(path):
+            if is_file(path):
                 listed = read_sums(path, root).digests
-                if listed and listed.keys() >= {*needed} - {os.path.relpath(path, root)}:
+                if listed and listed.keys() >= {*needed} - {str(relative(path, root))}:
                     return path
     return None
 
 
-def read_sums(path: Path, root: Path) -> Listed:
+def read_sums(path: AnyPath, root: AnyPath) -> Listed:
     """Return the checksums in a file that are about the checkpoint at ``root``.
 
     Paths count from the folder of the list where that is the checkpoint or a folder above it, as
     ``sha256sum`` is run there, else from the checkpoint. Raises OperationError for a list that
     contradicts itself, OSError.
     """
-    with open_reader(existing(path)) as reader:
+    listed = existing(path)
+    with open_reader(listed) as reader:
         if reader.size > MAX_MANIFEST:
             raise OperationError(f"{path} has {reader.size} bytes, {MAX_MANIFEST} are read at most")
         data = reader.read(0, reader.size)
     sums = parse_sums(data, str(path))
-    home, place = os.path.abspath(root), os.path.dirname(os.path.abspath(path))
+    home = os.path.normpath(str(absolute(root)))
+    own = os.path.normpath(str(absolute(listed)))
+    place = os.path.dirname(own)
     base = place if os.path.join(home, "").startswith(os.path.join(place, "")) else home
     found: dict[str, str] = {}
     outside = 0
@@ -97,7 +102,7 @@ def read_sums(path: Path, root: Path) -> Listed:
         if not full.startswith(os.path.join(home, "")):
             outside += 1
         # `sha256sum * > SHA256SUMS` lists the list while it is empty.
-        elif full != os.path.abspath(path):
+        elif full != own:
             inside = os.path.relpath(full, home)
             if found.setdefault(inside, digest) != digest:
                 raise _contradiction(str(path), inside)

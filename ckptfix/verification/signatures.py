@@ -21,6 +21,7 @@ from ckptfix.checkpoint.manifest import MAX_MANIFEST
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.reports import Serialized
+from ckptfix.storage.files import AnyPath, Openable
 from ckptfix.storage.paths import existing, shell_path
 from ckptfix.storage.reading import open_reader
 from ckptfix.verification.statements import FileStatement, Statement, parse_statement, strict_json
@@ -88,7 +89,7 @@ class Attestation(Serialized):
         "file=path kind signed=is_signed verified=is_verified signer problem notes"
     )
 
-    path: Path
+    path: AnyPath
     kind: str
     is_signed: bool = False
     is_verified: bool = False
@@ -120,7 +121,7 @@ class Opened(NamedTuple):
     statement: Statement | None
 
 
-def open_statement(path: Path, trust: Trust | None) -> Opened:
+def open_statement(path: AnyPath, trust: Trust | None) -> Opened:
     """Read a statement, signed or not. ``trust``: who must have signed it; None to read it without
     verifying.
 
@@ -266,7 +267,7 @@ class SigstoreSigning:
         return [bundle.to_json().encode() for bundle in bundles]
 
 
-def key_is_encrypted(path: Path) -> bool:
+def key_is_encrypted(path: AnyPath) -> bool:
     """Return whether a private key needs a passphrase. Raises UsageError for what is not a small
     file, OSError.
     """
@@ -308,7 +309,7 @@ class _Invalid(Exception):
     """The reason why a signature is not what it must be."""
 
 
-def _bundle(data: bytes, path: Path) -> _Bundle | None:
+def _bundle(data: bytes, path: AnyPath) -> _Bundle | None:
     """Return a bundle, None for a statement without one. Raises OperationError for anything
     else.
     """
@@ -453,7 +454,7 @@ def _unreachable(error: Exception, next_step: str = _SIGN_OTHERWISE) -> Operatio
     return OperationError(f"Sigstore could not be used: {said}; {next_step}")
 
 
-def _public_key(path: Path) -> Any:
+def _public_key(path: AnyPath) -> Any:
     """Return a public key. Raises UsageError for anything else, OSError."""
     serialization = _imported("cryptography.hazmat.primitives.serialization")
     try:
@@ -466,7 +467,7 @@ def _public_key(path: Path) -> Any:
     return key
 
 
-def _ensure_curve(key: Any, path: str | os.PathLike[str]) -> None:
+def _ensure_curve(key: Any, path: Openable) -> None:
     curve = getattr(getattr(key, "curve", None), "name", None)
     if curve not in _CURVES:
         raise UsageError(
@@ -502,7 +503,7 @@ def _kind(statement: Statement) -> str:
     return "files" if isinstance(statement, FileStatement) else "tensors"
 
 
-def _small_file(path: Path) -> bytes:
+def _small_file(path: AnyPath) -> bytes:
     with open_reader(path) as reader:
         if reader.size > 1 << 20:
             raise UsageError(f"{path} has {reader.size} bytes: expected a key or a configuration")

@@ -2,13 +2,11 @@
 nothing.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.checkpoint.folder import scan_folder
@@ -35,7 +33,8 @@ from ckptfix.diagnosis.values import ValueFinding, judge_moment, judge_values, t
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage import teams
-from ckptfix.storage.doors import takes_urls
+from ckptfix.storage.files import Openable
+from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, SIGNED, command, described, existing
 from ckptfix.tensors.hashing import CRC, FileJob, Hashed, Job, Scheme, TensorJob, hash_all
@@ -59,14 +58,14 @@ of a checkpoint.
 @takes_urls("path", "against", "signatures", "statements", "sha256sums")
 @paused_gc()
 def verify(
-    path: str | os.PathLike[str],
+    path: Openable,
     *,
     data: bool = False,
-    against: str | os.PathLike[str] | None = None,
+    against: Openable | None = None,
     model: str | None = None,
-    signatures: Sequence[str | os.PathLike[str]] = (),
-    statements: Sequence[str | os.PathLike[str]] = (),
-    sha256sums: Sequence[str | os.PathLike[str]] = (),
+    signatures: Sequence[Openable] = (),
+    statements: Sequence[Openable] = (),
+    sha256sums: Sequence[Openable] = (),
     trust: Trust | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -170,7 +169,7 @@ def verify(
         items=items,
         values=values,
         sealed=manifest is not None,
-        against=None if against is None else Path(against),
+        against=None if against is None else existing(against),
         crossed=crossed,
         not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, unseen, read, data=data)),
         unfinished=(*refused, *_not_hashed(hashed, refused), *lost),

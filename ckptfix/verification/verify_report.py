@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import replace
 from enum import Enum
 from itertools import groupby
-from pathlib import Path
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from ckptfix.dataclass import dataclass
@@ -15,6 +14,7 @@ from ckptfix.diagnosis.check import status_of
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, labelled
 from ckptfix.diagnosis.values import ADVICE, ValueFinding
 from ckptfix.reports import Serialized
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.paths import SIGNED, command
 from ckptfix.verification.signatures import Attestation
 from ckptfix.wording import (
@@ -288,13 +288,13 @@ class VerifyReport(Printable, Serialized):
         "not_checked unfinished statements notes hub?"
     )
 
-    path: Path
+    path: AnyPath
     nbytes: int
     findings: tuple[Finding, ...]
     items: tuple[Item, ...]
     values: tuple[ValueFinding, ...] = ()
     sealed: bool = False
-    against: Path | None = None
+    against: AnyPath | None = None
     crossed: str = ""
     not_checked: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from ckptfix import repair, undo
-from ckptfix.storage import images, stores
+from ckptfix.storage import store_files, stores
 from ckptfix.storage.s3 import S3Store
 from ckptfix.storage.stores import Store, open_store
 from tests.benchmarks.printing import show
@@ -57,7 +57,7 @@ def _simulated(size: int) -> None:
         return open_simulated(cloud, url)
 
     with (
-        mock.patch.object(images, "open_store", opened),
+        mock.patch.object(store_files, "open_store", opened),
         mock.patch.object(stores, "open_store", opened),
     ):
         name = f"{size / 1e12:.0f} TB (simulated store)"

@@ -10,7 +10,8 @@ import pytest
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import ProblemKind, scan_folder
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.storage.reading import FileReader, identity, open_reader
+from ckptfix.storage.files import FileReader
+from ckptfix.storage.reading import identity, open_reader
 from tests.repairs.builders import write_safetensors
 
 P = PurePosixPath

@@ -14,6 +14,7 @@ from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint import folder, neighbours
 from ckptfix.checkpoint.filenames import FileName
 from ckptfix.checkpoint.neighbours import Siblings
+from ckptfix.storage.files import folders_in
 
 COUNT = 20
 
@@ -39,18 +40,18 @@ def saves(run: Path) -> list[Path]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the reads of the header of each file, and the lists of the run as "list"."""
     counts: Counter[str] = Counter()
-    component, folders_next_to = folder.scan_file, neighbours.folders_next_to
+    component = folder.scan_file
 
     def reading(root: Path, path: PurePosixPath, name: FileName) -> folder.Component:
         counts[f"{root.name}/{path}"] += 1
         return component(root, path, name)
 
-    def listing(home: Path) -> list[str]:
+    def listing(run: Path) -> list[str]:
         counts["list"] += 1
-        return folders_next_to(home)
+        return folders_in(run)
 
     monkeypatch.setattr(folder, "scan_file", reading)
-    monkeypatch.setattr(neighbours, "folders_next_to", listing)
+    monkeypatch.setattr(neighbours, "folders_in", listing)
     return counts
 
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -603,6 +602,5 @@ def test_an_empty_path_is_not_the_working_directory_after_a_url(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    import_module("ckptfix.storage.images")
     assert run(["check", ""]) == 2
     assert "the path is empty" in capsys.readouterr().err

@@ -419,7 +419,7 @@ def test_an_interrupt_leaves_documents_that_can_be_read(
     real = check
 
     def interrupted(path: str, **options: Any) -> Any:
-        if path.endswith("2"):
+        if str(path).endswith("2"):
             raise KeyboardInterrupt
         return real(path, **options)
 
@@ -512,10 +512,10 @@ def test_threads_print_in_the_order_of_the_paths(
 def test_an_interrupt_does_not_wait_for_checkpoints_read_ahead(
     runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead, read = threading.Barrier(2), []
+    ahead, read = threading.Barrier(2), list[Path]()
 
-    def slow(path: str, *, progress: Callable[[int], None], **options: Any) -> CheckReport:
-        if path == str(runs / "1"):
+    def slow(path: Path, *, progress: Callable[[int], None], **options: Any) -> CheckReport:
+        if path == runs / "1":
             time.sleep(0.2)  # as on a slow disk: the others are read in threads
             return check(path, **options)
         if ahead.wait(60) == 0:

@@ -27,6 +27,7 @@ from ckptfix.diagnosis import completeness
 from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.errors import UsageError
 from ckptfix.storage import stores
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.stores import TRAFFIC
 from tests.commanding import Said, said
 from tests.diagnosis.test_completeness import FIXTURES, make_of_trainer
@@ -525,7 +526,7 @@ def test_only_the_newest_are_looked_into(tmp_path: Path) -> None:
     leave(tmp_path / "checkpoint-9")
     looked: list[str] = []
 
-    def looking(path: Path, number: int) -> Candidate:
+    def looking(path: AnyPath, number: int) -> Candidate:
         looked.append(path.name)
         return examine(path, number)
 

@@ -13,8 +13,8 @@ import torch
 
 from ckptfix import check, seal
 from ckptfix.checkpoint import neighbours as runs
-from ckptfix.checkpoint.neighbours import names_next_to
 from ckptfix.cli import run
+from ckptfix.storage.files import names_in
 from tests.repairs.builders import TRAINER_RANDOM_STATES
 from tests.tensors import dcp_making
 
@@ -188,11 +188,11 @@ def test_each_folder_of_a_run_is_listed_once(
     roots = [make(tmp_path / f"checkpoint_{number}") for number in range(7)]
     listed: list[str] = []
 
-    def listing(folder: Path, name: str) -> list[str]:
-        listed.append(name)
-        return names_next_to(folder, name)
+    def listing(folder: Path) -> list[str]:
+        listed.append(folder.name)
+        return names_in(folder)
 
-    monkeypatch.setattr(runs, "names_next_to", listing)
+    monkeypatch.setattr(runs, "names_in", listing)
     siblings = runs.Siblings([tmp_path], is_recursive=True)
     before, after = siblings.of(roots[3]).saves()
     assert [save.name for save in before] == ["checkpoint_2", "checkpoint_1"]

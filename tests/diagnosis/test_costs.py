@@ -20,7 +20,7 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import incomplete
 from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
-from ckptfix.storage.reading import names_in
+from ckptfix.storage.files import AnyPath, names_in
 
 ONE = torch.zeros(1)
 RANDOM_STATES = {"step": 1, "random_state": (3, (1,) * 625, None)}
@@ -235,7 +235,7 @@ def test_a_resume_groups_the_files_of_a_folder_once(
         (folder / f"model.safetensors.index{variant}.json").write_text(json.dumps(index))
         if number >= missing:
             save_file({"w": ONE}, shard, {"format": "pt"})
-    grouped: list[Path] = []
+    grouped: list[AnyPath] = []
 
     def group(scanned: CheckpointFolder) -> tuple[ModelFiles, ...]:
         grouped.append(scanned.root)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptfix.diagnosis.check import check
-from ckptfix.storage.reading import FileReader
+from ckptfix.storage.files import FileReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -17,7 +17,8 @@ from ckptfix import check
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats import torch_file
 from ckptfix.formats.torch_file import read_torch_file
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.files import FileReader
+from ckptfix.storage.reading import open_reader
 from tests.formats.making import Strip, edited, model, nested_state_dict, parsed, read, saved
 
 LEGACY = {"_use_new_zipfile_serialization": False}

@@ -18,7 +18,8 @@ from ckptfix.errors import ChangedError, FormatError, TruncatedError, Unsupporte
 from ckptfix.formats import torch_zip
 from ckptfix.formats.torch_file import crc_mismatches, read_torch_file
 from ckptfix.formats.torch_pickle import tensor_infos
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.files import FileReader
+from ckptfix.storage.reading import open_reader
 from tests.formats.making import (
     Strip,
     edited,

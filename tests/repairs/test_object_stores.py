@@ -17,7 +17,8 @@ from ckptfix.cli import run as cli
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import ChangedError, JournalError, LockedError, OperationError
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
-from ckptfix.storage import images, object_copies, stores
+from ckptfix.storage import object_copies, store_files, stores
+from ckptfix.storage.files import StorePath
 from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now
 from ckptfix.storage.stores import ObjectRange
 from tests.checkpoint.test_second_prepare import of_twin_towers, run_of
@@ -77,7 +78,7 @@ def files(folder: Path) -> Objects:
 
 @pytest.fixture
 def bucket(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    for module in (stores, images, object_copies):
+    for module in (stores, store_files, object_copies):
         monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
     yield cloud
     cloud.strike = lambda method, key, is_after: None
@@ -201,14 +202,15 @@ def test_a_repair_does_not_act_on_what_could_not_be_read(bucket: Cloud) -> None:
     """
     old = put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
     plan = plan_repair(URL)
-    [image] = images._session.images.values()
+    root = plan.target.root
+    assert isinstance(root, StorePath)
     bucket.strike = lambda method, key, is_after: strike(method)
 
     def strike(method: str) -> None:
         raise refusal(403, "AccessDenied", method)
 
     with suppress(CkptfixError):
-        image.read_many([ObjectRange("model.safetensors", 0, 8, "")])
+        root.files.read_many([ObjectRange("model.safetensors", 0, 8, "")])
     bucket.strike = lambda method, key, is_after: None
     with pytest.raises(CkptfixError, match=r"may not do that.*nothing was changed"):
         plan.execute()

@@ -27,7 +27,8 @@ from ckptfix.storage.comparing import (
     sample_runs,
 )
 from ckptfix.storage.copying import supports_reflink
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.files import FileReader
+from ckptfix.storage.reading import open_reader
 from tests.sampling import examples
 
 SIZE = (40 << 20) + 123

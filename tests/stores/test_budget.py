@@ -8,8 +8,9 @@ import pytest
 
 from ckptfix import check
 from ckptfix.formats.torch_zip import read_records
-from ckptfix.storage import images, stores
+from ckptfix.storage import stores
 from ckptfix.storage.reading import open_reader, sparing
+from ckptfix.storage.store_files import open_prefix
 from ckptfix.storage.stores import open_store
 from tests.benchmarks.storing import SHARDS, counted, safetensors_shards, torch_shards
 from tests.stores.servers import bucket, ministack, ministack_process
@@ -62,7 +63,7 @@ def test_positions_by_the_directory_are_those_of_the_local_headers(tmp_path: Pat
     open_store(url).put("a.bin", (tmp_path / "a.bin").read_bytes())
     with open_reader(tmp_path / "a.bin") as reader:
         wanted = read_records(reader)
-    place = images.image_of(url)
+    place = open_prefix(url)
     try:
         with sparing() as spared, open_reader(place / "a.bin") as reader:
             assert read_records(reader) == wanted
@@ -70,7 +71,7 @@ def test_positions_by_the_directory_are_those_of_the_local_headers(tmp_path: Pat
         with open_reader(place / "a.bin") as reader:
             assert read_records(reader) == wanted
     finally:
-        images.release(place)
+        place.files.close()
 
 
 def test_what_a_sparing_check_leaves_out_is_said_and_found_with_data() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckptfix.cli import run
-from ckptfix.storage import images, stores
+from ckptfix.storage import stores
+from ckptfix.storage.store_files import StoreFiles
 from ckptfix.storage.stores import TRAFFIC, Store, open_store
 from ckptfix.verification.seal import seal
 from tests.commanding import Said, said
@@ -113,7 +113,7 @@ def test_what_is_unchanged_is_known_by_the_listing_alone(
     upload_folder(runs, url)
     first = documents(said, "scrub", url)
     with monkeypatch.context() as patch:
-        patch.setattr(images, "_made", None)
+        patch.setattr(StoreFiles, "below", None)
         before = TRAFFIC.requests
         again = documents(said, "scrub", url, "--max-age", "1d")
         assert TRAFFIC.requests == before + 1
@@ -171,11 +171,11 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_counted(
     def rotated(*arguments: Any, **options: Any) -> Any:
         for key in keys:
             store.delete(key)
-        return made(*arguments, **options)
+        return below(*arguments, **options)
 
-    made = images._made
+    below = StoreFiles.below
     monkeypatch.setattr("ckptfix.cli.scrub.threads_for", lambda paths: 1)
-    monkeypatch.setattr(images, "_made", rotated)
+    monkeypatch.setattr(StoreFiles, "below", rotated)
     *ones, last = documents(said, "scrub", url)
     verdicts = {
         one["path"].removeprefix(f"{url}/"): one.get("verdict", one.get("error", ""))
@@ -199,15 +199,3 @@ def test_an_object_that_no_folder_can_hold_is_of_its_checkpoint(url: str, said: 
         assert (status, err) == (3, "")
         assert out.count("'/model.bin': an object of") == 1
         assert "could not finish: '/model.bin'" in out
-
-
-def test_no_folder_is_left_behind(
-    runs: Path, url: str, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upload_folder(runs, url)
-    assert said("check", "-r", url)[0] == 1
-    assert not Path(images._session.folder).exists()
-    with monkeypatch.context() as patch:
-        patch.setattr("ckptfix.cli.check.check", lambda *arguments, **options: 1 / 0)
-        assert run(["check", "-r", url]) == 3
-    assert not Path(images._session.folder).exists()

@@ -15,7 +15,7 @@ from ckptfix import check, latest_checkpoint, migrate, repair, undo
 from ckptfix.cli import run
 from ckptfix.conversion.uploading import upload
 from ckptfix.errors import ChangedError, OperationError, UsageError
-from ckptfix.storage import images, object_copies, stores, uploads
+from ckptfix.storage import object_copies, store_files, stores, uploads
 from ckptfix.storage.markers import (
     COMMITTED,
     UPLOAD,
@@ -173,7 +173,7 @@ def test_an_object_that_went_after_the_commit_is_missed_but_not_what_a_repair_de
     monkeypatch: pytest.MonkeyPatch, cloud: Cloud
 ) -> None:
     """Without a manifest the commit marker alone says what was there."""
-    for module in (stores, images, uploads, object_copies):
+    for module in (stores, store_files, uploads, object_copies):
         monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
     url = "s3://simulated/run/checkpoint_7"
     upload(FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint", url)
@@ -197,7 +197,7 @@ def test_after_ctrl_c_the_message_of_an_upload_is_true_at_any_request(
     tmp_path: Path, cloud: Cloud, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], is_after: bool, is_old: bool,
 ) -> None:  # fmt: skip
-    for module in (stores, images, uploads, object_copies):
+    for module in (stores, store_files, uploads, object_copies):
         monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
     place, said = open_simulated(cloud, URL), set()
     folder = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import ItemReader
 from ckptfix.formats.dcp_metadata import parse_dcp_metadata
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.files import FileReader
+from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.opening import open_checkpoint, other_files
 from ckptfix.tensors.stored import Contiguous, Format, Strided, Tiled, Weights
 from tests.tensors.dcp_making import digests, digests_of, every_dtype, save

@@ -9,7 +9,7 @@ import pytest
 
 from ckptfix import UsageError, latest_checkpoint, repair, undo
 from ckptfix.errors import ChangedError
-from ckptfix.storage import images, object_copies, stores, uploads
+from ckptfix.storage import object_copies, store_files, stores, uploads
 from ckptfix.training.loading import fetching
 from ckptfix.training.loading.fetching import fetched
 from tests.repairs.test_object_stores import FIXTURES, URL, objects, put
@@ -23,7 +23,7 @@ STUDENT_AND_TEACHER = FIXTURES / "student-teacher-wrapper-safetensors" / "checkp
 
 @pytest.fixture
 def bucket(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    for module in (stores, images, object_copies, uploads, fetching):
+    for module in (stores, store_files, object_copies, uploads, fetching):
         monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
     yield cloud
     cloud.strike = lambda method, key, is_after: None

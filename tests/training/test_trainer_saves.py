@@ -12,6 +12,7 @@ from ckptfix.checkpoint.filenames import TRAINER
 from ckptfix.checkpoint.latest import candidates
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import OperationError
+from ckptfix.storage.files import on_disk
 from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
 from tests.training.fake_hub import Commit, fake_hub
 from tests.training.trainer_kills import build, transformers
@@ -316,7 +317,7 @@ def test_adapters(tmp_path: Path) -> None:
     trainer.train()
     found = candidates(tmp_path / "out", TRAINER)
     assert [one.problem for one in found] == [None, None]
-    assert "adapter_model.safetensors" in names(found[0].path)
+    assert "adapter_model.safetensors" in names(on_disk(found[0].path))
     after = {name: value.clone() for name, value in model.state_dict().items() if "lora" in name}
     trainer.train(resume_from_checkpoint=str(found[1].path))
     assert all(value.equal(model.state_dict()[name]) for name, value in after.items())

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix import VerifyReport, seal
+from ckptfix.storage.files import AnyPath, on_disk
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.stored import Contiguous
@@ -80,8 +81,8 @@ def place(folder: Path, fqn: str) -> Piece:
     raise KeyError(fqn)
 
 
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
+def flip(path: AnyPath, offset: int) -> None:
+    with on_disk(path).open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
         file.seek(offset)

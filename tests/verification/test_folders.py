@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from ckptfix import seal, verify
 from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.storage.files import on_disk
 from ckptfix.verification.verify_report import Kind, Outcome
 from tests.tensors.dcp_making import save
 from tests.verification.sealed import flip, place, state, wrong
@@ -35,7 +36,7 @@ def test_a_dcp_folder(tmp_path: Path, name: str) -> None:
     assert verify(moved, against=one).count(Kind.TENSOR)[Outcome.MATCH] == 4
     piece = place(moved, "layers.2.weight")
     flip(piece.path, piece.offset + 100)
-    file = str(piece.path.relative_to(moved))
+    file = str(on_disk(piece.path).relative_to(moved))
     assert wrong(verify(moved)) == {"layers.2.weight": ("changed", file), file: ("changed", None)}
 
 

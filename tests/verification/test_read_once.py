@@ -15,6 +15,7 @@ import ckptfix.diagnosis.file_damage
 from ckptfix import check, seal, verify
 from ckptfix.diagnosis.file_damage import leaving_records
 from ckptfix.diagnosis.findings.damaged import CrcMismatch
+from ckptfix.storage.files import on_disk
 from tests.verification.sealed import flip
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -54,13 +55,13 @@ def storages(folder: Path) -> Iterator[tuple[Path, int]]:
     for path in sorted({one.path for one in found}):
         sizes = {}
         for one in found:
-            data = path.read_bytes()[one.offset : one.offset + one.size]
+            data = on_disk(path).read_bytes()[one.offset : one.offset + one.size]
             if one.path == path and not data.startswith(b"\x80"):  # a pickle
                 assert zlib.crc32(data) == one.crc
                 sizes[one.offset] = one.size
         offset = max(sizes, key=lambda offset: sizes[offset])
         if sizes[offset] > 16:
-            yield path, offset + sizes[offset] // 2
+            yield on_disk(path), offset + sizes[offset] // 2
 
 
 def test_an_intact_checkpoint_is_read_in_one_pass(folder: Path, comparisons: list[bool]) -> None:

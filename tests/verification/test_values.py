@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from ckptfix import Severity, check, seal, verify
 from ckptfix.diagnosis.values import judge_values
+from ckptfix.storage.files import AnyPath, on_disk
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.hashing import TensorJob, first_place, hash_all
 from ckptfix.tensors.opening import open_checkpoint
@@ -181,7 +182,7 @@ def test_pages_that_were_lost_are_found_and_honest_rows_of_zeros_are_not(
     assert values(tmp_path / "c", state, kind) == {}
     piece = place(tmp_path / "c", "w")
     begin = (piece.offset // 4096 + 5) * 4096
-    with piece.path.open("r+b") as file:
+    with on_disk(piece.path).open("r+b") as file:
         file.seek(begin)
         file.write(bytes(8192))
     report = verify(tmp_path / "c", data=True)
@@ -197,14 +198,14 @@ def test_a_lost_end_of_a_tensor_is_found(tmp_path: Path) -> None:
     values(tmp_path / "c", {"w": torch.randn(64, 1100)})
     piece = place(tmp_path / "c", "w")
     begin = (piece.offset + piece.length) // 4096 * 4096 - 8192
-    with piece.path.open("r+b") as file:
+    with on_disk(piece.path).open("r+b") as file:
         file.seek(begin)
         file.write(bytes(piece.offset + piece.length - begin))
     assert [one.code for one in verify(tmp_path / "c", data=True).values] == ["zero-pages"]
 
 
-def lose(path: Path, begin: int, count: int) -> None:
-    with path.open("r+b") as file:
+def lose(path: AnyPath, begin: int, count: int) -> None:
+    with on_disk(path).open("r+b") as file:
         file.seek(begin)
         file.write(bytes(count))
 
@@ -518,7 +519,7 @@ def test_nan_in_a_moment_is_found_whatever_the_strategy(tmp_path: Path, save: st
     )
     assert tensor.dtype == "F32"
     path, offset = first_place(tensor.layout)
-    with path.open("r+b") as file:
+    with on_disk(path).open("r+b") as file:
         file.seek(offset)
         file.write(struct.pack("<f", float("nan")))
     report = verify(root, data=True)

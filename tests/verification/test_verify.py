@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptfix import ChangedError, OperationError, UsageError, seal, verify
 from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.storage.files import on_disk
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.tensors.hashing import Hashed, hash_all
 from ckptfix.verification.verify_report import Change, Item, Kind, Outcome
@@ -106,7 +107,7 @@ def test_every_byte_of_a_file_is_watched(tmp_path: Path, kind: str) -> None:
 def test_a_zero_tail_is_named(tmp_path: Path, kind: str) -> None:
     folder = sealed(tmp_path, kind)
     piece = place(folder, FQN)
-    with piece.path.open("r+b") as file:
+    with on_disk(piece.path).open("r+b") as file:
         file.seek(piece.offset + SIZE - 512)
         file.write(bytes(512))
     report = verify(folder)
@@ -133,9 +134,11 @@ def test_a_zeroed_end_of_a_file_is_named(tmp_path: Path) -> None:
 def test_swapped_tensors_are_named(tmp_path: Path, kind: str) -> None:
     folder = sealed(tmp_path, kind)
     pieces = [place(folder, name) for name in (FQN, "layers.3.weight")]
-    data = [piece.path.read_bytes()[piece.offset : piece.offset + SIZE] for piece in pieces]
+    data = [
+        on_disk(piece.path).read_bytes()[piece.offset : piece.offset + SIZE] for piece in pieces
+    ]
     for piece, other in zip(pieces, reversed(data), strict=True):
-        with piece.path.open("r+b") as file:
+        with on_disk(piece.path).open("r+b") as file:
             file.seek(piece.offset)
             file.write(other)
     report = verify(folder)
@@ -196,7 +199,7 @@ def test_missing_extra_and_renamed_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_truncated_file_is_damage_and_its_tensors_are_not_ok(tmp_path: Path, kind: str) -> None:
     folder = sealed(tmp_path, kind)
-    path = place(folder, "layers.3.weight").path
+    path = on_disk(place(folder, "layers.3.weight").path)
     os.truncate(path, path.stat().st_size - 700)
     report = verify(folder)
     assert report.status == 1

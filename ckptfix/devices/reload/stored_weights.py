@@ -26,6 +26,7 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.files import on_disk
 from ckptfix.storage.paths import command, existing
 from ckptfix.storage.reading import OpenFiles, page_buffer
 from ckptfix.tensors.single_files import is_expanded, recorded_ties, run, torch_layout
@@ -199,7 +200,7 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], Che
             "NEW_FOLDER"
         )
     return (
-        tuple(_weights(folder.root, entry, several=len(entries) > 1) for entry in entries),
+        tuple(_weights(on_disk(folder.root), entry, several=len(entries) > 1) for entry in entries),
         folder,
     )
 

@@ -38,6 +38,7 @@ from ckptfix.devices.reload.three_way import Runs
 from ckptfix.devices.reload.user_model import Built, Factory, build_from_factory
 from ckptfix.devices.torch_devices import Pair, ordered_pairs
 from ckptfix.errors import ChangedError, UsageError
+from ckptfix.storage.files import on_disk
 from ckptfix.storage.paths import command
 from ckptfix.wording import count_of, list_names
 
@@ -188,7 +189,7 @@ def verify_reload(
     facts: tuple[PairFacts, ...] = ()
     proof, what = ModelProof(), ""
     if readable:
-        built = _built(model, folder.root, Path(path), readable, found)
+        built = _built(model, on_disk(folder.root), Path(path), readable, found)
         if built is None and len(readable) > 1 and not isinstance(given, Spread):
             labels = list_names(one.label for one in readable)
             raise UsageError(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from enum import Enum
 from itertools import groupby
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, ClassVar, TypeVar
 
 from ckptfix.dataclass import dataclass
@@ -158,4 +158,4 @@ def salvage_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
     are any.
     """
     if any(finding.is_salvageable for finding in findings):
-        yield line(f"next, to recover what is intact: {command('salvage', Path(at))} NEW_FOLDER")
+        yield line(f"next, to recover what is intact: {command('salvage', at)} NEW_FOLDER")

@@ -16,6 +16,7 @@ from ckptfix.checkpoint.manifest import Losses
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, MODULES, PIPELINE
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
+from ckptfix.storage.files import is_url
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of, human_size, list_names
 
@@ -561,6 +562,8 @@ class StagingFolder(Finding):
     def advice_at(self, path: str) -> str:
         """Return the advice with the command that deletes the folder."""
         if self.is_running or self.is_rest or self.holds_previous:
+            return self.advice
+        if is_url(path):
             return self.advice
         folder = Path(path) / self.path
         # rm refuses to delete "."

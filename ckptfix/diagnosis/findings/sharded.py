@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
-from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.files import is_url
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of, list_names, series
 
@@ -110,7 +110,7 @@ class MissingShard(Finding):
         """Return the advice with the commands that rename or unpack shards; a store has no such
         commands.
         """
-        if not (self.renamed or self.packed) or looks_like_url(path):
+        if not (self.renamed or self.packed) or is_url(path):
             return self.advice
         folder = Path(path)
         renames = [

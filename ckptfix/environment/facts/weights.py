@@ -19,6 +19,7 @@ from ckptfix.formats.pickle_globals import GlobalSafety, classify, safe_globals_
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.files import on_disk
 
 _EMBEDDINGS = ("embed_tokens", "wte", "shared", "word_embeddings", "embed_in", "tok_embeddings")
 HEAD = "lm_head.weight"
@@ -75,7 +76,7 @@ def read_folder(path: str) -> Folder:
         folder = scan_folder(target.root, target.only)
         ensure_checkpoint(folder)
         found = diagnose_files(folder, data=False, progress=None, explained=frozenset())
-    config = _config(target.root)
+    config = _config(on_disk(target.root))
     group = _first_model(folder)
     names = _names(group) if group is not None else ()
     return Folder(

@@ -12,6 +12,7 @@ from ckptfix.diagnosis.resumable import mixed
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_globals import unsafe_globals
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
+from ckptfix.storage.files import on_disk
 from ckptfix.storage.reading import open_reader
 from ckptfix.training.loading.commit import agree, go_on_numbering, perform
 from ckptfix.training.loading.draft import (
@@ -178,7 +179,7 @@ def _look(folder: CheckpointFolder) -> tuple[list[str], list[str]]:
     for name, what in folder.subfolders.items():
         if what == PLAIN_FOLDER:
             continue
-        for file in sorted((folder.root / name).rglob("*")):
+        for file in sorted(on_disk(folder.root / name).rglob("*")):
             if file.is_file() and file.name.endswith(_PICKLES):
                 try:
                     code += _unsafe(file)

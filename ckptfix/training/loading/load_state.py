@@ -23,6 +23,7 @@ from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.diagnosis.resumable import mixed
+from ckptfix.storage.files import on_disk
 from ckptfix.storage.stores import is_url
 from ckptfix.training.loading.assignment import Owners, Placement
 from ckptfix.training.loading.checking import custom_problem, optimizer_problem, scheduler_problem
@@ -204,7 +205,7 @@ def _plan_before_hooks(
     Hooks of the script may modify anything, so with hooks LoadError is raised now for all that can
     be known.
     """
-    root = folder.root
+    root = on_disk(folder.root)
     said = believed(manifest, folder) or Manifest(versions={}, world_size=0, step=0)
     parts = (
         (
@@ -251,7 +252,7 @@ def _plan(
     """Add to the draft what models get, and what follows them. ``left``: the models that hooks left
     to load.
     """
-    root = folder.root
+    root = on_disk(folder.root)
     optimizers, schedulers, custom = offers
     placed = _plan_models(draft, accelerator, left, folder, manifest)
     things = [target.thing for target in optimizers.targets]
@@ -279,7 +280,7 @@ def _plan_models(
         return Placement(part=Part.MODELS)
     entries = model_entries(folder, manifest)
     targets = model_targets(models, accelerator._models)
-    return plan_models(draft, folder.root, entries, targets, accelerator.device)
+    return plan_models(draft, on_disk(folder.root), entries, targets, accelerator.device)
 
 
 def _driven(schedulers: SavedStates, optimizers: Placement) -> Owners:
@@ -311,8 +312,10 @@ def load_checkpoint_tolerant(
     try:
         entries, folder = _entries(path)
         if policy.models is not Requirement.IGNORE:
-            plan_models(draft, folder.root, entries, model_targets([model]), _device(model))
-        stop_if_failed(draft, folder.root)
+            plan_models(
+                draft, on_disk(folder.root), entries, model_targets([model]), _device(model)
+            )
+        stop_if_failed(draft, on_disk(folder.root))
     except Exception as problem:
         error = as_load_error(problem, draft)
         raise error from error.__cause__

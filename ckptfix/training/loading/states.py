@@ -26,6 +26,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.dataclass import dataclass
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
+from ckptfix.storage.files import on_disk
 from ckptfix.storage.paths import command
 from ckptfix.training.loading.assignment import (
     Owners,
@@ -327,7 +328,7 @@ def _plan_file(
         )
         return
     entry = single_entry(component)
-    state, problem = _read(draft, folder.root, entry)
+    state, problem = _read(draft, on_disk(folder.root), entry)
     if reason := problem or check(state):
         draft.cannot(part, reason, target=target, what=what, files=entry.files)
         return

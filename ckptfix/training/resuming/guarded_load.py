@@ -22,7 +22,8 @@ from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
 from ckptfix.diagnosis.resumable import choose, mixed, of_two_runs
 from ckptfix.errors import ChangedError, UsageError
-from ckptfix.storage.doors import opened
+from ckptfix.storage.files import AnyPath, names_in, on_disk
+from ckptfix.storage.opened import open_files
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.stores import is_url
 from ckptfix.training.guard import Method, guard_of
@@ -38,7 +39,6 @@ from ckptfix.training.loading.load_state import left_by, load_here
 from ckptfix.training.loading.states import not_of_a_rank
 from ckptfix.training.ranks import SHARDED, Ranks
 from ckptfix.training.resuming import run_state
-from ckptfix.wording import shown
 
 _STATES = (
     (Role.OPTIMIZER, "_optimizers"),
@@ -264,12 +264,16 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
         )
     if is_url(path):
         return _latest_in_store(str(path), pattern)
-    root, folder = Path(path), checkpoints_folder(Path(path))
+    return on_disk(_latest_of_run(Path(path), pattern))
+
+
+def _latest_of_run(run: AnyPath, pattern: str | None) -> AnyPath:
+    folder = checkpoints_folder(run)
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
     patterns = FAMILIES if pattern is None else (pattern,)
-    if folder != root and not numbered(folder, patterns):
-        folder = root  # step_N and the like lie in the project folder itself
+    if folder != run and not numbered(folder, patterns):
+        folder = run  # step_N and the like lie in the project folder itself
     return _latest(folder, patterns)
 
 
@@ -279,16 +283,15 @@ def _latest_in_store(url: str, pattern: str | None) -> str:
     """
     for attempt in range(_LISTINGS):
         try:
-            with opened(url) as image:
-                found = latest_checkpoint(image, pattern=pattern)
-                return f"{url.rstrip('/')}/{found.relative_to(image)}"
+            with open_files(url) as run:
+                return str(_latest_of_run(run, pattern))
         except ChangedError:
             if attempt + 1 == _LISTINGS:
                 raise
     raise AssertionError("the last attempt returns or raises")
 
 
-def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
+def _latest(folder: AnyPath, patterns: Sequence[str] = (ACCELERATE,)) -> AnyPath:
     choice = choose(folder, patterns)
     if choice is None or (choice.best is None and not choice.rivals):
         broken = choice.passed_over if choice is not None else ()
@@ -298,7 +301,7 @@ def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
         )
     best = choice.best
     if choice.proof:
-        raise UsageError(shown(of_two_runs(folder, choice)))
+        raise UsageError(of_two_runs(folder, choice))
     if best is None:
         names = ", ".join(one.path.name for one in choice.rivals)
         raise UsageError(
@@ -314,13 +317,13 @@ def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
             f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind"
         )
     if words:
-        warn_caller(shown(f"{folder}: took {best.path.name} and {'; '.join(words)}"))
+        warn_caller(f"{folder}: took {best.path.name} and {'; '.join(words)}")
     return best.path
 
 
-def _what_is_there(folder: Path, patterns: Sequence[str]) -> str:
+def _what_is_there(folder: AnyPath, patterns: Sequence[str]) -> str:
     others = sorted(
-        name for name in os.listdir(folder) if (folder / name).is_dir() and name != JOURNAL
+        name for name in names_in(folder) if (folder / name).is_dir() and name != JOURNAL
     )
     there = f"; there are {', '.join(others[:3])}" if others else ""
     kinds = ", ".join(pattern.replace("{}", "<number>") for pattern in patterns)

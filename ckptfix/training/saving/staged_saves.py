@@ -44,9 +44,10 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.resumable import instead_of
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage.atomic import create_file, exchange, sync_folder, sync_tree
-from ckptfix.storage.doors import opened
+from ckptfix.storage.files import AnyPath, is_symlink, names_in, on_disk, relative, walk
 from ckptfix.storage.markers import DESTINATION, UPLOAD
 from ckptfix.storage.mounts import object_mount_of
+from ckptfix.storage.opened import open_files
 from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
 from ckptfix.storage.reading import open_reader
 from ckptfix.storage.staged import (
@@ -81,7 +82,7 @@ _TRAINERS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.GRAD_SCALER)
 _FIRST, _FALLBACK = str(model_file(".safetensors")), str(model_file(".bin"))
 
 
-def replaced_files(target: Path, *, trainer: bool = False) -> set[str]:
+def replaced_files(target: AnyPath, *, trainer: bool = False) -> set[str]:
     """Return the files, relative, that the next save into a folder replaces or removes.
 
     ``trainer``: that save is one of transformers' Trainer, and nothing may stay that it would load
@@ -108,19 +109,19 @@ def _is_loaded(name: str) -> bool:
     )
 
 
-def files_in(folder: Path) -> set[str]:
+def files_in(folder: AnyPath) -> set[str]:
     """Return all files, links and empty folders, relative, but for the journal."""
     found: set[str] = set()
     if not folder.is_dir():
         return found
-    for root, folders, files in os.walk(folder):
-        if root == str(folder) and JOURNAL in folders:
+    for root, folders, files in walk(folder):
+        if root == folder and JOURNAL in folders:
             folders.remove(JOURNAL)
-        inside = os.path.relpath(root, folder)
-        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
-        found.update(os.path.normpath(os.path.join(inside, name)) for name in (*files, *links))
-        if not files and not folders and inside != ".":
-            found.add(inside)
+        inside = relative(root, folder)
+        links = [name for name in folders if is_symlink(root / name)]
+        found.update(str(inside / name) for name in (*files, *links))
+        if not files and not folders and inside.parts:
+            found.add(str(inside))
     return found
 
 
@@ -145,7 +146,7 @@ def role_of(name: str) -> Role | None:
     return None if parsed.role is Role.UNKNOWN or parsed.role in OF_ONE_RANK else parsed.role
 
 
-def _components(target: Path, existing: set[str]) -> Iterator[str]:
+def _components(target: AnyPath, existing: set[str]) -> Iterator[str]:
     """Yield what Accelerate's own names are: files, the files of DCP and DeepSpeed folders, and
     such empty folders.
     """
@@ -208,7 +209,7 @@ def _is_save_state(components: set[str]) -> bool:
     )
 
 
-def _recorded(target: Path) -> set[str]:
+def _recorded(target: AnyPath) -> set[str]:
     """Return the files that our last save there wrote, by its manifest or by what an interrupted
     one left.
     """
@@ -466,8 +467,8 @@ def replaced_in_store(place: Place) -> set[str]:
     names = place.list()
     if not any(name for name in names if not name.startswith(f"{JOURNAL}/")):
         return set()
-    with opened(place.url) as image:
-        return replaced_files(image)
+    with open_files(place.url) as place_there:
+        return replaced_files(place_there)
 
 
 def _how(staging: StagedSave) -> How:
@@ -668,18 +669,18 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
     that stay.
     """
     sweep(outside_checkpoints(checkpoints / "any"))
-    return [path for path in _outdated(checkpoints, limit) if _discard(path)]
+    return [path for path in map(on_disk, _outdated(checkpoints, limit)) if _discard(path)]
 
 
 def rotate_in_store(checkpoints: str, limit: int) -> None:
     """Remove the same from a folder of a store."""
-    with opened(checkpoints) as image:
-        old = [path.name for path in _outdated(image, limit)]
+    with open_files(checkpoints) as folder:
+        old = [path.name for path in _outdated(folder, limit)]
     for name in old:
         remove_checkpoint(place_at(f"{checkpoints}/{name}"))
 
 
-def _outdated(checkpoints: Path, limit: int) -> list[Path]:
+def _outdated(checkpoints: AnyPath, limit: int) -> list[AnyPath]:
     found = candidates(checkpoints)
     whole = [candidate for candidate in found if candidate.problem is None]
     if len(whole) <= max(1, limit):
@@ -700,7 +701,9 @@ def rotate_steps(saved: Path, limit: int, *, best: Path | None) -> list[Path]:
     found = candidates(saved.parent, TRAINER)
     step = checkpoint_number(saved.name, TRAINER)
     ours = [
-        one.path for one in found if one.problem is None and step is not None and one.number <= step
+        on_disk(one.path)
+        for one in found
+        if one.problem is None and step is not None and one.number <= step
     ]
     kept = {path for path in ours if best is not None and _is_same(path, best)} | {saved}
     others = [path for path in ours if path not in kept]
@@ -733,11 +736,11 @@ def _discard(path: Path) -> bool:
     return True
 
 
-def _was_saved(path: Path) -> bool:
+def _was_saved(path: AnyPath) -> bool:
     """Return whether ``save_state`` wrote anything of a folder: one that only has its name is not
     ours to remove.
     """
-    roles = {role_of(name) for name in os.listdir(path)}
+    roles = {role_of(name) for name in names_in(path)}
     return (
         _has_manifest_of_save(path)
         or (path / UPLOAD).exists()
@@ -746,7 +749,7 @@ def _was_saved(path: Path) -> bool:
     )
 
 
-def _has_manifest_of_save(path: Path) -> bool:
+def _has_manifest_of_save(path: AnyPath) -> bool:
     """Return whether a save left its manifest: ``ckptfix seal`` writes one into folders of
     anybody's.
     """

@@ -43,6 +43,7 @@ from ckptfix.devices.callers import warn_caller
 from ckptfix.diagnosis.check import resume_problem
 from ckptfix.diagnosis.resumable import choose, examine, mixed, newest_complete, of_two_runs
 from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.storage.files import AnyPath, on_disk
 from ckptfix.storage.paths import command, described
 from ckptfix.training.guard import Method
 from ckptfix.training.loading.load_report import LoadPolicy, Part, Requirement
@@ -50,7 +51,6 @@ from ckptfix.training.ranks import Ranks, cannot_agree
 from ckptfix.training.resuming import positions, run_state
 from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
 from ckptfix.training.running import as_given
-from ckptfix.wording import shown
 
 VARIABLE = "CKPTFIX_MISSING_STATES"
 
@@ -150,7 +150,7 @@ def train(
             raise error
     elif (problem := together[0].problem) is not None:
         raise UsageError(
-            f"{together[0].path} is not resumed from: {problem}; next: {_instead(together[0].path)}"
+            f"{together[0].path} is not resumed from: {problem}; next: {_instead(on_disk(together[0].path))}"
         )
     _warn_of_inexact(Path(str(given)))
     return method(given, *args, **kwargs)
@@ -236,7 +236,7 @@ def _candidates(folder: Path) -> tuple[Candidate, ...]:
     another process lacks it is one of them taken, and a run may have a thousand.
     """
     named = numbered(folder, (TRAINER,)).get(TRAINER, ())
-    paths = [path for _, path in named]
+    paths = [on_disk(path) for _, path in named]
     found: list[Candidate] = []
     for number, path in named:
         look = judge if any(one.problem is None for one in found) else examine
@@ -246,17 +246,19 @@ def _candidates(folder: Path) -> tuple[Candidate, ...]:
 
 def _siblings(path: Path) -> list[Path]:
     """Return the numbered checkpoints in the folder of one of them, newest first."""
-    return [other for _, other in numbered(path.absolute().parent, (TRAINER,)).get(TRAINER, ())]
+    return [
+        on_disk(other) for _, other in numbered(path.absolute().parent, (TRAINER,)).get(TRAINER, ())
+    ]
 
 
 def _for_this_run(candidate: Candidate, siblings: Sequence[Path]) -> Candidate:
     """Return a checkpoint with what this run lacks in it; states that were removed since the save
     may be allowed.
     """
-    problem = candidate.problem
-    if problem == NO_OPTIMIZER or (problem is not None and _lacks_states_alone(candidate.path)):
+    problem, path = candidate.problem, on_disk(candidate.path)
+    if problem == NO_OPTIMIZER or (problem is not None and _lacks_states_alone(path)):
         problem = None
-    problem = problem or _without_weights(candidate.path) or _lacking(candidate.path, siblings)
+    problem = problem or _without_weights(path) or _lacking(path, siblings)
     return replace(candidate, problem=problem)
 
 
@@ -329,14 +331,14 @@ def _together(own: Candidate, views: Sequence[Sequence[Candidate]]) -> Candidate
 def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
     known = {candidate.path.name: candidate for candidate in found}
 
-    def look(path: Path, number: int) -> Candidate:
+    def look(path: AnyPath, number: int) -> Candidate:
         return known.get(path.name) or Candidate(
             path=path, number=number, problem="it was saved meanwhile"
         )
 
     choice = choose(folder, (TRAINER,), look)
     if choice is not None and choice.proof:
-        raise UsageError(shown(of_two_runs(folder, choice)))
+        raise UsageError(of_two_runs(folder, choice))
     best = choice.best if choice is not None else None
     if best is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Images of prefixes: what is read through them, what they refuse, and what they leave behind."""
+"""Prefixes of stores: what is listed and read of them, and what they refuse."""
 
 import json
 import os
@@ -8,20 +8,25 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ckptfix import check, diff, migrate, repair, salvage, verify
+from ckptfix import check, diff, migrate, repair, salvage, seal, verify
 from ckptfix.cli import run
+from ckptfix.cli.several_paths import state_after_seal
 from ckptfix.errors import ChangedError, OperationError, StoreError, UsageError
-from ckptfix.storage import images, stores
+from ckptfix.storage import stores
 from ckptfix.storage.comparing import Run, fingerprint, first_difference
+from ckptfix.storage.files import AnyPath, StorePath, folders_in, names_in, walk
+from ckptfix.storage.opened import opened_part
 from ckptfix.storage.reading import OpenFiles, open_reader, read_start
+from ckptfix.storage.store_files import downloaded, open_prefix
 from ckptfix.storage.stores import open_store
 from tests.stores.servers import QUICK, bucket, ministack, ministack_process
 
@@ -37,14 +42,6 @@ def url(monkeypatch: pytest.MonkeyPatch) -> str:
     return f"memory://{os.urandom(6).hex()}/run"
 
 
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    yield
-    for image in list(images._session.images.values()):
-        images.release(image.root)
-    assert not os.path.exists(images._session.folder)
-
-
 def uploaded(url: str, folder: Path = CASE) -> str:
     store = open_store(url)
     for path in folder.iterdir():
@@ -52,17 +49,19 @@ def uploaded(url: str, folder: Path = CASE) -> str:
     return url
 
 
-def test_an_image_has_names_sizes_and_times(url: str) -> None:
+def test_a_prefix_has_names_sizes_and_times(url: str) -> None:
     store = open_store(url)
     info = store.put("unet/model.safetensors", b"x" * 1000)
-    place = images.image_of(url)
-    status = os.stat(place / "unet" / "model.safetensors")
-    assert (status.st_size, status.st_mtime_ns) == (1000, info.modified_ns)
-    assert os.stat(images._session.folder).st_mode & 0o777 == 0o700
-    assert images.info_at(place / "unet" / "model.safetensors") == info
-    assert images.info_at(CASE) is None
-    images.release(place)
-    assert not place.exists()
+    place = open_prefix(url)
+    path = place / "unet" / "model.safetensors"
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (1000, info.modified_ns)
+    assert (path.is_file(), path.is_dir(), path.parent.is_dir()) == (True, False, True)
+    assert (names_in(place), names_in(path.parent)) == (["unet"], ["model.safetensors"])
+    assert [str(folder) for folder, _, _ in walk(place)] == [url, f"{url}/unet"]
+    assert (path.info, (place / "none").info) == (info, None)
+    assert str(path) == f"{url}/unet/model.safetensors"
+    with pytest.raises(FileNotFoundError):
+        (place / "none").stat()
 
 
 @pytest.mark.parametrize("size", [0, 1, 16 << 10, (64 << 10) + 1, (12 << 20) + 777])
@@ -70,7 +69,7 @@ def test_an_image_has_names_sizes_and_times(url: str) -> None:
 def test_every_range_is_read_as_it_is(url: str, name: str, size: int) -> None:
     data = random.Random(size).randbytes(size)
     open_store(url).put(name, data)
-    path = images.image_of(url) / name
+    path = open_prefix(url) / name
     chance = random.Random(7)
     with open_reader(path) as reader, OpenFiles() as files:
         assert reader.size == size
@@ -97,7 +96,7 @@ def test_threads_read_one_object_at_many_places(url: str) -> None:
     store = open_store(url)
     store.put("a.bin", data)
     store.put("b.bin", data[:-1] + b"?" if data[-1:] != b"?" else data[:-1] + b"!")
-    place = images.image_of(url)
+    place = open_prefix(url)
     with open_reader(place / "a.bin") as one, open_reader(place / "b.bin") as other:
         found = first_difference(one, other, [Run(0, 0, len(data))], threads=4)
     assert found is not None
@@ -109,40 +108,37 @@ def test_a_fingerprint_is_that_of_the_file(url: str, tmp_path: Path) -> None:
     info = open_store(url).put("a", data)
     (tmp_path / "a").write_bytes(data)
     os.utime(tmp_path / "a", ns=(info.modified_ns, info.modified_ns))
-    assert fingerprint(images.image_of(url) / "a") == fingerprint(tmp_path / "a")
-
-
-def _by_a_process(path: Path) -> None:
-    shutil.rmtree(path.parent)
+    assert fingerprint(open_prefix(url) / "a") == fingerprint(tmp_path / "a")
 
 
 @pytest.mark.parametrize(
     "touch",
     [
-        lambda path: path.read_bytes(),
-        lambda path: path.write_bytes(b""),
+        open,
+        os.stat,
+        os.fspath,
+        os.listdir,
+        os.scandir,
+        os.path.exists,
+        os.path.abspath,
+        Path,
+        shutil.rmtree,
         lambda path: os.open(path, os.O_RDONLY),
-        lambda path: os.truncate(path, 0),
-        lambda path: os.rename(path, f"{path}x"),
-        lambda path: os.replace("/dev/null", path),
-        lambda path: os.remove(path),
-        lambda path: os.link(path, f"{path}x"),
-        lambda path: os.symlink("x", f"{path}x"),
-        lambda path: os.mkdir(f"{path}x"),
-        lambda path: os.chmod(path, 0o600),
-        lambda path: os.utime(path),
+        lambda path: os.rename(path, "new"),
         lambda path: shutil.copy(path, "/dev/null"),
-        lambda path: tempfile.mkstemp(dir=path.parent),
-        _by_a_process,
+        lambda path: tempfile.mkstemp(dir=path),
     ],
 )
-def test_nobody_reads_a_hole_or_changes_an_image(url: str, touch: Callable[[Path], object]) -> None:
+def test_no_function_of_the_system_takes_a_path_in_a_store(
+    url: str, touch: Callable[[Any], object]
+) -> None:
+    """It would look for a file of that name on this machine."""
     open_store(url).put("a.bin", b"data")
-    place = images.image_of(url)
-    before = {path: os.stat(path).st_mtime_ns for path in place.rglob("*")}
-    with pytest.raises(OperationError, match="a file on this machine"):
+    place = open_prefix(url)
+    with pytest.raises(OperationError, match="next: download the checkpoint first"):
         touch(place / "a.bin")
-    assert {path: os.stat(path).st_mtime_ns for path in place.rglob("*")} == before
+    with pytest.raises(OperationError, match="next: download"):
+        place.files.raise_failure()
 
 
 def test_a_refusal_that_is_swallowed_ends_the_verb_still(
@@ -156,12 +152,12 @@ def test_a_refusal_that_is_swallowed_ends_the_verb_still(
 
     def careless(folder: Path, only: str | None = None) -> object:
         with suppress(OperationError):
-            (folder / "model.safetensors").read_bytes()
+            os.stat(folder / "model.safetensors")
         return scan(folder, only)
 
     scan = module.scan_folder
     monkeypatch.setattr(module, "scan_folder", careless)
-    with pytest.raises(OperationError, match=f"{url}/model.safetensors: this command would read"):
+    with pytest.raises(OperationError, match=f"{url}/model.safetensors: this command would open"):
         check(url)
 
 
@@ -321,8 +317,8 @@ def test_sarif_and_github_name_the_url(url: str, capsys: pytest.CaptureFixture[s
 
 def test_a_copy_is_complete_and_goes_at_the_end(url: str) -> None:
     uploaded(url)
-    place = images.image_of(url)
-    with images.materialised(place) as copy:
+    place = open_prefix(url)
+    with downloaded(place) as copy:
         assert {path.name: path.read_bytes() for path in copy.iterdir()} == {
             path.name: path.read_bytes() for path in CASE.iterdir()
         }
@@ -330,67 +326,67 @@ def test_a_copy_is_complete_and_goes_at_the_end(url: str) -> None:
     assert not copy.exists()
 
 
-def test_a_path_of_an_image_that_has_gone_is_no_hole(url: str) -> None:
-    uploaded(url)
-    place = images.image_of(url)
-    images.release(place)
-    with (
-        pytest.raises(OperationError, match="not open any more"),
-        open_reader(place / "model.safetensors"),
-    ):
-        pass
+def test_a_path_below_a_url_that_is_closed_is_not_missing(url: str) -> None:
+    place = open_prefix(uploaded(url))
+    place.files.close()
+    for look in (lambda: (place / "model.safetensors").is_file(), lambda: names_in(place)):
+        with pytest.raises(OperationError, match="not open any more"):
+            look()
 
 
-def test_a_path_of_a_part_that_has_gone_is_no_hole_of_the_next_one(url: str) -> None:
-    """The next part of a listing gets the folder of one that is not needed any more."""
-    for name in ("one", "two"):
+def test_a_part_of_a_listing_is_read_alone(url: str) -> None:
+    """Its neighbours are in the listing, and a failure is one of the part."""
+    for name in ("one", "two", "two/more/one"):
         uploaded(f"{url}/{name}")
-    place = images.listing_of(url)
-    with images.made(place / "one") as one:
+    place = open_prefix(url, lists=True)
+    with opened_part(place / "one") as one:
+        assert isinstance(one, StorePath)
         assert read_start(one / "model.safetensors", 8) == read_start(
             place / "two" / "model.safetensors", 8
         )
-    with images.made(place / "two") as two:
-        assert two.parent == one.parent
-        for path in (one, place / "none"):
-            with (
-                pytest.raises((OperationError, FileNotFoundError)),
-                open_reader(path / "model.safetensors"),
-            ):
-                pass
-        with pytest.raises(OperationError, match="not open any more"):
-            read_start(one / "model.safetensors", 8)
-    with images.made(CASE) as same:
+        assert one.parent / "two" == place / "two"
+        assert folders_in(one.parent) == ["one", "two"]
+    with pytest.raises(OperationError, match="not open any more"):
+        read_start(one / "model.safetensors", 8)
+    with opened_part(place / "two") as two:
+        assert names_in(two / "more") == ["one"]
+    with pytest.raises(StoreError, match="fails"), opened_part(place / "one") as one:
+        _fail(one)
+    with opened_part(CASE) as same:
         assert same == CASE
 
 
-def test_a_part_above_the_one_before_it_is_made(url: str) -> None:
-    """``scrub`` of a store ended with "File exists" where two threads looked at ``two`` and
-    ``two/more/one``.
-    """
-    for name in ("two", "two/more/one"):
+def _fail(path: AnyPath) -> None:
+    assert isinstance(path, StorePath)
+    path.files.failures.append(StoreError("it fails"))
+
+
+def test_a_folder_next_to_a_url_is_listed_when_it_is_opened(url: str) -> None:
+    for name in ("one", "two"):
         uploaded(f"{url}/{name}")
-    place = images.listing_of(url)
-    for name in ("two/more/one", "two", "two/more/one"):
-        with images.made(place / name) as part:
-            assert (part / "model.safetensors").is_file()
+    place = open_prefix(f"{url}/one")
+    assert not (place.parent / "two").exists()
+    assert folders_in(place.parent) == ["one", "two"]
+    assert "model.safetensors" in names_in(place.parent / "two")
+    with opened_part(place.parent / "two") as two:
+        assert (two / "model.safetensors").is_file()
 
 
 def test_without_room_nothing_is_downloaded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uploaded(url)
-    place = images.image_of(url)
+    place = open_prefix(url)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     with pytest.raises(OperationError, match=r"must be downloaded, 1 B are free.*export TMPDIR"):
-        images.materialised(place).__enter__()
+        downloaded(place).__enter__()
 
 
-def test_images_of_killed_processes_go() -> None:
+def test_copies_of_killed_processes_go() -> None:
     code = (
-        "import os, sys; from ckptfix.storage import images, stores\n"
+        "import os, sys; from ckptfix.storage import store_files, stores\n"
         "stores.open_store('memory://x/y').put('a', b'1')\n"
-        "place = images.image_of('memory://x/y')\n"
-        "copies = images.materialised(place); copy = copies.__enter__()\n"
-        "print(place, copy, any(map(os.path.exists, sys.argv[1:])), flush=True); os._exit(9)\n"
+        "copies = store_files.downloaded(store_files.open_prefix('memory://x/y'))\n"
+        "copy = copies.__enter__()\n"
+        "print(copy, any(map(os.path.exists, sys.argv[1:])), flush=True); os._exit(9)\n"
     )
 
     def left(*before: str) -> list[str]:
@@ -400,17 +396,14 @@ def test_images_of_killed_processes_go() -> None:
         assert done.returncode == 9
         return done.stdout.split()
 
-    *places, _ = left()
-    assert [Path(place).exists() for place in places] == [True, True]
-    *others, was_there = left(*places)
+    copy, _ = left()
+    assert Path(copy).exists()
+    other, was_there = left(copy)
     assert was_there == "False", "the next process removes what a killed one left behind"
-    left(*others)
+    left(other)
 
 
 def test_threads_may_check_at_once(url: str) -> None:
-    """One that ends must not take the folder away in which another one begins: its holes were read
-    as zeros.
-    """
     uploaded(url)
     found: list[str] = []
     threads = [threading.Thread(target=lambda: found.append(str(check(url)))) for _ in range(12)]
@@ -483,31 +476,10 @@ def test_a_reload_is_proven_of_a_copy_and_says_what_it_downloads(
     assert tempfile.gettempdir() not in out
 
 
-_SLOW_IMPORT = """
-import sys, threading, time
-from pathlib import Path
-from ckptfix.storage import doors
-
-class Slow:
-    def find_spec(self, name, path=None, target=None):
-        if name == "ckptfix.storage.listings":
-            time.sleep(0.3)
-
-sys.meta_path.insert(0, Slow())
-thread = threading.Thread(target=__import__, args=["ckptfix.storage.images"])
-thread.start()
-while "ckptfix.storage.images" not in sys.modules:
-    time.sleep(0.001)
-assert doors.etag_of(Path("x")) == ""
-thread.join()
-"""
-
-
-def test_a_folder_is_opened_while_another_thread_opens_the_first_url() -> None:
-    """Half of a module is in ``sys.modules`` then: of a URL and a folder in one command, the folder
-    failed.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", _SLOW_IMPORT], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+def test_an_interrupt_of_a_seal_says_whether_the_url_is_sealed(url: str) -> None:
+    """A file of that name was looked for on this machine, so that every URL was "unchanged"."""
+    uploaded(url, CASE.parents[2] / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint")
+    describe = state_after_seal(url)
+    assert describe() == f"{url} is unchanged"
+    assert seal(url).written
+    assert describe() == f"{url} is sealed; next: ckptfix verify {url}"

@@ -1,0 +1,145 @@
+"""Opening of what a user names: a path of this machine, or a URL whose prefix is listed.
+
+Nothing of object stores is imported before the first URL comes.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.storage.files import AnyPath, Openable, StorePath, is_url, local_path
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@contextmanager
+def open_files(path: Openable, *, complete: bool = True, lists: bool = False) -> Iterator[AnyPath]:
+    """Yield the path of a folder or file; a URL is listed, and read until the end of the block.
+
+    ``complete``: refuse a prefix with objects that no folder can hold; else ``unheld_below``
+    returns them. ``lists``: it may hold thousands of checkpoints; ``opened`` opens one of them.
+
+    Raises UsageError where a URL has no object, StoreError; at the end the first failure of the
+    store, also one that was caught on its way: what was not read is not ok.
+    """
+    if isinstance(path, StorePath):
+        yield path
+        return
+    path = local_path(path)
+    assert not isinstance(path, StorePath)
+    if not is_url(path):
+        if not os.fspath(path):  # Path("") would be the current folder
+            raise UsageError(
+                "the path is empty: name a checkpoint; is a variable of the shell unset?"
+            )
+        yield Path(path)
+        return
+    from ckptfix.storage.store_files import open_prefix
+
+    place = open_prefix(str(path), complete=complete, lists=lists)
+    with place.files.watched() if not lists else nullcontext():
+        try:
+            yield place
+        finally:
+            place.files.close()
+
+
+def takes_urls(
+    *names: str, complete: bool = True
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Let a verb take URLs for these parameters, which are its first ones or keywords; lists may
+    hold some. It gets them opened by ``open_files``.
+    """
+
+    def decorate(verb: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(verb)
+        def opening(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with ExitStack() as stack:
+
+                def place(given: Any) -> Any:
+                    if isinstance(given, list | tuple):
+                        return [place(each) for each in given]
+                    if not is_url(given):
+                        return given
+                    return stack.enter_context(open_files(given, complete=complete))
+
+                places: list[Any] = [
+                    place(given) if at < len(names) else given for at, given in enumerate(args)
+                ]
+                words: dict[str, Any] = {
+                    name: place(given) if name in names else given for name, given in kwargs.items()
+                }
+                return verb(*places, **words)
+
+        return opening
+
+    return decorate
+
+
+@contextmanager
+def opened_part(path: AnyPath) -> Iterator[AnyPath]:
+    """Yield the path of one checkpoint of a listing, to be read in this block; any other path as it
+    is. One next to the prefix that was opened is listed first.
+
+    Raises at the end what the store failed to answer in the block.
+    """
+    if not isinstance(path, StorePath):
+        yield path
+        return
+    if path.key is None:
+        with open_files(path.url, complete=False) as place:
+            yield place
+        return
+    if not path.files.lists:
+        with path.files.watched():
+            yield path
+        return
+    files = path.files.below(path.key)
+    with files.watched():
+        try:
+            yield StorePath(files, files.url)
+        finally:
+            files.close()
+
+
+def with_place(value: Any, old: Path, new: StorePath | str) -> Any:
+    """Return a result with another place in all its texts and paths: a verb that works on a copy
+    here is asked about a URL.
+    """
+    if isinstance(value, str):
+        return value.replace(str(old), str(new))
+    if isinstance(value, Path):
+        if not value.is_relative_to(old):
+            return value
+        below = str(value.relative_to(old))
+        if isinstance(new, StorePath):
+            return new / below
+        return new if below == "." else f"{new}/{below}"
+    if isinstance(value, Mapping):
+        return {with_place(key, old, new): with_place(of, old, new) for key, of in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(with_place(part, old, new) for part in value))
+    if isinstance(value, tuple | list):
+        return type(value)(with_place(part, old, new) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        return replace(value, **{name: with_place(of, old, new) for name, of in parts.items()})
+    return value
+
+
+@contextmanager
+def errors_with_place(old: Path, new: StorePath | str) -> Iterator[None]:
+    """Let errors that pass through name another place, as of ``with_place``."""
+    try:
+        yield
+    except (CkptfixError, OSError) as error:
+        error.args = with_place(error.args, old, new)
+        if isinstance(error, OSError) and isinstance(error.filename, str):
+            error.filename = with_place(error.filename, old, new)
+        raise
