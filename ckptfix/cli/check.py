@@ -118,7 +118,7 @@ def _check_all(
     report: Report,
     opened: ExitStack,
 ) -> int:
-    below = Below(paths if recursive else (), opened)
+    below = Below(paths if recursive else (), opened, is_thrifty=not data)
     siblings = Siblings(below.places.values(), is_recursive=True)
     runs = _runs(below.places.values()) if recursive else None
 

@@ -235,7 +235,9 @@ class Below:
     too, and is in ``failures``. A checkpoint that two of the paths lead to comes once.
     """
 
-    def __init__(self, paths: Sequence[str], opened: ExitStack) -> None:
+    def __init__(
+        self, paths: Sequence[str], opened: ExitStack, *, is_thrifty: bool = False
+    ) -> None:
         self._paths = [*{place_named(path): path for path in reversed(paths)}.values()][::-1]
         names = [place_named(path) for path in self._paths]
         self._overlap = any(
@@ -246,7 +248,7 @@ class Below:
         for path in self._paths:
             try:
                 self.places[path] = opened.enter_context(
-                    open_files(path, complete=False, lists=True)
+                    open_files(path, complete=False, lists=True, is_thrifty=is_thrifty)
                 )
             except FAILURES as error:
                 if len(self._paths) == 1:

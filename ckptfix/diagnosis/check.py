@@ -57,12 +57,13 @@ from ckptfix.storage.files import (
     lies_in,
     names_in,
     relative,
+    spared_below,
+    sparing,
     unheld_below,
 )
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, described
-from ckptfix.storage.reading import sparing
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of, target_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
@@ -417,7 +418,8 @@ def _checked(
             findings=(found,),
             not_checked=(),
         )
-    with paused_gc(), nullcontext(None) if data else sparing() as spared:
+    spared = spared_below(target.root)
+    with paused_gc(), nullcontext() if data else sparing(target.root):
         folder = scan() if scan is not None else scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
         halves = tuple(half_downloads(target.root)) if target.only is None else ()
@@ -451,6 +453,7 @@ def _checked(
         diagnosis = diagnose(
             folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND, neighbours=near
         )
+    is_spared = spared_below(target.root) > spared
     lacking = (
         bare.beyond(diagnosis.findings)
         if bare is not None
@@ -512,7 +515,7 @@ def _checked(
         findings=findings,
         not_checked=(
             *with_below(tuple(omitted), target.path, below),
-            *((_SPARED,) if spared is not None and spared.headers else ()),
+            *((_SPARED,) if is_spared else ()),
             *markers,
         ),
         unfinished=(

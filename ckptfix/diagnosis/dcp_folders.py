@@ -58,7 +58,7 @@ from ckptfix.storage import teams
 from ckptfix.storage.files import AnyPath, FileReader, absolute
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import unreadable
-from ckptfix.storage.reading import open_reader, spared
+from ckptfix.storage.reading import open_reader
 from ckptfix.wording import count_of, list_names
 
 
@@ -383,8 +383,8 @@ def _of_file(
             detail = f"the item {item.fqn!r:.200} at byte {item.offset}: {problem.detail}{others}"
             yield MalformedFile(path=path, detail=detail)
             return
-    elif (count := spared()) is not None:  # each item would cost a request or two
-        count.headers += len(items)
+    else:  # each item would cost a request or two
+        reader.leaves_out(len(items))
     if data:
         yield from _changed(reader, path, items, begins, records, progress)
 

@@ -106,8 +106,14 @@ class FileReader:
     def spares(self, ranges: Sequence[tuple[int, int]]) -> bool:
         """Return whether ranges should not be read one by one: never, as they cost microseconds.
 
-        Of an object in a store each costs a request: it returns True while ``sparing`` is on, and
+        Of an object in a store each costs a request: it returns True in a block of ``sparing``, and
         else reads them all at once.
+        """
+        return False
+
+    def leaves_out(self, count: int) -> bool:
+        """Return whether as many small reads are left out: never. Of an object in a store each
+        costs a request: they are, in a block of ``sparing``.
         """
         return False
 
@@ -122,6 +128,7 @@ class Prefix(Protocol):
     """The objects below a URL, as they were listed (``storage.store_files``).
 
     ``lists``: they may be thousands of checkpoints, and only what is asked for is read.
+    ``is_thrifty``: small reads that cost a request each are left out, and counted in ``spared``.
     ``failures``: of the store, while it was read. ``umask``: the permissions that new files here
     lack.
     """
@@ -129,6 +136,8 @@ class Prefix(Protocol):
     store: "Store"
     url: str
     lists: bool
+    is_thrifty: bool
+    spared: int
     failures: list[Exception]
     umask: int
     is_closed: bool
@@ -406,6 +415,24 @@ def local_path(path: Any) -> Any:
     if not place.startswith("/"):  # never the current folder, or one below it
         raise UsageError(f"{escape(path)} names no file of this machine: expected file:///PATH")
     return place
+
+
+@contextmanager
+def sparing(path: AnyPath) -> Iterator[None]:
+    """Leave out small reads below a path of a store that cost a request each, in this block."""
+    if not isinstance(path, StorePath):
+        yield
+        return
+    before, path.files.is_thrifty = path.files.is_thrifty, True
+    try:
+        yield
+    finally:
+        path.files.is_thrifty = before
+
+
+def spared_below(path: AnyPath) -> int:
+    """Return how many small reads were left out so far."""
+    return path.files.spared if isinstance(path, StorePath) else 0
 
 
 def store_of(folder: AnyPath) -> "Store | None":

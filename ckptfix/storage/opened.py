@@ -19,11 +19,14 @@ _R = TypeVar("_R")
 
 
 @contextmanager
-def open_files(path: Openable, *, complete: bool = True, lists: bool = False) -> Iterator[AnyPath]:
+def open_files(
+    path: Openable, *, complete: bool = True, lists: bool = False, is_thrifty: bool = False
+) -> Iterator[AnyPath]:
     """Yield the path of a folder or file; a URL is listed, and read until the end of the block.
 
     ``complete``: refuse a prefix with objects that no folder can hold; else ``unheld_below``
-    returns them. ``lists``: it may hold thousands of checkpoints; ``opened`` opens one of them.
+    returns them. ``lists``: it may hold thousands of checkpoints; ``opened_part`` opens one of
+    them. ``is_thrifty``: as in a block of ``sparing``.
 
     Raises UsageError where a URL has no object, StoreError; at the end the first failure of the
     store, also one that was caught on its way: what was not read is not ok.
@@ -42,7 +45,7 @@ def open_files(path: Openable, *, complete: bool = True, lists: bool = False) ->
         return
     from ckptfix.storage.store_files import open_prefix
 
-    place = open_prefix(str(path), complete=complete, lists=lists)
+    place = open_prefix(str(path), complete=complete, lists=lists, is_thrifty=is_thrifty)
     with place.files.watched() if not lists else nullcontext():
         try:
             yield place
@@ -93,7 +96,7 @@ def opened_part(path: AnyPath) -> Iterator[AnyPath]:
         yield path
         return
     if path.key is None:
-        with open_files(path.url, complete=False) as place:
+        with open_files(path.url, complete=False, is_thrifty=path.files.is_thrifty) as place:
             yield place
         return
     if not path.files.lists:

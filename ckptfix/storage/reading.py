@@ -3,7 +3,6 @@
 import mmap
 import os
 import stat
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -68,37 +67,6 @@ def unchanged(root: AnyPath, known: Mapping[PurePosixPath, FileIdentity]) -> Ite
         ensure_unchanged(root, known)
         raise
     ensure_unchanged(root, known)
-
-
-class Sparing:
-    """Count of what was not read in a block that spares requests."""
-
-    def __init__(self) -> None:
-        self.headers = 0
-
-
-class _OfThread(threading.local):
-    spared: Sparing | None = None
-
-
-_of_thread = _OfThread()
-
-
-@contextmanager
-def sparing() -> Iterator[Sparing]:
-    """Leave out what costs a request for each tensor of an object in a store, in this block; it is
-    counted.
-    """
-    before, _of_thread.spared = _of_thread.spared, Sparing()
-    try:
-        yield _of_thread.spared
-    finally:
-        _of_thread.spared = before
-
-
-def spared() -> Sparing | None:
-    """Return the count while this thread spares requests, None elsewhere."""
-    return _of_thread.spared
 
 
 def read_start(path: AnyPath, most: int) -> bytes | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, CkptfixError, OperationError, StoreError, UsageError
-from ckptfix.storage import reading, staged
+from ckptfix.storage import staged
 from ckptfix.storage.files import FileReader, Prefix, Shown, StorePath, Unheld
 from ckptfix.storage.listings import Listing
 from ckptfix.storage.parallel import Progress, waiting
@@ -67,6 +67,7 @@ class StoreFiles:
         url: str = "",
         only: str = "",
         lists: bool = False,
+        is_thrifty: bool = False,
         whole: "StoreFiles | None" = None,
     ) -> None:
         """``only``: the one object that was asked for, so that its neighbours are not read ahead.
@@ -74,6 +75,7 @@ class StoreFiles:
         """
         self.store, self.listing, self.only, self.lists = store, listing, only, lists
         self.url = url or store.url
+        self.is_thrifty, self.spared = is_thrifty, 0
         self.failures: list[Exception] = []
         self.whole = whole
         self.cache: _Cache = whole.cache if whole is not None else _Cache()
@@ -144,7 +146,7 @@ class StoreFiles:
             (self.listing.below(folder) | self.listing.misfits_below(folder)).items(),
             len(os.fsencode(self.url)),
         )
-        return StoreFiles(self.store.below(folder), part, whole=self)
+        return StoreFiles(self.store.below(folder), part, is_thrifty=self.is_thrifty, whole=self)
 
     @contextmanager
     def showing(
@@ -245,7 +247,9 @@ def _umask() -> int:
     return 0o022
 
 
-def open_prefix(url: str, *, complete: bool = True, lists: bool = False) -> StorePath:
+def open_prefix(
+    url: str, *, complete: bool = True, lists: bool = False, is_thrifty: bool = False
+) -> StorePath:
     """Open a URL: list what is there, and return the path of the folder or of the one object.
 
     Raises UsageError when nothing is there, StoreError; with ``complete`` also for an object whose
@@ -256,6 +260,7 @@ def open_prefix(url: str, *, complete: bool = True, lists: bool = False) -> Stor
     listed = Listing(store.listed() if lists else store.list().items(), len(os.fsencode(store.url)))
     is_there = bool(listed or listed.misfits)
     files = StoreFiles(store, listed, lists=lists) if is_there else _open_object(url, store)
+    files.is_thrifty = is_thrifty
     solid = [lost for lost in files.unheld if lost.size]
     if complete and solid:
         raise StoreError(
@@ -396,11 +401,16 @@ class ObjectReader(FileReader):
             if (files, self.key, (self.start + offset) // _BLOCK) not in files.cache
             or (files, self.key, (self.start + offset + length - 1) // _BLOCK) not in files.cache
         ]
-        if missing and (count := reading.spared()) is not None:
-            count.headers += len(missing)
+        if missing and self.leaves_out(len(missing)):
             return True
         self.expect(missing[: _KEPT // _BLOCK // 4])
         return False
+
+    def leaves_out(self, count: int) -> bool:
+        """Return whether as many small reads are left out, and count them."""
+        files = self._files
+        files.spared += count * files.is_thrifty
+        return files.is_thrifty
 
     @contextmanager
     def reopened(self) -> Iterator[FileReader]:
