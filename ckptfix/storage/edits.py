@@ -5,16 +5,26 @@ an edit in place (Patch, Append, Truncate) is refused for a file that has a seco
 other name would change too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from pathlib import PurePosixPath
+from typing import Generic, TypeVar
 
 from typing_extensions import assert_never
 
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import OperationError
+from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.paths import check_path
-from ckptfix.storage.recipes import Absent, Kept, Literal, Range, Recipe
+from ckptfix.storage.recipes import (
+    Absent,
+    Kept,
+    Literal,
+    Range,
+    Recipe,
+    Stretch,
+    cut_pieces,
+    ends_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,3 +173,100 @@ def record_of(edit: Edit) -> Record:
             return edit
         case _:
             assert_never(edit)
+
+
+_S = TypeVar("_S", bound=Stretch)
+
+
+class Pieces(Generic[_S]):
+    """The bytes of a file as bytes and stretches of files that exist, one after the other."""
+
+    __slots__ = ("_ends", "pieces")
+
+    def __init__(self, pieces: tuple[bytes | _S, ...]) -> None:
+        self.pieces, self._ends = pieces, ends_of(pieces)
+
+    @property
+    def size(self) -> int:
+        """Their number of bytes."""
+        return self._ends[-1] if self._ends else 0
+
+    def cut(self, offset: int, length: int) -> tuple[bytes | _S, ...]:
+        """Return ``length`` bytes from ``offset``. Raises ChangedError when there are fewer."""
+        if offset + length > self.size:
+            raise ChangedError(f"byte {offset + length} is needed, the file has {self.size}")
+        return cut_pieces(self.pieces, self._ends, offset, length)
+
+
+class WayBack(Generic[_S]):
+    """The way from the files after a transaction to those before it. Nothing is read or changed.
+
+    ``find``: returns what lies at a path now, None for nothing. ``kept``: returns what the journal
+    keeps for the edit of a number. ``missing``: the error about a path that has no bytes for an
+    undo.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[PurePosixPath], Pieces[_S] | None],
+        kept: Callable[[int], Pieces[_S] | None],
+        missing: Callable[[PurePosixPath], Exception],
+    ) -> None:
+        self._find, self._kept, self._missing = find, kept, missing
+        self._known: dict[PurePosixPath, Pieces[_S] | None] = {}
+
+    def at(self, path: PurePosixPath) -> Pieces[_S] | None:
+        """Return what lies at a path as far as edits were undone."""
+        if path not in self._known:
+            self._known[path] = self._find(path)
+        return self._known[path]
+
+    def cut(self, path: PurePosixPath, offset: int, length: int) -> tuple[bytes | _S, ...]:
+        """Return a part of what lies at a path. Raises ChangedError where it is missing."""
+        return self._needed(path).cut(offset, length)
+
+    def made(self, recipe: Recipe) -> Pieces[_S]:
+        """Return what a recipe makes now. Raises ChangedError where bytes are missing."""
+        pieces: list[bytes | _S] = []
+        for piece in recipe.pieces:
+            pieces += (
+                (piece.data,)
+                if isinstance(piece, Literal)
+                else self.cut(piece.path, piece.offset, piece.length)
+            )
+        return Pieces(tuple(pieces))
+
+    def undo(self, index: int, edit: "Edit | Record") -> None:
+        """Undo the edit of a number, the last one first."""
+        match edit:
+            case Move():
+                self._known[edit.source], self._known[edit.target] = self.at(edit.target), None
+            case Patch():
+                old, after = self._needed(edit.path), edit.offset + len(edit.old)
+                rest = old.cut(after, old.size - after)
+                patched = (*old.cut(0, edit.offset), edit.old, *rest)
+                self._known[edit.path] = Pieces(patched)
+            case Append() | Appended():
+                self._known[edit.path] = Pieces(self.cut(edit.path, 0, edit.old_size))
+            case Truncate():
+                tail = self._kept(index)
+                assert tail is not None
+                self._known[edit.path] = Pieces(
+                    (*self.cut(edit.path, 0, edit.new_size), *tail.pieces)
+                )
+            case Replace() | Replaced() | Remove():
+                match edit.previous:
+                    case Absent():
+                        self._known[edit.path] = None
+                    case Kept():
+                        self._known[edit.path] = self._kept(index)
+                    case Recipe():
+                        self._known[edit.path] = self.made(edit.previous)
+            case _:
+                assert_never(edit)
+
+    def _needed(self, path: PurePosixPath) -> Pieces[_S]:
+        known = self.at(path)
+        if known is None:
+            raise self._missing(path)
+        return known

@@ -6,13 +6,13 @@ A content is made of new bytes and of ranges of objects that exist, as a store c
 from those after it and from kept copies.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.errors import ChangedError, OperationError
-from ckptfix.storage.edits import Edit, Move, Remove, Replace, check_edit
-from ckptfix.storage.recipes import Absent, Kept, Literal, Recipe, cut_pieces, ends_of
+from ckptfix.storage.edits import Edit, Move, Pieces, Remove, Replace, WayBack, check_edit
+from ckptfix.storage.recipes import Absent, Kept, Literal, Recipe
 
 
 class Source(NamedTuple):
@@ -39,17 +39,6 @@ class Contents(NamedTuple):
 def size_of(content: Content) -> int:
     """Return the number of bytes of a content."""
     return sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in content)
-
-
-def cut(content: Content, offset: int, length: int) -> Content:
-    """Return ``length`` bytes from ``offset`` of a content. Raises ChangedError when there are
-    fewer.
-    """
-    ends = ends_of(content)
-    size = ends[-1] if ends else 0
-    if offset + length > size:
-        raise ChangedError(f"byte {offset + length} is needed, the object has {size}")
-    return cut_pieces(content, ends, offset, length)
 
 
 def joined(pieces: Iterable[bytes | Source]) -> Content:
@@ -114,7 +103,7 @@ def contents_after(edits: Sequence[Edit], sizes: Mapping[str, int]) -> Contents:
                         raise ChangedError(f"{edit.path} exists since the repair was planned")
                 elif isinstance(edit.previous, Kept):
                     aside[index] = existing(edit.path)
-                now[edit.path] = _made(edit.content, _range_of)
+                now[edit.path] = _made(edit.content)
             case _:
                 raise OperationError(
                     f"{edit!r}: an object cannot be changed in place; nothing was changed"
@@ -122,53 +111,46 @@ def contents_after(edits: Sequence[Edit], sizes: Mapping[str, int]) -> Contents:
     return Contents(now, aside)
 
 
-def way_back(edits: Sequence[Edit], after: Contents, kept: Mapping[int, str]) -> Contents:
+def way_back(
+    edits: Sequence[Edit], after: Contents, sizes: Mapping[str, int], kept: Mapping[int, str]
+) -> Contents:
     """Return what lay before the edits at the paths that they change, in ranges of the objects
     after them.
 
-    ``kept``: the keys of the copies of the files that edits keep, by the number of the edit. Of a
-    Remove with a recipe no copy is needed. ``aside`` is empty.
+    ``sizes``: of the objects before, by key. ``kept``: the keys of the copies of the files that
+    edits keep, by the number of the edit. Of a Remove with a recipe no copy is needed. ``aside`` is
+    empty.
     """
-    views: dict[PurePosixPath, Content | None] = {
-        path: None if content is None else joined((Source(str(path), 0, size_of(content)),))
-        for path, content in after.by_path.items()
-    }
 
-    def view(path: PurePosixPath, offset: int, length: int) -> Content:
-        if path not in views:  # the transaction reads it, and does not change it
-            return (Source(str(path), offset, length),)
-        content = views[path]
-        if content is None:
-            raise ChangedError(f"{path}: an undo would need its bytes, and the repair leaves none")
-        return cut(content, offset, length)
+    def find(path: PurePosixPath) -> Pieces[Source] | None:
+        # What no edit changes is as before.
+        content = after.by_path.get(path)
+        size = sizes.get(str(path)) if path not in after.by_path else None
+        size = size_of(content) if content is not None else size
+        return None if size is None else Pieces((Source(str(path), 0, size),))
 
+    def copy(index: int) -> Pieces[Source]:
+        return Pieces((Source(kept[index], 0, size_of(after.aside[index])),))
+
+    def missing(path: PurePosixPath) -> ChangedError:
+        return ChangedError(f"{path}: an undo would need its bytes, and the repair leaves none")
+
+    back = WayBack(find, copy, missing)
     for index in range(len(edits) - 1, -1, -1):
-        edit = edits[index]
-        if isinstance(edit, Move):
-            views[edit.source], views[edit.target] = views[edit.target], None
-        elif isinstance(edit, Replace | Remove):
-            if isinstance(edit.previous, Recipe):
-                views[edit.path] = _made(edit.previous, view)
-            elif isinstance(edit.previous, Absent):
-                views[edit.path] = None
-            else:
-                views[edit.path] = joined((Source(kept[index], 0, size_of(after.aside[index])),))
-    return Contents(views, {})
+        back.undo(index, edits[index])
+    left = {path: back.at(path) for path in after.by_path}
+    return Contents(
+        {path: None if there is None else joined(there.pieces) for path, there in left.items()}, {}
+    )
 
 
-def _range_of(path: PurePosixPath, offset: int, length: int) -> Content:
-    return (Source(str(path), offset, length),)
-
-
-def _made(recipe: Recipe, view: Callable[[PurePosixPath, int, int], Content]) -> Content:
-    pieces: list[bytes | Source] = []
-    for piece in recipe.pieces:
-        pieces += (
-            (piece.data,)
-            if isinstance(piece, Literal)
-            else view(piece.path, piece.offset, piece.length)
-        )
-    return joined(pieces)
+def _made(recipe: Recipe) -> Content:
+    return joined(
+        piece.data
+        if isinstance(piece, Literal)
+        else Source(str(piece.path), piece.offset, piece.length)
+        for piece in recipe.pieces
+    )
 
 
 def traced(content: Content, after: Contents, kept: Mapping[str, Content]) -> Content:
@@ -176,8 +158,10 @@ def traced(content: Content, after: Contents, kept: Mapping[str, Content]) -> Co
 
     ``kept``: the contents of the copies that it keeps, by key.
     """
-    known: dict[str, Content | None] = {str(path): one for path, one in after.by_path.items()}
-    known |= kept
+    contents: dict[str, Content | None] = {str(path): one for path, one in after.by_path.items()}
+    known = {
+        key: None if made is None else Pieces(made) for key, made in (contents | {**kept}).items()
+    }
     pieces: list[bytes | Source] = []
     for piece in content:
         if isinstance(piece, bytes) or piece.key not in known:
@@ -188,5 +172,5 @@ def traced(content: Content, after: Contents, kept: Mapping[str, Content]) -> Co
             raise ChangedError(
                 f"{piece.key}: an undo would need its bytes, and the repair leaves none"
             )
-        pieces += cut(made, piece.offset, piece.length)
+        pieces += made.cut(piece.offset, piece.length)
     return joined(pieces)

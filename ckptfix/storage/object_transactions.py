@@ -193,9 +193,10 @@ def draft_of(
     ``infos``: the objects that the edits were planned for. Raises OperationError where the edits
     are impossible, or do not lead back to every old byte.
     """
-    after = contents_after(edits, {key: info.size for key, info in infos.items()})
+    sizes = {key: info.size for key, info in infos.items()}
+    after = contents_after(edits, sizes)
     kept_keys = {index: f"{folder(number)}/kept/{index}" for index in after.aside}
-    back = way_back(edits, after, kept_keys)
+    back = way_back(edits, after, sizes, kept_keys)
     dropped = {
         edit.path
         for edit in edits

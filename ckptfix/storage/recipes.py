@@ -189,23 +189,25 @@ Bytes = tuple[Piece | bytes, ...]
 """Stretches of files and literal bytes, one after the other."""
 
 
-class _Stretch(Protocol):
+class Stretch(Protocol):
     """``length`` bytes from ``offset`` of a file or an object: a NamedTuple."""
 
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Its first byte."""
 
     @property
-    def length(self) -> int: ...
+    def length(self) -> int:
+        """Its number of bytes."""
 
     @property
     def _replace(self) -> Callable[..., Any]: ...
 
 
-_Source = TypeVar("_Source", bound=_Stretch)
+_Source = TypeVar("_Source", bound=Stretch)
 
 
-def ends_of(pieces: Iterable[bytes | _Stretch]) -> tuple[int, ...]:
+def ends_of(pieces: Iterable[bytes | Stretch]) -> tuple[int, ...]:
     """Return where each piece ends, in bytes from the start of the first one."""
     return tuple(accumulate(len(one) if isinstance(one, bytes) else one.length for one in pieces))
 

@@ -6,12 +6,9 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import field
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
-
-from typing_extensions import assert_never
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, FileChangedError, JournalError, OperationError
@@ -19,12 +16,13 @@ from ckptfix.storage.comparing import ends_digest, fingerprint, samples_digest
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import (
     Appended,
-    Move,
     Patch,
+    Pieces,
     Record,
     Remove,
     Replaced,
     Truncate,
+    WayBack,
     edited_paths,
 )
 from ckptfix.storage.files import AnyPath, StorePath, names_in
@@ -32,15 +30,11 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import (
-    Absent,
     Bytes,
     Kept,
-    Literal,
     Part,
     Recipe,
-    cut_pieces,
     differing,
-    ends_of,
     is_made,
     parts_of,
     read_bytes,
@@ -64,28 +58,6 @@ class Rebuilt(NamedTuple):
     cut: Callable[[int, int], Bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """The bytes of a file as pieces of existing files."""
-
-    pieces: Bytes
-    ends: tuple[int, ...] = field(repr=False)
-
-    @staticmethod
-    def of(pieces: Bytes) -> "_View":
-        return _View(pieces, ends_of(pieces))
-
-    @property
-    def size(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def cut(self, offset: int, length: int) -> Bytes:
-        """Return ``length`` bytes from ``offset``. Raises ChangedError when there are fewer."""
-        if offset + length > self.size:
-            raise ChangedError(f"byte {offset + length} is needed, the file has {self.size}")
-        return cut_pieces(self.pieces, self.ends, offset, length)
-
-
 def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuilt]:
     """Yield every file that an undo rebuilds from ranges of other files; each is valid until the
     next one.
@@ -94,68 +66,42 @@ def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuil
 
     Raises ChangedError, OperationError, OSError.
     """
-    views: dict[PurePosixPath, _View | None] = {}
 
-    def find(path: PurePosixPath) -> _View | None:
-        if path not in views:
-            views[path] = _file(locate(work.root, path))
-        return views[path]
+    def find(path: PurePosixPath) -> Pieces[Piece] | None:
+        return _file(locate(work.root, path))
 
-    def view(path: PurePosixPath) -> _View:
-        known = find(path)
-        if known is None:
-            raise ChangedError(f"{work.root / path} is missing, and an undo needs its bytes")
-        return known
+    def kept(index: int) -> Pieces[Piece] | None:
+        edit = record.edits[index]
+        if isinstance(edit, Truncate):
+            return Pieces((Piece(work.tail(index), 0, edit.old_size - edit.new_size),))
+        assert isinstance(edit, Remove | Replaced)
+        assert isinstance(edit.previous, Kept)
+        return _file(work.old(index, edit.previous))
 
-    def made(recipe: Recipe) -> _View:
-        pieces: list[Piece | bytes] = []
-        for piece in recipe.pieces:
-            pieces += (
-                (piece.data,)
-                if isinstance(piece, Literal)
-                else view(piece.path).cut(piece.offset, piece.length)
-            )
-        return _View.of(tuple(pieces))
+    def missing(path: PurePosixPath) -> ChangedError:
+        return ChangedError(f"{work.root / path} is missing, and an undo needs its bytes")
+
+    back = WayBack(find, kept, missing)
 
     def bytes_of(part: Part) -> Bytes:
-        return view(part.source).cut(part.offset, part.length)
+        return back.cut(part.source, part.offset, part.length)
 
     rebuilt = [number for number, edit in enumerate(record.edits) if _is_rebuilt(edit)]
     for index in range(len(record.edits) - 1, min(rebuilt, default=len(record.edits)) - 1, -1):
         edit = record.edits[index]
-        match edit:
-            case Move():
-                views[edit.source], views[edit.target] = find(edit.target), None
-            case Patch():
-                old, after = view(edit.path), edit.offset + len(edit.old)
-                patched = (*old.cut(0, edit.offset), edit.old, *old.cut(after, old.size - after))
-                views[edit.path] = _View.of(patched)
-            case Appended():
-                views[edit.path] = _View.of(view(edit.path).cut(0, edit.old_size))
-            case Truncate():
-                tail = Piece(work.tail(index), 0, edit.old_size - edit.new_size)
-                views[edit.path] = _View.of((*view(edit.path).cut(0, edit.new_size), tail))
-            case Remove() | Replaced():
-                match edit.previous:
-                    case Absent():
-                        views[edit.path] = None
-                    case Kept():
-                        views[edit.path] = _file(work.old(index, edit.previous))
-                    case Recipe():
-                        previous = made(edit.previous)
-                        yield Rebuilt(index, edit.path, edit.previous, bytes_of, previous.cut)
-                        views[edit.path] = previous
-            case _:
-                assert_never(edit)
+        if isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Recipe):
+            made = back.made(edit.previous)
+            yield Rebuilt(index, edit.path, edit.previous, bytes_of, made.cut)
+        back.undo(index, edit)
 
 
 def _is_rebuilt(edit: Record) -> bool:
     return isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Recipe)
 
 
-def _file(path: Path) -> _View | None:
+def _file(path: Path) -> Pieces[Piece] | None:
     try:
-        return _View.of((Piece(path, 0, os.stat(path).st_size),))
+        return Pieces((Piece(path, 0, os.stat(path).st_size),))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
