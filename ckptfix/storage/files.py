@@ -153,6 +153,9 @@ class Prefix(Protocol):
     def info(self, key: str) -> "ObjectInfo | None":
         """Return the facts about an object as it was listed, None where there is none."""
 
+    def has_folder(self, folder: str) -> bool:
+        """Return whether objects below a folder were listed."""
+
     def names(self, folder: str) -> tuple[Iterable[str], Iterable[str]] | None:
         """Return the names of the objects and of the folders in a folder, None where none was
         listed.
@@ -337,7 +340,7 @@ class StorePath:
 
     def is_dir(self) -> bool:
         """Return whether objects below were listed."""
-        return self.key is not None and self.files.names(self.key) is not None
+        return self.key is not None and self.files.has_folder(self.key)
 
     def is_symlink(self) -> bool:
         """Return False: a store has no links."""

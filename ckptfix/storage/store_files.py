@@ -99,6 +99,11 @@ class StoreFiles:
         self._ensure_open()
         return self.listing.get(key)
 
+    def has_folder(self, folder: str) -> bool:
+        """Return whether objects below a folder were listed."""
+        self._ensure_open()
+        return self.listing.folders(folder) is not None
+
     def names(self, folder: str) -> tuple[Iterable[str], Iterable[str]] | None:
         """Return the names of the objects and of the folders in a folder, None where none was
         listed.
