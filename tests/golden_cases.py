@@ -137,9 +137,8 @@ CHECK = {
         {CLEAN} @/checkpoint_1
         {DOUBLED} @/checkpoint_2
         ckptfix check -r @ --shard 0/2 --partial results
-        ckptfix merge results
         ckptfix check -r @ --shard 1/2 --partial results
-        ckptfix merge results
+        ckptfix check -r @ --partial results
     """,
     "wrong-usage": """
         ckptfix check
@@ -211,9 +210,9 @@ VERIFY = {
     """,
     "shares": f"""{SEALED}
         ckptfix verify @/checkpoint_1 --shard 0/2 --partial results
-        ckptfix merge results
+        ckptfix verify @/checkpoint_1 --partial results
         ckptfix verify @/checkpoint_1 --shard 1/2 --partial results
-        ckptfix merge results
+        ckptfix verify @/checkpoint_1 --partial results
     """,
     "refused-by-the-store": f"""
         only s3{SEALED}
@@ -285,7 +284,7 @@ DIFF = {
         {DOUBLED} @/checkpoint_2
         ckptfix diff @/checkpoint_1 @/checkpoint_2 --shard 0/2 --partial results
         ckptfix diff @/checkpoint_1 @/checkpoint_2 --shard 1/2 --partial results
-        ckptfix merge results
+        ckptfix diff @/checkpoint_1 @/checkpoint_2 --partial results
     """,
     "not-there": f"""
         {CLEAN} @/checkpoint_1

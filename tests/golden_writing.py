@@ -252,15 +252,13 @@ SEAL = {
     "shares": f"""
         {CLEAN} @/checkpoint_1
         ckptfix seal --shard 0/2 @/checkpoint_1
-        ckptfix merge @/checkpoint_1
-        ckptfix seal --shard 1/2 @/checkpoint_1
-        ckptfix merge @/checkpoint_1
+        ckptfix seal @/checkpoint_1
     """,
     "shares-elsewhere": f"""
         {CLEAN} @/checkpoint_1
         ckptfix seal --shard 0/2 --partial results @/checkpoint_1
         ckptfix seal --shard 1/2 --partial results @/checkpoint_1
-        ckptfix merge results
+        ckptfix seal --partial results @/checkpoint_1
         ckptfix verify @/checkpoint_1
     """,
     "refused-by-the-store": f"""
@@ -449,9 +447,8 @@ MERGE = {
     "migrate": f"""
         {CLEAN} @/checkpoint_1
         ckptfix migrate @/checkpoint_1 new --to bin --shard 0/2 --partial results
-        ckptfix merge -q results
-        ckptfix migrate @/checkpoint_1 new --to bin --shard 1/2 --partial results
         ckptfix merge results
+        ckptfix migrate @/checkpoint_1 new --to bin --partial results
         ckptfix check new
     """,
     "changed-between": f"""
@@ -459,7 +456,7 @@ MERGE = {
         ckptfix seal --shard 0/2 --partial results @/checkpoint_1
         flip @/checkpoint_1/model.safetensors 630
         ckptfix seal --shard 1/2 --partial results @/checkpoint_1
-        ckptfix merge results
+        ckptfix seal --partial results @/checkpoint_1
     """,
     "resumed": f"""
         {CLEAN} @/checkpoint_1

@@ -45,7 +45,6 @@ VERBS: Mapping[str, Mapping[str, str]] = {
         "seal": "Write the checksums of checkpoints into their manifests.",
         "verify": "Verify checksums, or test loading.",
         "scrub": "Check a fleet of checkpoints; read its data over many nights.",
-        "merge": "Combine the results of --shard runs.",
     },
     "Convert": {
         "migrate": "Write a checkpoint in another format, or for another strategy.",
@@ -67,6 +66,9 @@ Written here, so that the help and the completion of a shell import no verb.
 """
 
 _SUMMARIES = {verb: summary for group in VERBS.values() for verb, summary in group.items()}
+_GONE = frozenset({"merge"})
+"""Verbs of earlier versions, which say what to type now."""
+
 _EXAMPLES = (
     ("ckptfix check -r runs", "Check every checkpoint below runs."),
     ("ckptfix repair --dry-run CHECKPOINT", "Show what a repair would do."),
@@ -83,7 +85,7 @@ class _Verbs(click.Group):
         return list(_SUMMARIES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _SUMMARIES:
+        if cmd_name not in _SUMMARIES.keys() | _GONE:
             return None
         module = cmd_name.replace("-", "_")
         command: click.Command = getattr(
@@ -96,7 +98,8 @@ class _Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the verb that comes first; where there is none, suggest what was meant."""
         first = args[0]
-        if first in _SUMMARIES or first.startswith("-") or ctx.resilient_parsing:
+        is_verb = first in _SUMMARIES or first in _GONE
+        if is_verb or first.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         if os.path.exists(first):
             raise click.UsageError(

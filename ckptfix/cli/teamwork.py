@@ -18,7 +18,7 @@ from ckptfix.storage import teams
 from ckptfix.storage.files import is_url
 from ckptfix.storage.parallel import Share
 from ckptfix.storage.partial_results import PartialResults, Request, default_folder, own_version
-from ckptfix.storage.paths import command, existing, shell_path
+from ckptfix.storage.paths import existing, shell_path
 from ckptfix.wording import count_of, escape, human_size
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def share_options() -> list[click.Parameter]:
     return [
         click.Option(
             ["--shard"], metavar="I/N",
-            help="Do part I of N (I from 0 to N-1), without a network; ckptfix merge combines the results.",
+            help="Do part I of N (I from 0 to N-1), without a network; the command without it ends the work.",
         ),
         click.Option(
             ["--partial"], metavar="FOLDER", type=click.Path(file_okay=False),
@@ -57,30 +57,36 @@ def run_shared(
     """Run a verb as what it was started as: alone, as a share, or in a team; return its exit
     status.
 
-    ``params``: the verb's own, for ``merge``. ``unfit``: why its work has no shares, "" where it
+    ``params``: the verb's own. ``unfit``: why its work has no shares, "" where it
     has.
     """
     global _remedy
     place = _launched()
     if place is None and shard is None and not unfit and not report.quiet:
         _say_alone()
+    paths = [str(path) for path in params.get("paths", ())]
+    # The only verb that writes into a checkpoint anyway.
+    is_default = partial is None and verb == "seal" and len(paths) == 1 and os.path.isdir(paths[0])
+    default = default_folder(Path(paths[0])) if is_default else None
     if shard is None and partial is None and place is None:
-        return work()
+        if default is None or not default.is_dir():
+            return work()
+        of_shares = PartialResults(default)
+        old = of_shares.request()
+        if old is None or not old.shares or not old.is_same(_request(verb, params)):
+            return work()
+        return _finish(of_shares, teams.Finisher(of_shares, old.shares, _say), work)
     if unfit:
         if shard is None and partial is None:
             raise UsageError(f"{unfit}; {_ONE_PROCESS}")
         raise UsageError(f"{unfit}; leave out {'--shard' if shard is not None else '--partial'}")
-    paths = [str(path) for path in params.get("paths", ())]
     if partial is not None and (not partial or is_url(partial)):
         raise UsageError(
             f"--partial {shell_path(partial)}: expected a folder of this machine for the results"
         )
-    folder = Path(partial) if partial is not None else None
-    if folder is not None:
-        _ensure_outside(folder, verb, _paths(params))
-    if folder is None and verb == "seal" and len(paths) == 1 and os.path.isdir(paths[0]):
-        # The only verb that writes into a checkpoint anyway.
-        folder = default_folder(Path(paths[0]))
+    folder = Path(partial) if partial is not None else default
+    if partial is not None:
+        _ensure_outside(Path(partial), verb, _paths(params))
     if shard is not None:
         if place is not None:
             raise UsageError(
@@ -88,9 +94,12 @@ def run_shared(
             )
         return _run_share(verb, params, report, Share.parse(shard), folder, work)
     results = PartialResults(folder) if folder is not None else None
-    request = Request(verb, dict(params), os.getcwd(), 0, _words(params))
+    request = _request(verb, params)
     if place is None:
         assert results is not None
+        old = results.request()
+        if old is not None and old.shares and old.is_same(request):
+            return _finish(results, teams.Finisher(results, old.shares, _say), work)
         results.begin(request)
         return _finish(results, teams.LoneWorker(results, _say), work)
     team = _joined(place, results)
@@ -110,6 +119,10 @@ def run_shared(
         return _finish(results, team, begun, lambda: _ensure_alike(team, verb, params))
     except TeamError as error:
         raise TeamError(_with_next(error)) from error
+
+
+def _request(verb: str, params: Mapping[str, Any], shares: int = 0) -> Request:
+    return Request(verb, dict(params), os.getcwd(), shares, _words(params))
 
 
 def _ensure_outside(folder: Path, verb: str, paths: Iterable[Path]) -> None:
@@ -262,7 +275,8 @@ def _run_share(
     results = PartialResults(folder)
     for path in _sources(params):  # a slip must not make the folder one of another command
         existing(path)
-    results.begin(Request(verb, dict(params), os.getcwd(), share.total, _words(params)))
+    request = _request(verb, params, share.total)
+    results.begin(request)
     team = teams.LoneShare(share, results)
     printing.mute()
     try:
@@ -279,15 +293,24 @@ def _run_share(
     report.line(f"written: {folder}")
     if team.unread:
         report.line(
-            f"could not be read: {count_of(team.unread, 'unit')}; run this share again, or merge "
-            "as it is"
+            f"could not be read: {count_of(team.unread, 'unit')}; run this share again, or let the "
+            "last command try"
         )
-    report.line(f"next, when all shares are done: {command('merge', folder)}")
+    report.line(f"next, when all shares have ended: {end_of(request, folder)}")
     document = {
         "path": str(folder), "share": str(share), "units": team.units, "resumed": team.resumed,
         "bytes": team.nbytes, "unread": team.unread,
     }  # fmt: skip
     return report.finish(document, 3 if team.unread else 0)
+
+
+def end_of(request: Request, folder: Path) -> str:
+    """Return the command that ends the work of shares, in the folder where they were started."""
+    own = [*(request.params.get("paths") or ())]
+    is_default = len(own) == 1 and Path(os.path.abspath(default_folder(Path(own[0])))) == Path(
+        os.path.abspath(folder)
+    )
+    return f"{request.command}{'' if is_default else f' --partial {shell_path(folder)}'}"
 
 
 def leave(status: int) -> int:

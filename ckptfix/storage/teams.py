@@ -11,7 +11,7 @@ process goes on as a single one would; the leader alone writes and prints.
 import heapq
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -164,11 +164,11 @@ def knows_all() -> bool:
     """Return whether this process learns what the others have found: a share without a network does
     not.
     """
-    return not isinstance(_current, LoneShare | Merger)
+    return not isinstance(_current, LoneShare | Finisher)
 
 
 def is_share() -> bool:
-    """Return whether this process does one share, and leaves the end of the work to ``merge``."""
+    """Return whether this process does one share, and leaves the end of the work to another run."""
     return isinstance(_current, LoneShare)
 
 
@@ -215,8 +215,8 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Let a share, and the process that merges them, do all that is inside this block, as a single
-    process does.
+    """Let a share, and the process that finishes their work, do all that is inside this block, as a
+    single process does.
     """
     with nullcontext() if knows_all() else alone():
         yield
@@ -307,8 +307,8 @@ def resuming(units: Sequence[Unit], known: Any, partial: PartialResults) -> str:
 
 
 class LoneShare(InOrder):
-    """One share of a job array: a process that sees no other, and leaves its results for
-    ``merge``.
+    """One share of a job array: a process that sees no other, and leaves its results for the one
+    that finishes their work.
     """
 
     leads = False
@@ -360,66 +360,6 @@ class LoneShare(InOrder):
         """Do nothing: there are no others."""
 
 
-class Merger(InOrder):
-    """The process that puts the shares of a job array together: it reads nothing that a share
-    should have read.
-    """
-
-    leads = True
-    here = 1
-
-    def __init__(
-        self, partial: PartialResults, count: int, command_of: Callable[[Share], str]
-    ) -> None:
-        self.partial: PartialResults | None = partial
-        self._partial, self._count, self._command_of = partial, count, command_of
-
-    def _share(
-        self,
-        what: str,
-        units: Sequence[Unit],
-        do: Do,
-        assume: Assume | None,
-        progress: Progress | None,
-    ) -> list[Any]:
-        """Return the results of all shares. Raises OperationError that names those that are
-        missing.
-        """
-        if assume is None:
-            found: dict[int, Any] = {}
-
-            def done(number: int, result: Any, *, is_final: bool = True) -> None:
-                found[number] = result
-
-            do(range(len(units)), done, progress or (lambda count: None))
-            return [found[number] for number in range(len(units))]
-        known = self._partial.known(what, units)
-        if len(known) == len(units):
-            return [known[number].result for number in range(len(units))]
-        shares = plan_shares(units, self._count)
-        lacking = {
-            index: missing
-            for index, numbers in enumerate(shares)
-            if (missing := sum(number not in known for number in numbers))
-        }
-        shown = [
-            f"{index}/{self._count} ({lacking[index]} of {count_of(len(shares[index]), 'unit')})"
-            for index in lacking
-        ]
-        names = ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
-        raise OperationError(
-            f"{self._partial.folder}: results are missing: {names}; a file that changed since "
-            f"makes them missing, too; next: {self._command_of(Share(min(lacking), self._count))}"
-        )
-
-    def told(self, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` does."""
-        return make()
-
-    def agree(self, error: BaseException | None) -> None:
-        """Do nothing: there are no others."""
-
-
 class LoneWorker(InOrder):
     """A single process that keeps partial results, for a run that may be interrupted."""
 
@@ -441,8 +381,8 @@ class LoneWorker(InOrder):
         """Do what no earlier run has done."""
         known = self._results.known(what, units)
         found = {number: one.result for number, one in known.items() if one.is_final}
-        if found:
-            self._say(resuming(units, found.keys(), self._results))
+        if assume is not None:
+            self._tell(units, found.keys())
 
         def done(number: int, result: Any, *, is_final: bool = True) -> None:
             self._results.add(what, units[number], result, is_final=is_final)
@@ -452,9 +392,35 @@ class LoneWorker(InOrder):
         do(left, done, progress or (lambda count: None))
         return [found[number] for number in range(len(units))]
 
+    def _tell(self, units: Sequence[Unit], known: Collection[int]) -> None:
+        """Say how much an earlier run has done."""
+        if known:
+            self._say(resuming(units, known, self._results))
+
     def told(self, make: Callable[[], Any]) -> Any:
         """Return what ``make`` does."""
         return make()
 
     def agree(self, error: BaseException | None) -> None:
         """Do nothing: there are no others."""
+
+
+class Finisher(LoneWorker):
+    """The process that ends the work of a job array: it does what no share has done, and says which
+    ones are missing.
+    """
+
+    def __init__(self, partial: PartialResults, count: int, say: Callable[[str], None]) -> None:
+        super().__init__(partial, say)
+        self._count = count
+        self._told: set[int] = set()
+
+    def _tell(self, units: Sequence[Unit], known: Collection[int]) -> None:
+        """Say which shares are missing, each once."""
+        for number, share in enumerate(plan_shares(units, self._count)):
+            if number not in self._told and any(unit not in known for unit in share):
+                self._told.add(number)
+                self._say(
+                    f"{self._results.folder}: results of share {number}/{self._count} are missing, "
+                    "so this process does its work"
+                )

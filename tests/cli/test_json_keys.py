@@ -194,8 +194,8 @@ def test_a_value_becomes_json_with_all_that_is_in_it() -> None:
         plain({1})
 
 
-def test_a_share_and_what_merges_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_share_and_what_ends_its_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clean = FIXTURES / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint"
     folder = Path(shutil.copytree(clean, tmp_path / "checkpoint"))
     assert list(asked(capsys, "seal", folder, "--shard", "0/1")) == SHARE
-    assert list(asked(capsys, "merge", folder)) == SEAL
+    assert list(asked(capsys, "seal", folder)) == SEAL

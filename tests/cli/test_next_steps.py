@@ -32,7 +32,7 @@ FEW = (
     "doubled-model",
 )
 STARTS_OF_FEW = (
-    "verify CK --device-map auto", "diff CK EMPTY", "merge CK", "merge EMPTY", "check EMPTY",
+    "verify CK --device-map auto", "diff CK EMPTY", "check EMPTY",
     "verify EMPTY", "check -r RUN", "check RUN", "repair RUN", "undo RUN", "seal RUN", "verify RUN",
     "salvage RUN NEW",
 )  # fmt: skip

@@ -5,6 +5,7 @@ fails ends all.
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -652,17 +653,47 @@ def test_shares_of_a_job_array_become_one_result(tmp_path: Path) -> None:
     first = run("seal", folder, "--shard", "0/2")
     assert first.returncode == 0, first.stderr
     assert not (folder / MANIFEST).exists()
-    early = run("merge", folder)
-    assert early.returncode == 3
-    assert "results are missing: 1/2 (" in early.stderr
-    assert f"next: ckptfix seal {folder} --shard 1/2" in early.stderr
+    assert first.stdout.endswith(f"next, when all shares have ended: ckptfix seal {folder}\n")
     assert run("seal", folder, "--shard", "1/2").returncode == 0
     again = json.loads(run("seal", folder, "--shard", "1/2", "--json").stdout)
     assert again["resumed"] == again["units"]
-    merged = run("merge", folder)
-    assert (merged.returncode, merged.stdout) == (0, one.stdout.replace(str(alone), str(folder)))
+    last = run("seal", folder)
+    assert (last.returncode, last.stderr) == (0, "")
+    assert last.stdout == one.stdout.replace(str(alone), str(folder))
     assert (folder / MANIFEST).read_bytes() == (alone / MANIFEST).read_bytes()
     assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
+
+
+def test_the_last_command_does_what_shares_have_not_done(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "a" / "checkpoint")
+    alone = Path(shutil.copytree(folder, tmp_path / "b" / "checkpoint"))
+    assert run("seal", alone).returncode == 0
+    assert run("seal", folder, "--shard", "0/3").returncode == 0
+    last = run("seal", folder)
+    assert last.returncode == 0
+    missing = re.findall(r"results of share (\d/\d) are missing, so this", last.stderr)
+    assert missing == ["1/3", "2/3"]
+    assert (folder / MANIFEST).read_bytes() == (alone / MANIFEST).read_bytes()
+    assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("where", ["the results", "the checkpoint", "nothing"])
+def test_the_old_verb_says_what_to_type(tmp_path: Path, where: str) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    results = tmp_path / "results"
+    if where == "the checkpoint":
+        assert run("seal", folder, "--shard", "0/2").returncode == 0
+        refused, step = run("merge", folder), f"ckptfix seal {folder}"
+    elif where == "the results":
+        share = ("verify", folder, "--partial", "results")
+        assert run(*share, "--shard", "0/2", at=str(tmp_path)).returncode == 0
+        refused = run("merge", results)
+        step = f"cd {tmp_path} && ckptfix verify {folder} --partial {results}"
+    else:
+        refused, step = run("merge", folder), "run the command of the shares without --shard"
+    assert refused.returncode == 2
+    assert refused.stderr.endswith(f"the verb ends the work of shares; next: {step}\n")
+    assert "merge" not in run("--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -687,12 +718,14 @@ def test_other_verbs_have_shares_too(
     for number in range(2):
         share = run(*arguments, *paths, "--shard", f"{number}/2", "--partial", tmp_path / "partial")
         assert share.returncode == 0, share.stderr
-    one, merged = run(*arguments, *paths, "--json"), run("merge", tmp_path / "partial", "--json")
-    assert (merged.stdout, merged.returncode) == (one.stdout, one.returncode), merged.stderr
+    one = run(*arguments, *paths, "--json")
+    last = run(*arguments, *paths, "--json", "--partial", tmp_path / "partial")
+    assert (last.stdout, last.returncode, last.stderr) == (one.stdout, one.returncode, "")
     assert not (tmp_path / "partial").exists()
 
 
-def test_a_migration_has_shares_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_all", [True, False], ids=["all shares", "one is missing"])
+def test_a_migration_has_shares_too(tmp_path: Path, has_all: bool) -> None:
     source = with_a_large_number(checkpoint(tmp_path / "source"))
     assert run("seal", source).returncode == 0
     one = run("migrate", source, tmp_path / "alone", *MIGRATE)
@@ -717,17 +750,13 @@ def test_a_migration_has_shares_too(tmp_path: Path) -> None:
         share = run(*command, "--shard", f"{number}/3")
         assert share.returncode == 0, share.stderr
         assert ("2 of them by an earlier run" in share.stdout) == (number == 2)
-    early = run("merge", tmp_path / "partial")
-    assert early.returncode == 3
-    assert "results are missing: 1/3" in early.stderr
     assert run("check", source).returncode == 0  # nothing sweeps the folder away
     assert not (tmp_path / "new").exists()
-    assert run(*command, "--shard", "1/3").returncode == 0
-    merged = run("merge", tmp_path / "partial")
-    assert (merged.returncode, merged.stdout) == (
-        0,
-        one.stdout.replace("/alone", "/new"),
-    ), merged.stderr
+    if has_all:
+        assert run(*command, "--shard", "1/3").returncode == 0
+    last = run(*command)
+    assert (last.returncode, last.stdout) == (0, one.stdout.replace("/alone", "/new")), last.stderr
+    assert ("results of share 1/3 are missing" in last.stderr) != has_all
     mine, theirs = contents(tmp_path / "new"), contents(tmp_path / "alone")
     assert {name for name in mine | theirs if mine.get(name) != theirs.get(name)} <= {
         ".ckptfix/migrated.json"
@@ -754,7 +783,7 @@ def test_shares_of_a_migration_are_of_one_source_and_proven(tmp_path: Path, chan
         if change == "byte of a new file":  # as a disk changes it: the time stays
             os.utime(first, ns=(status.st_atime_ns, status.st_mtime_ns))
             words = "has other bytes than were read from the source"
-        refused = run("merge", tmp_path / "partial")
+        refused = run(*command)
     assert refused.returncode == 3
     assert words in refused.stderr
     assert not (tmp_path / "new").exists()
@@ -769,10 +798,10 @@ def test_a_file_that_changed_makes_its_share_missing(tmp_path: Path) -> None:
         assert run("seal", folder, "--shard", f"{number}/2").returncode == 0
     path = folder / "model-00001-of-00002.safetensors"
     os.utime(path, ns=(1, 1))
-    merged = run("merge", folder)
-    assert merged.returncode == 3
-    assert "results are missing" in merged.stderr
-    assert not (folder / MANIFEST).exists()
+    last = run("seal", folder)
+    assert last.returncode == 0
+    assert "are missing, so this process does its work" in last.stderr
+    assert run("verify", "--data", folder).returncode == 0
 
 
 def test_a_child_of_a_rank_works_alone(tmp_path: Path) -> None:
@@ -843,26 +872,27 @@ def test_results_do_not_go_into_the_checkpoint(tmp_path: Path, below: str) -> No
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_copy_of_a_checkpoint_is_not_merged_with_results_of_the_other(tmp_path: Path) -> None:
+def test_a_copy_of_a_checkpoint_takes_no_results_of_the_other(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint")
     assert run("seal", folder, "--shard", "0/1").returncode == 0
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    refused = run("merge", copy)
-    assert refused.returncode == 2, refused.stdout
-    assert f"which was copied or renamed since: ckptfix seal {folder} in " in refused.stderr
-    assert f"; next: rm -r {copy}/.ckptfix/partial, and start every share again" in refused.stderr
+    request = copy / ".ckptfix" / "partial" / "request.json"
+    assert json.loads(request.read_text())["params"]["paths"] == [str(folder)]
+    assert run("seal", copy).returncode == 0
+    assert [path.name for path in (copy / ".ckptfix").iterdir()] == ["manifest.json"]
     request = folder / ".ckptfix" / "partial" / "request.json"
-    mine = request.read_text()
-    request.write_text(json.dumps({**json.loads(mine), "version": "0.4.9"}))
-    older = run("merge", folder)
-    assert older.returncode == 2
-    assert "by version 0.4.9 (this is " in older.stderr
-    assert not (folder / MANIFEST).exists()
-    request.write_text(mine)
-    assert run("merge", folder).returncode == 0
+    request.write_text(json.dumps({**json.loads(request.read_text()), "version": "0.4.9"}))
+    assert run("seal", folder).returncode == 0
+    assert (folder / MANIFEST).read_bytes() == (copy / MANIFEST).read_bytes()
+    results = tmp_path / "results"
+    share = ("verify", folder, "--partial", results)
+    assert run(*share, "--shard", "0/1").returncode == 0
+    refused = run("verify", copy, "--partial", results)
+    assert refused.returncode == 3
+    assert f"partial results of another command: ckptfix verify {folder} in" in refused.stderr
 
 
-def test_shares_are_merged_from_any_folder_by_the_command_that_each_needs(
+def test_the_work_of_shares_ends_where_they_were_started(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     arguments = ("diff", *pair, "--rtol", "0.0", "--all")
@@ -870,13 +900,10 @@ def test_shares_are_merged_from_any_folder_by_the_command_that_each_needs(
     assert share.returncode == 0, share.stderr
     own = tmp_path / "parts" / "eval.results.jsonl"
     own.write_text("mine\n")
-    (tmp_path / "other").mkdir()
-    early = run("merge", "../parts", at=str(tmp_path / "other"))
-    assert early.returncode == 3
-    command = f"{' '.join(map(str, arguments))} --shard 1/2 --partial {tmp_path}/parts"
-    assert early.stderr.endswith(f"next: cd {tmp_path} && ckptfix {command}\n")
-    assert run(*command.split(), at=str(tmp_path)).returncode == 0
-    merged = run("merge", "../parts", at=str(tmp_path / "other"))
-    assert merged.returncode in (0, 1), merged.stderr
-    assert merged.stdout == run(*arguments).stdout
+    refused = run(*arguments, "--partial", tmp_path / "parts")
+    assert refused.returncode == 3
+    assert f"partial results of another command: ckptfix diff {pair[0]}" in refused.stderr
+    last = run(*arguments, "--partial", "parts", at=str(tmp_path))
+    assert last.returncode in (0, 1), last.stderr
+    assert last.stdout == run(*arguments).stdout
     assert list((tmp_path / "parts").iterdir()) == [own]

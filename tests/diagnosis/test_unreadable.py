@@ -176,7 +176,7 @@ def test_no_verb_calls_it_damage(
     [
         "check {}", "check -r {}", "check --json {}", "repair {}", "undo {}", "seal {}",
         "verify {}", "verify --device-map auto {}", "salvage {} new", "diff {} {}",
-        "migrate {} new --to bin", "merge {}",
+        "migrate {} new --to bin",
     ],
 )  # fmt: skip
 def test_a_folder_that_may_not_be_read_is_no_wrong_usage(

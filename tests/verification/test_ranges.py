@@ -197,7 +197,7 @@ def test_shares_without_a_network_write_what_one_process_writes(folder: Path, sa
     for number in range(2):
         status, out, _ = said("seal", folder, "--ranges", "--shard", f"{number}/2")
         assert status == 0, out
-    assert said("merge", folder)[0] == 0
+    assert said("seal", folder, "--ranges")[0] == 0
     assert (folder / MANIFEST).read_bytes() == alone
 
 
