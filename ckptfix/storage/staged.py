@@ -5,7 +5,6 @@ check whether the writer still runs. Files of dead writers are removed by the ne
 folder, by any process.
 """
 
-import hashlib
 import os
 import re
 import time
@@ -36,15 +35,6 @@ _NAME = re.compile(
     r"\.ckptfix-(?:saving|writing)\+(.*)\+([1-9][0-9]{0,8})\+[0-9a-f]{16}\+(?P<target>.*)",
     re.DOTALL,
 )
-_MIGRATING = re.compile(
-    r"\.(.*)\.ckptfix-migrating-([0-9a-f]{16})-(?P<pid>[1-9][0-9]{0,8})-[0-9]+", re.DOTALL
-)
-"""As ckptfix 0.4.0 called the folder of a migrate or salvage: NAME, a digest of the output's path,
-PID.
-
-Its copies and pages were called ``.NAME.ckptfix-PID``. They stay: the user's
-``.llama.ckptfix-20241122`` looks alike.
-"""
 
 _DEAD_AFTER = 86400.0
 """Seconds without any change after which a writer on another machine counts as dead: a live one
@@ -204,7 +194,7 @@ def sweep(parent: Path) -> None:
     names: list[str] = []
     with suppress(OSError):
         names = os.listdir(parent)
-    for path in (parent / name for name in names if name.startswith(".") and ".ckptfix-" in name):
+    for path in (parent / name for name in names if name.startswith(".ckptfix-")):
         with suppress(OSError):
             if _is_left_over(path) and not is_needed(path):
                 _remove(path, _output_of(path))
@@ -212,13 +202,7 @@ def sweep(parent: Path) -> None:
 
 def _is_left_over(path: Path) -> bool:
     owner = owner_of(path)
-    if owner is not None:
-        return not owner.is_running
-    match = _MIGRATING.fullmatch(path.name)
-    if match is None:
-        return False
-    # The names of 0.4.0 hold no host, so the process may run on another one.
-    return not _is_running(path, int(match["pid"])) and not _changed_lately(path)
+    return owner is not None and not owner.is_running
 
 
 def _remove(path: Path, output: Path | None) -> None:
@@ -245,21 +229,12 @@ def _output_of(folder: Path) -> Path | None:
     """Return the original path of the old checkpoint that was moved into a folder, None when
     unknown.
     """
-    match = _MIGRATING.fullmatch(folder.name)
-    if match is not None:
-        places = (folder.parent / match[1], folder.parent / "checkpoints" / match[1])
-        return next((place for place in places if _digest_of_040(place) == match[2]), None)
     with suppress(OSError, ValueError):
         # Another user must not decide where files of this one go.
         if os.lstat(folder).st_uid == os.geteuid():
             path = PurePosixPath((folder / _OUTPUT).read_text("utf-8", "surrogateescape"))
             return None if path.is_absolute() or ".." in path.parts else folder.parent / path
     return None
-
-
-def _digest_of_040(output: Path) -> str:
-    real = Path(os.path.realpath(output.parent)) / output.name
-    return hashlib.sha256(os.fsencode(real)).hexdigest()[:16]
 
 
 def _holds_anything(folder: AnyPath) -> bool:
