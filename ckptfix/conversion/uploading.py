@@ -40,7 +40,7 @@ from ckptfix.storage.transactions import State, transactions
 from ckptfix.wording import Line, Printable, count_of, escape, human_size, line
 
 if TYPE_CHECKING:
-    from ckptfix.storage.uploads import Place
+    from ckptfix.storage.stores import Store
 
 _R = TypeVar("_R")
 
@@ -241,7 +241,7 @@ def _folder_for(name: str, find_stale: Callable[[], list[str]]) -> Iterator[tupl
         release(path)
 
 
-def _upload(place: "Place", folder: Path, stale: list[str]) -> None:
+def _upload(place: "Store", folder: Path, stale: list[str]) -> None:
     """Upload a complete folder, its commit marker last; the processes of a team share the files."""
     from ckptfix.storage.uploads import (
         UploadPlan,

@@ -23,7 +23,7 @@ from ckptfix.storage.paths import JOURNAL
 from ckptfix.wording import human_size
 
 if TYPE_CHECKING:
-    from ckptfix.storage.uploads import Place
+    from ckptfix.storage.stores import Store
 
 SAVING = ".ckptfix-saving+"
 """Prefix of the folders that a guarded save writes; each becomes a checkpoint as it is."""
@@ -295,7 +295,7 @@ class Staging:
     folder: Path
     output: Path
     name: str | None = None
-    place: "Place | None" = None
+    place: "Store | None" = None
 
     @property
     def new(self) -> Path:
@@ -444,7 +444,7 @@ def despite_interrupts(clean: Callable[[], object]) -> None:
         raise
 
 
-def place_of(output: Path) -> "Place | None":
+def place_of(output: Path) -> "Store | None":
     """Return the place to upload an output to, None for one on a disk."""
     if store_of(output) is None and object_mount_of(output) is None:
         return None

@@ -15,10 +15,10 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
@@ -39,7 +39,6 @@ from ckptfix.storage.paths import JOURNAL, MANIFEST, cause, list_folder, shell_p
 from ckptfix.storage.stores import (
     ABSENT,
     ANY,
-    Abilities,
     Expected,
     ObjectInfo,
     ObjectRange,
@@ -79,7 +78,7 @@ class UploadPlan:
         """Return the key under which a file is uploaded."""
         return name if self.is_direct else f"{_NEW}{self.upload}/{name}"
 
-    def expected(self, place: "Place", key: str) -> str | Expected:
+    def expected(self, place: Store, key: str) -> str | Expected:
         """Return the state in which a key must be to be written or deleted: what came since is of
         somebody else.
 
@@ -90,114 +89,96 @@ class UploadPlan:
         return self.seen.get(key) or ABSENT if place.abilities.conditions and not is_own else ANY
 
 
-class MountedFolder:
-    """A folder on a mount of an object store, with the methods of a store: files are written from
-    beginning to end.
+class MountedFolder(Store):
+    """A folder on a mount of an object store: each file is written once, from its beginning, and
+    closed.
 
-    There are no ETags and no conditions. A file is complete when it was closed, as far as the mount
-    tells.
+    There are no ETags, so that what another program writes meanwhile is found by its size alone.
     """
 
-    abilities = Abilities()
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.url = str(path)
+    def _opened(self) -> tuple[None, str]:
+        return None, self.url
 
     def name(self, key: str = "") -> str:
         """Return the path of a file as messages name it."""
-        return str(self.path / key)
+        return str(Path(self.url) / key)
 
-    def atomically(self, title: str) -> AbstractContextManager[None]:
-        """Make the writes of the block, each by itself."""
-        return nullcontext()
+    def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
+        def fail(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise error
 
-    def list(self, below: str = "") -> dict[str, ObjectInfo]:
-        """Return every file below the folder."""
-        found: dict[str, ObjectInfo] = {}
-        for root, _, names in os.walk(self.path / below):
+        for root, _, names in os.walk(self._path(below), onerror=fail):
             for name in names:
-                key = os.path.relpath(os.path.join(root, name), self.path)
-                if (info := self.stat(key)) is not None:
-                    found[key] = info
-        return found
+                key = os.path.relpath(os.path.join(root, name), self.url)
+                if (info := self._stat(key)) is not None:
+                    yield key, info
 
-    def stat(self, key: str) -> ObjectInfo | None:
-        """Return the facts about a file, None where none is."""
+    def _stat(self, key: str) -> ObjectInfo | None:
         try:
-            status = os.stat(self.path / key)
+            status = os.stat(self._path(key))
         except (FileNotFoundError, NotADirectoryError):
             return None
         return ObjectInfo(status.st_size, "", status.st_mtime_ns)
 
-    def read(self, key: str, offset: int, length: int, *, etag: str | None = None) -> bytes:
-        """Return bytes of a file."""
-        with (self.path / key).open("rb") as file:
-            file.seek(offset)
-            return file.read(length)
+    def _read(self, key: str, offset: int, length: int, etag: str) -> bytes:
+        with open(self._path(key), "rb") as file:
+            return os.pread(file.fileno(), length, offset)
 
-    def put(self, key: str, data: bytes, *, expected: str | Expected = ANY) -> ObjectInfo:
-        """Write a file in one go."""
-        return self._write(key, [data], len(data))
+    def _put(self, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
+        return self._save(key, lambda file: file.write(data), expected)
 
-    def upload(
+    def _upload(
+        self, key: str, path: Path, expected: str | Expected, progress: Progress | None
+    ) -> ObjectInfo:
+        def fill(file: IO[bytes]) -> None:
+            file.writelines(_blocks(path, progress))
+
+        return self._save(key, fill, expected)
+
+    def _compose(
         self,
         key: str,
-        path: Path,
-        *,
-        expected: str | Expected = ANY,
-        progress: Progress | None = None,
+        pieces: Sequence[Piece],
+        expected: str | Expected,
+        like: str | None,
+        mark: str,
     ) -> ObjectInfo:
-        """Copy a file to the mount."""
-        return self._write(key, _blocks(path, progress), path.stat().st_size)
+        return self._save(key, lambda file: self._bring(pieces, file), expected)
 
-    def compose(
-        self,
-        key: str,
-        pieces: Iterable[Piece],
-        *,
-        expected: str | Expected = ANY,
-        like: str | None = None,
+    def _save(
+        self, key: str, fill: Callable[[IO[bytes]], object], expected: str | Expected
     ) -> ObjectInfo:
-        """Write a file of complete other ones."""
-        ranges = [piece for piece in pieces if isinstance(piece, ObjectRange)]
-        blocks = (block for one in ranges for block in _blocks(self.path / one.key, None))
-        return self._write(key, blocks, sum(one.length for one in ranges))
-
-    def delete(self, key: str, *, expected: str | Expected = ANY) -> None:
-        """Delete a file, and the folders above it that are empty then."""
-        with suppress(FileNotFoundError):
-            os.unlink(self.path / key)
-        with suppress(OSError):
-            for parent in (self.path / key).parents:
-                os.rmdir(parent)
-
-    def _write(self, key: str, blocks: Iterable[bytes], size: int) -> ObjectInfo:
-        place = self.path / key
+        self._ensure(key, expected)
+        place = Path(self._path(key))
         place.parent.mkdir(parents=True, exist_ok=True)
         with place.open("wb") as file:
-            for block in blocks:
-                file.write(block)
+            fill(file)
+            size = file.tell()
             file.flush()
             os.fsync(file.fileno())
-        written = self.stat(key)
-        if written is None or written.size != size:
-            have = "no file" if written is None else f"{written.size} bytes"
-            raise OperationError(f"{place}: {size} bytes were written, and the mount has {have}")
-        return written
+        return self._written(key, size)
+
+    def _delete(self, key: str, expected: str | Expected) -> None:
+        """Delete a file, and the folders above it that are empty then."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(key))
+        with suppress(OSError):
+            for parent in Path(self._path(key)).parents:
+                os.rmdir(parent)
+
+    def _judge(self, error: Exception) -> Exception | None:
+        return error if isinstance(error, OSError) else super()._judge(error)
 
 
-Place = Store | MountedFolder
-
-
-def place_at(path: Path | str) -> Place:
+def place_at(path: Path | str) -> Store:
     """Return the place at a URL, at a path of a store's image, or at a path on a mount."""
     if is_url(path):
         return open_store(str(path))
-    return store_of(Path(path)) or MountedFolder(Path(path))
+    return store_of(Path(path)) or MountedFolder(str(Path(path)))
 
 
-def put_in_store(place: Place, folder: Path, *, name: str | None, overwrite: bool) -> None:
+def put_in_store(place: Store, folder: Path, *, name: str | None, overwrite: bool) -> None:
     """Upload a complete folder, or one file of it, which is complete by itself. Raises
     ChangedError, OperationError.
 
@@ -209,7 +190,7 @@ def put_in_store(place: Place, folder: Path, *, name: str | None, overwrite: boo
     upload_folder(place, folder, stale=objects_replaced(place, overwrite=overwrite))
 
 
-def objects_replaced(place: Place, *, overwrite: bool) -> list[str]:
+def objects_replaced(place: Store, *, overwrite: bool) -> list[str]:
     """Return the objects that a new checkpoint replaces at a place: all are of an earlier upload by
     ckptfix.
 
@@ -274,7 +255,7 @@ def staged_files(folder: Path) -> dict[str, int]:
     return {name: size for name, size in sorted(found.items()) if name not in NEVER_UPLOADED}
 
 
-def begin_upload(place: Place, files: Mapping[str, int], stale: Collection[str] = ()) -> UploadPlan:
+def begin_upload(place: Store, files: Mapping[str, int], stale: Collection[str] = ()) -> UploadPlan:
     """Decide how files are uploaded, and say in the store that it begins. ``stale``: objects that
     go, if there.
 
@@ -306,7 +287,7 @@ def begin_upload(place: Place, files: Mapping[str, int], stale: Collection[str] 
 
 
 def send(
-    place: Place,
+    place: Store,
     plan: UploadPlan,
     folder: Path,
     names: Collection[str],
@@ -349,7 +330,7 @@ def send(
 
 
 def finish_upload(
-    place: Place,
+    place: Store,
     plan: UploadPlan,
     sent: Mapping[str, Uploaded],
     *,
@@ -386,7 +367,7 @@ def finish_upload(
 
 
 def upload_folder(
-    place: Place,
+    place: Store,
     folder: Path,
     *,
     stale: Collection[str] = (),
@@ -402,7 +383,7 @@ def upload_folder(
         finish_upload(place, plan, send(place, plan, folder, files, progress), keep=keep)
 
 
-def remove_checkpoint(place: Place) -> None:
+def remove_checkpoint(place: Store) -> None:
     """Delete every object of a checkpoint, the commit marker first: no half-deleted one is ever
     taken for complete.
     """
@@ -416,7 +397,7 @@ def remove_checkpoint(place: Place) -> None:
         place.delete(UPLOAD)  # until now it said that the checkpoint is not complete
 
 
-def changed_since(place: Place) -> list[str] | None:
+def changed_since(place: Store) -> list[str] | None:
     """Return the objects that came, changed or went since the commit marker was written; None
     without a marker.
     """
@@ -441,7 +422,7 @@ def _as_committed(commit: Commit | None, there: Mapping[str, ObjectInfo]) -> set
 
 
 def not_uploaded(
-    place: Place, folder: Path, error: BaseException, parts: Sequence[str] = ()
+    place: Store, folder: Path, error: BaseException, parts: Sequence[str] = ()
 ) -> str:
     """Return the message about an upload that failed: where the complete folder lies, and how to
     upload it.
@@ -459,7 +440,7 @@ def not_uploaded(
     return f"{place.name()}: the upload stopped, so nothing there is committed: {why}; {where}"
 
 
-def _say_begun(place: Place, plan: UploadPlan) -> None:
+def _say_begun(place: Store, plan: UploadPlan) -> None:
     record = begun_now(plan.upload, plan.files).to_bytes()
     _put_record(
         place,
@@ -469,7 +450,7 @@ def _say_begun(place: Place, plan: UploadPlan) -> None:
     )
 
 
-def _put_record(place: Place, key: str, data: bytes, expected: str | Expected = ANY) -> None:
+def _put_record(place: Store, key: str, data: bytes, expected: str | Expected = ANY) -> None:
     try:
         place.put(key, data, expected=expected)
     except ChangedError:
@@ -481,7 +462,7 @@ def _put_record(place: Place, key: str, data: bytes, expected: str | Expected = 
 
 
 def _give_names(
-    place: Place, plan: UploadPlan, sent: Mapping[str, Uploaded]
+    place: Store, plan: UploadPlan, sent: Mapping[str, Uploaded]
 ) -> dict[str, Uploaded]:
     """Have the store copy every new object over its name; it stays where it is until all of them
     have theirs.
@@ -510,7 +491,7 @@ def _give_names(
     return named
 
 
-def _ensure_as_seen(place: Place, plan: UploadPlan) -> None:
+def _ensure_as_seen(place: Store, plan: UploadPlan) -> None:
     """Raise ChangedError when somebody wrote, since the upload began, what it is about to replace
     or delete.
 
@@ -532,7 +513,7 @@ def _ensure_as_seen(place: Place, plan: UploadPlan) -> None:
             )
 
 
-def _delete_as_seen(place: Place, plan: UploadPlan, name: str) -> None:
+def _delete_as_seen(place: Store, plan: UploadPlan, name: str) -> None:
     """Delete an object of the old checkpoint. Raises ChangedError where it is another one than the
     upload has seen.
     """
@@ -543,7 +524,7 @@ def _delete_as_seen(place: Place, plan: UploadPlan, name: str) -> None:
             raise
 
 
-def _compare(place: Place, expected: Mapping[str, Uploaded]) -> None:
+def _compare(place: Store, expected: Mapping[str, Uploaded]) -> None:
     """Raise ChangedError unless every object is there as it was sent; a listing may be late, so the
     object is asked.
     """
@@ -565,12 +546,12 @@ def _compare(place: Place, expected: Mapping[str, Uploaded]) -> None:
             )
 
 
-def _records(place: Place, there: Mapping[str, ObjectInfo]) -> tuple[Begun | None, Commit | None]:
+def _records(place: Store, there: Mapping[str, ObjectInfo]) -> tuple[Begun | None, Commit | None]:
     begun = _parsed(place, UPLOAD, parse_begun) if UPLOAD in there else None
     return begun, _parsed(place, COMMITTED, parse_commit) if COMMITTED in there else None
 
 
-def _parsed(place: Place, key: str, parse: Callable[[bytes], Any]) -> Any:
+def _parsed(place: Store, key: str, parse: Callable[[bytes], Any]) -> Any:
     """Return a record, None where none is, or one that nobody can understand: it commits
     nothing.
     """
@@ -583,7 +564,7 @@ def _parsed(place: Place, key: str, parse: Callable[[bytes], Any]) -> Any:
         return None
 
 
-def _sweep(place: Place) -> None:
+def _sweep(place: Store) -> None:
     """Delete what uploads over an older checkpoint left; it is not needed any more, and a failure
     harms nobody.
     """
@@ -592,11 +573,11 @@ def _sweep(place: Place) -> None:
         together(below, place.delete)
 
 
-def _holds(place: Place, key: str, info: ObjectInfo, size: int, sha256: str) -> bool:
+def _holds(place: Store, key: str, info: ObjectInfo, size: int, sha256: str) -> bool:
     return info.size == size and _digest(place, key, info) == sha256
 
 
-def _digest(place: Place, key: str, info: ObjectInfo) -> str:
+def _digest(place: Store, key: str, info: ObjectInfo) -> str:
     digest = hashlib.sha256()
     for begin in range(0, info.size, _BLOCK):
         digest.update(

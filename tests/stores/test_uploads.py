@@ -30,12 +30,12 @@ from ckptfix.storage.paths import MANIFEST
 from ckptfix.storage.stores import Store, open_store
 from ckptfix.storage.uploads import (
     MountedFolder,
-    Place,
     UploadPlan,
     begin_upload,
     changed_since,
     finish_upload,
     objects_replaced,
+    put_in_store,
     remove_checkpoint,
     send,
     staged_files,
@@ -73,7 +73,7 @@ def folder_of(tmp_path: Path, name: str, files: Mapping[str, bytes]) -> Path:
     return tmp_path / name
 
 
-def contents(place: Place) -> dict[str, bytes]:
+def contents(place: Store) -> dict[str, bytes]:
     return {
         key: place.read(key, 0, info.size)
         for key, info in place.list().items()
@@ -81,7 +81,7 @@ def contents(place: Place) -> dict[str, bytes]:
     }
 
 
-def is_committed(place: Place) -> bool:
+def is_committed(place: Store) -> bool:
     there = place.list()
     if COMMITTED not in there:
         return False
@@ -484,7 +484,7 @@ def test_a_mount_gets_the_marker_last_and_killed_at_any_write_it_says_what_is_th
 ) -> None:
     """A mount has no rename: every file is written once, from its beginning, and closed."""
     folder = folder_of(tmp_path, "new", NEW)
-    write, written = MountedFolder._write, 0
+    save, written = MountedFolder._save, 0
     at = 0
 
     def dying(self: MountedFolder, *arguments: Any) -> Any:
@@ -492,14 +492,14 @@ def test_a_mount_gets_the_marker_last_and_killed_at_any_write_it_says_what_is_th
         written += 1
         if written == at:
             raise Killed
-        return write(self, *arguments)
+        return save(self, *arguments)
 
-    monkeypatch.setattr(MountedFolder, "_write", dying)
+    monkeypatch.setattr(MountedFolder, "_save", dying)
     while True:
         at, written = at + 1, 0
         mount = tmp_path / f"mount{at}" / "checkpoint_7"
         try:
-            upload_folder(MountedFolder(mount), folder)
+            upload_folder(MountedFolder(str(mount)), folder)
         except Killed:
             if mount.exists():
                 assert upload_problem(mount) is not None
@@ -507,7 +507,26 @@ def test_a_mount_gets_the_marker_last_and_killed_at_any_write_it_says_what_is_th
         break
     assert at == len(NEW) + 3
     assert upload_problem(mount) is None
-    assert contents(MountedFolder(mount)) == NEW
+    assert contents(MountedFolder(str(mount))) == NEW
+
+
+def test_a_file_on_a_mount_is_neither_replaced_nor_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path, "new", NEW)
+    mount = MountedFolder(str(tmp_path / "mount"))
+    put_in_store(mount, folder, name="model.safetensors", overwrite=False)
+    (folder / "model.safetensors").write_bytes(b"of another program")
+    with pytest.raises(ChangedError, match="another program wrote"):
+        put_in_store(mount, folder, name="model.safetensors", overwrite=False)
+    assert contents(mount) == {"model.safetensors": NEW["model.safetensors"]}
+
+    def lossy(descriptor: int) -> None:
+        os.truncate(descriptor, 1)
+
+    monkeypatch.setattr(os, "fsync", lossy)
+    with pytest.raises(OperationError, match="now has 1 bytes: the object is not complete"):
+        mount.put("other", b"bytes")
 
 
 def test_a_problem_says_how_much_arrived(tmp_path: Path) -> None:

@@ -331,15 +331,15 @@ def test_a_save_to_a_mount_that_is_cut_short_is_passed_over(
 ) -> None:
     accelerator, _ = run(str(mount))
     first = accelerator.save_state()
-    write, count = uploads.MountedFolder._write, iter(range(100))
+    save, count = uploads.MountedFolder._save, iter(range(100))
 
     def full(self: Any, *arguments: Any) -> Any:
         if next(count) == 3:
             raise OSError(28, "No space left on device")
-        return write(self, *arguments)
+        return save(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(uploads.MountedFolder, "_write", full)
+        patch.setattr(uploads.MountedFolder, "_save", full)
         with pytest.raises(OperationError, match=r"No space left.*next: ckptfix upload") as failed:
             accelerator.save_state()
     cut = mount / "checkpoints" / "checkpoint_1"

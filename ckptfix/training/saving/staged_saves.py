@@ -62,10 +62,9 @@ from ckptfix.storage.staged import (
     sweep,
     temporary_name,
 )
-from ckptfix.storage.stores import is_url
+from ckptfix.storage.stores import Store, is_url
 from ckptfix.storage.uploads import (
     MountedFolder,
-    Place,
     not_uploaded,
     place_at,
     remove_checkpoint,
@@ -259,7 +258,7 @@ class StagedSave:
     url: str = ""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Store:
         """The place that a save is uploaded to."""
         return place_at(self.url or self.target)
 
@@ -460,7 +459,7 @@ def _commit_upload(staging: StagedSave, manifest: bytes) -> None:
     uploaded(staging)
 
 
-def replaced_in_store(place: Place) -> set[str]:
+def replaced_in_store(place: Store) -> set[str]:
     """Return the objects that the next save below a prefix replaces or removes, as
     ``replaced_files`` for a folder.
     """
@@ -720,7 +719,7 @@ def _discard(path: Path) -> bool:
     a checkpoint.
     """
     if object_mount_of(path) is not None:
-        remove_checkpoint(MountedFolder(path))
+        remove_checkpoint(MountedFolder(str(path)))
         shutil.rmtree(path, ignore_errors=True)
         return True
     trash = name = outside_checkpoints(path) / temporary_name(path, SAVING)
