@@ -1,21 +1,22 @@
-"""Azure: conditions, blocks that the server copies, and pinned reads, by the client of
-azure-storage-blob in adlfs.
+"""Azure: conditions on every write and pinned reads, by the client of azure-storage-blob in adlfs.
 
 Account and credential are found as adlfs finds them: ``AZURE_STORAGE_...``, the login of the
 machine; or as fsspec is configured (``FSSPEC_AZ_...``). Errors of that client are known by their
-status and code.
+status and code. Objects are written whole: what is made of parts of others travels.
 """
 
 import asyncio
+import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timedelta, timezone
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ckptfix.errors import StoreError, UsageError
 from ckptfix.storage import stores
-from ckptfix.storage.parts import MARK, MIB, ComposingStore, Upload
+from ckptfix.storage.parallel import Progress
+from ckptfix.storage.parts import MARK, MIB
 from ckptfix.storage.paths import shell_path
 from ckptfix.storage.stores import (
     ABSENT,
@@ -23,34 +24,24 @@ from ckptfix.storage.stores import (
     Abilities,
     Expected,
     ObjectInfo,
-    ObjectRange,
     Refused,
+    Store,
     Temporary,
     nanoseconds,
     quoted,
     seconds_to_read,
+    together,
 )
 from ckptfix.wording import escape
 
 _PAGE = 5000  # names of a page of a listing: the store gives no more
-_SCOPE = "https://storage.azure.com/.default"
-_SIGNED = timedelta(hours=1)  # a copy of one block takes seconds
-
-_SETTINGS = (
-    "content_type",
-    "content_encoding",
-    "content_language",
-    "content_disposition",
-    "cache_control",
-)
-"""Properties that a composed object gets from the object that it is like, next to metadata, tags,
-tier and scope.
-"""
+_BLOCK = 16 * MIB  # of a large object, unless the next line's number of them would not hold it
+_BLOCKS = 50_000
+_BLOCKS_AT_ONCE = 8
 
 _REFUSED = {
     "ConditionNotMet",
     "BlobAlreadyExists",
-    "SourceConditionNotMet",
     "TargetConditionNotMet",
     "412",
 }
@@ -69,9 +60,6 @@ _ADVICE = {
     ),
     "InvalidAuthenticationInfo": f"the store cannot read this credential; {_LOGIN}",
     "NoAuthenticationInformation": f"the store wants a credential; {_LOGIN}",
-    "CannotVerifyCopySource": (
-        "the store may not read the object that it is to copy; next: az role assignment list"
-    ),
     "BlobArchived": "the object is archived; next: az storage blob set-tier --tier Hot",
     "LeaseIdMissing": (
         "another program holds a lease of this object; next: az storage blob lease break"
@@ -99,14 +87,10 @@ _SAME = {
 }
 
 
-class AzureStore(ComposingStore):
+class AzureStore(Store):
     """One prefix of a container."""
 
-    # A block may have 4,000 MiB; one of 256 MiB is copied within seconds, and 50,000 of them hold
-    # 12 TiB.
-    abilities: ClassVar[Abilities] = Abilities(
-        composes=True, conditions=True, most_copied=256 * MIB, most_parts=50_000
-    )
+    abilities: ClassVar[Abilities] = Abilities(conditions=True)
 
     def _opened(self) -> tuple[Any, str]:
         import fsspec
@@ -144,7 +128,7 @@ class AzureStore(ComposingStore):
 
         patience = stores.PATIENCE
         token = words.pop("token", None)
-        words = {**_converted(words), **_condition(expected)}
+        words |= _condition(expected)
         words["retry_total"] = 0  # _persist tries again, and counts
         words |= {"connection_timeout": patience.connect, "read_timeout": patience.answer}
 
@@ -167,37 +151,6 @@ class AzureStore(ComposingStore):
         if isinstance(answer, bytes):
             self.traffic.add(down=len(answer), requests=0)
         return answer
-
-    def readable(self, path: str) -> tuple[str, dict[str, Any]]:
-        """Return an address by which the store reads an object itself, and the words of a request
-        that copies it.
-
-        Both hold credentials: a token, or an access of an hour to this object, signed with the key
-        of the account.
-        """
-        from fsspec.asyn import sync
-
-        service = self._files.service_client
-        address, credential = (
-            service.get_blob_client(self._container, path).url,
-            service.credential,
-        )
-        if hasattr(credential, "get_token"):
-            token = sync(self._files.loop, credential.get_token, _SCOPE).token
-            return address, {"source_authorization": f"Bearer {token}"}
-        if hasattr(credential, "account_key"):
-            from azure.storage.blob import BlobSasPermissions, generate_blob_sas
-
-            signature = generate_blob_sas(
-                credential.account_name, self._container, path, account_key=credential.account_key,
-                permission=BlobSasPermissions(read=True),
-                expiry=datetime.now(timezone.utc) + _SIGNED,
-            )  # fmt: skip
-            return f"{address}?{signature}", {}
-        return (
-            address,
-            {},
-        )  # a signature of the user's own is part of the address; a public container needs none
 
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
         start = len(self._base) + 1 if self._base else 0
@@ -240,94 +193,74 @@ class AzureStore(ComposingStore):
         data: bytes = self.ask("download_blob", self._path(key), **words)
         return data
 
-    def _put_whole(self, key: str, data: bytes, expected: str | Expected) -> str:
-        words: dict[str, Any] = {
-            "data": data,
-            "length": len(data),
-            "validate_content": True,
-            "overwrite": True,
-        }
-        return _etag(
-            self.ask("upload_blob", self._path(key), up=len(data), expected=expected, **words)
-        )
+    def _put(self, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
+        token = secrets.token_hex(8)
+        words: dict[str, Any] = {"data": data, "length": len(data), "metadata": {MARK: token}}
 
-    def _begin(self, key: str, words: Mapping[str, Any]) -> Upload:
-        return Upload(key, secrets.token_hex(8), words)
+        def ask() -> Any:
+            return self.ask(
+                "upload_blob", self._path(key), up=len(data), expected=expected,
+                overwrite=True, validate_content=True, **words,
+            )  # fmt: skip
 
-    def _put_part(self, upload: Upload, number: int, data: bytes) -> str:
-        if not data:  # an empty object has no block
-            return ""
-        name = _block(upload, number)
-        words: dict[str, Any] = {
-            "block_id": name,
-            "data": data,
-            "length": len(data),
-            "validate_content": True,
-        }
-        self.ask("stage_block", self._path(upload.key), up=len(data), **words)
-        return name
+        return self._written(key, len(data), self._once(key, token, ask))
 
-    def _copy_part(self, upload: Upload, number: int, copied: ObjectRange) -> str:
-        name = _block(upload, number)
-        address, words = self.readable(self._path(copied.key))
-        if copied.etag:
-            words["headers"] = {"x-ms-source-if-match": quoted(copied.etag)}
-        words |= {"source_offset": copied.offset, "source_length": copied.length}
-        self.ask(
-            "stage_block_from_url",
-            self._path(upload.key),
-            block_id=name,
-            source_url=address,
-            **words,
-        )
-        return name
+    def _upload(
+        self, key: str, path: Path, expected: str | Expected, progress: Progress | None
+    ) -> ObjectInfo:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= _BLOCK:
+                info = self._put(key, file.read(), expected)
+                if progress:
+                    progress(size)
+                return info
+            token, step = secrets.token_hex(8), max(_BLOCK, -(-size // _BLOCKS))
+            # equally long, and no other upload has blocks of these names
+            blocks = [f"{token}-{number:05}" for number in range(-(-size // step))]
 
-    def _complete(self, upload: Upload, parts: Sequence[str], expected: str | Expected) -> str:
-        path, names = self._path(upload.key), [name for name in parts if name]
+            def send(number: int) -> None:
+                data = os.pread(file.fileno(), step, number * step)
+                words: dict[str, Any] = {"block_id": blocks[number], "data": data}
+                words |= {"length": len(data), "validate_content": True, "up": len(data)}
+                self._persist(key, lambda: self.ask("stage_block", self._path(key), **words))
+                if progress:
+                    progress(len(data))
 
-        def ask() -> str:
-            words = {**upload.words, "block_list": names}
+            together(range(len(blocks)), send, _BLOCKS_AT_ONCE)
+        words: dict[str, Any] = {"block_list": blocks, "metadata": {MARK: token}}
+
+        def ask() -> Any:
+            return self.ask("commit_block_list", self._path(key), expected=expected, **words)
+
+        return self._written(key, size, self._once(key, token, ask))
+
+    def _once(self, key: str, token: str, ask: Callable[[], Any]) -> str:
+        """Send a write until it is answered, and return the ETag; "" where an earlier attempt
+        arrived, whose answer was lost: then the object has its token.
+        """
+
+        def attempt() -> str:
             try:
-                return _etag(self.ask("commit_block_list", path, expected=expected, **words))
+                return str(ask().get("etag", "")).strip('"')
             except Exception as error:
-                # An earlier attempt may have arrived, whose answer was lost: no other upload has
-                # blocks of these names. A write of another program throws blocks away that are not
-                # listed yet.
-                if (
-                    not isinstance(self._judge(error), Refused)
-                    and _code(error) != "InvalidBlockList"
-                ):
+                # A write of another program throws away the blocks that no object has yet.
+                is_gone = _code(error) == "InvalidBlockList"
+                if not (is_gone or isinstance(self._judge(error), Refused)):
                     raise
-                if not names or self._stat(upload.key) is None:
-                    raise Refused from error
-                if [one.id for one in self.ask("get_block_list", path)[0]] != names:
+                if self._token(key) != token:
                     raise Refused from error
                 return ""
 
-        return self._persist(upload.key, ask, has_condition=True)
+        return self._persist(key, attempt, has_condition=True)
 
-    def _words_of(self, like: str | None, mark: str) -> dict[str, Any]:
-        words: dict[str, Any] = {}
-        if like is not None:
-            found = self._persist(like, lambda: self.ask("get_blob_properties", self._path(like)))
-            settings = {
-                name: value
-                for name in _SETTINGS
-                if (value := getattr(found.content_settings, name))
-            }
-            words = {"settings": settings, "metadata": dict(found.metadata or {})}
-            words["tier"] = found.blob_tier if not found.blob_tier_inferred else None
-            words["encryption_scope"] = found.encryption_scope
-            if found.tag_count:
-                words["tags"] = self._persist(
-                    like, lambda: self.ask("get_blob_tags", self._path(like))
-                )
-        if mark:
-            words["metadata"] = {**words.get("metadata", {}), MARK: mark}
-        return {name: value for name, value in words.items() if value}
-
-    def _mark(self, key: str) -> str:
-        found = self.ask("get_blob_properties", self._path(key))
+    def _token(self, key: str) -> str:
+        try:
+            found = self.ask("get_blob_properties", self._path(key))
+        except Exception as error:
+            if isinstance(self._judge(error), FileNotFoundError):
+                return ""
+            raise
         return str((found.metadata or {}).get(MARK, ""))
 
     def _delete(self, key: str, expected: str | Expected) -> None:
@@ -365,19 +298,6 @@ class AzureStore(ComposingStore):
         return StoreError(f"{code}: {_said(error)}; next: ckptfix help stores")
 
 
-def _converted(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the words of a request with the classes of the client."""
-    words = dict(words)
-    if "settings" in words or "tier" in words:
-        from azure.storage.blob import ContentSettings, StandardBlobTier
-
-        if "settings" in words:
-            words["content_settings"] = ContentSettings(**words.pop("settings"))
-        if "tier" in words:
-            words["standard_blob_tier"] = StandardBlobTier(words.pop("tier"))
-    return words
-
-
 def _condition(expected: str | Expected) -> dict[str, Any]:
     if expected is ANY:
         return {}
@@ -388,19 +308,8 @@ def _condition(expected: str | Expected) -> dict[str, Any]:
     return {"etag": quoted(str(expected)), "match_condition": MatchConditions.IfNotModified}
 
 
-def _block(upload: Upload, number: int) -> str:
-    """Return the name of a block: those of an object are equally long, and no other upload has
-    them.
-    """
-    return f"{upload.name}-{number:05}"
-
-
 def _info(found: Any) -> ObjectInfo:
     return ObjectInfo(found.size, found.etag.strip('"'), nanoseconds(found.last_modified))
-
-
-def _etag(answer: Mapping[str, Any]) -> str:
-    return str(answer.get("etag", "")).strip('"')
 
 
 def _is_folder(found: Any) -> bool:

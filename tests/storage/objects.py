@@ -9,7 +9,7 @@ def undo(store: Store, number: int = 1) -> None:
     """Undo a transaction, after what was cut short."""
     with store_lock(store, "undo") as lock:
         recover_objects(store)
-        undo_objects(store, number, lock=lock)
+        undo_objects(store, number, lock=lock, transfer=not store.abilities.composes)
 
 
 def recover(store: Store) -> int | None:

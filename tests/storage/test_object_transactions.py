@@ -124,6 +124,7 @@ def commit(
         return commit_objects(
             store, edits(), infos, lock=lock, target="", summary=["steps"], read=read_planned,
             indexes=[INDEX, PurePosixPath("states/.metadata")], show=shown, verify=verify,
+            transfer=not store.abilities.composes,
         )  # fmt: skip
 
 

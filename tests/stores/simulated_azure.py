@@ -13,8 +13,6 @@ from ckptfix.storage.azure import AzureStore
 from ckptfix.storage.stores import ABSENT, ANY, Expected
 from tests.stores.simulated_s3 import Body, Cloud, Object, cut, length_of, read
 
-MOST_COPIED = 4000 << 20
-
 
 class Refusal(Exception):
     """An error as the client of Azure raises it."""
@@ -32,9 +30,6 @@ class SimulatedAzure(AzureStore):
     def _opened(self) -> tuple[Any, str]:
         self._container, _, prefix = self.url.partition("://")[2].partition("/")
         return None, prefix
-
-    def readable(self, path: str) -> tuple[str, dict[str, Any]]:
-        return f"https://simulated/{path}", {}
 
     def ask(
         self, method: str, path: str = "", *, up: int = 0, seconds: float | None = None,
@@ -69,20 +64,9 @@ class SimulatedAzure(AzureStore):
 
     def _facts(self, path: str) -> Any:
         one = self.cloud.objects[path]
-        settings = dict.fromkeys(
-            (
-                "content_type",
-                "content_encoding",
-                "content_language",
-                "content_disposition",
-                "cache_control",
-            )
-        )
         return SimpleNamespace(
             name=path, size=length_of(one.body), etag=f'"{one.etag}"', metadata=dict(one.metadata),
-            last_modified=datetime.fromtimestamp(one.modified, timezone.utc), blob_tier="Hot",
-            blob_tier_inferred=True, content_settings=SimpleNamespace(**settings),
-            encryption_scope=None, tag_count=None,
+            last_modified=datetime.fromtimestamp(one.modified, timezone.utc),
         )  # fmt: skip
 
     def _on_list_blobs(
@@ -104,43 +88,22 @@ class SimulatedAzure(AzureStore):
             del self.cloud.uploads[name]  # every write throws blocks away that no list has
         return {"etag": f'"{self.cloud.objects[path].etag}"'}
 
-    def _on_upload_blob(self, path: str, data: bytes, **words: Any) -> dict[str, str]:
-        return self._save(path, (data,), {})
+    def _on_upload_blob(
+        self, path: str, data: bytes, metadata: dict[str, str], **words: Any
+    ) -> dict[str, str]:
+        return self._save(path, (data,), metadata)
 
     def _on_stage_block(self, path: str, block_id: str, data: bytes, **words: Any) -> None:
         assert data, "Azure refuses an empty block"
         self.cloud.uploads[f"{path}\0{block_id}"] = {"body": (bytes(data),)}
 
-    def _on_stage_block_from_url(
-        self, path: str, block_id: str, source_url: str, source_offset: int, source_length: int,
-        headers: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        one = self._object(source_url.removeprefix("https://simulated/"))
-        if headers and headers["x-ms-source-if-match"] != f'"{one.etag}"':
-            raise Refusal(412, "SourceConditionNotMet")
-        assert source_length <= MOST_COPIED
-        self.cloud.copied += source_length
-        body = cut(one.body, source_offset, source_length)
-        self.cloud.uploads[f"{path}\0{block_id}"] = {"body": body}
-
     def _on_commit_block_list(
-        self,
-        path: str,
-        block_list: list[str],
-        metadata: dict[str, str] | None = None,
-        **words: Any,
+        self, path: str, block_list: list[str], metadata: dict[str, str]
     ) -> dict[str, str]:
         if any(f"{path}\0{name}" not in self.cloud.uploads for name in block_list):
             raise Refusal(400, "InvalidBlockList")
-        assert len(block_list) <= 50_000
         bodies = [self.cloud.uploads[f"{path}\0{name}"]["body"] for name in block_list]
-        answer = self._save(path, tuple(piece for body in bodies for piece in body), metadata or {})
-        self.cloud.objects[path].words["blocks"] = list(block_list)
-        return answer
-
-    def _on_get_block_list(self, path: str) -> Any:
-        blocks = self._object(path).words.get("blocks", [])
-        return [SimpleNamespace(id=name) for name in blocks], []
+        return self._save(path, tuple(piece for body in bodies for piece in body), metadata)
 
     def _on_delete_blob(self, path: str) -> None:
         self._object(path)
