@@ -1,10 +1,9 @@
 """The Hugging Face hub: reads by ranges at one commit, and writes that become one commit, or none.
 
-Inside ``atomically`` every write is kept on this machine, and every store of the same repository in
-this process sees it. At the end all of them are sent as one commit whose parent is the commit that
-was read: the hub refuses it when anybody else committed in between. A write outside is a commit of
-its own. Endpoint and token are those of ``huggingface_hub``: ``HF_ENDPOINT``, ``HF_TOKEN``, ``hf
-auth login``.
+Inside ``atomically`` every write is an operation that waits, and the store and those below it see
+it. At the end all of them are sent as one commit whose parent is the commit that was read: the hub
+refuses it when anybody else committed in between. A write outside is a commit of its own. Endpoint
+and token are those of ``huggingface_hub``: ``HF_ENDPOINT``, ``HF_TOKEN``, ``hf auth login``.
 """
 
 import hashlib
@@ -18,14 +17,13 @@ import threading
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
+from copy import copy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote
 
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, StoreError, UsageError
 from ckptfix.storage import staged, stores
 from ckptfix.storage.parallel import Progress
@@ -47,65 +45,32 @@ _URL = re.compile(
     r"hf://(?:(models|datasets|spaces)/)?([^/@]+/[^/@]+)(?:@(refs/(?:convert/[^/]+|pr/\d+)|[^/]+))?(?:/(.*))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_BLOCK = 8 << 20
-_SAMPLE = 512  # bytes by which the hub knows text from binary files
 _PATHS = 500  # of one request
 
 
 class _New(NamedTuple):
-    """New bytes of a path: a file of this machine, or those that another path has in the commit
-    that was read.
+    """New bytes of a path, and the operation that writes them: an addition, or a copy of what
+    another path has in the commit that was read.
 
-    ``stamp``: size and time of the file when it was hashed.
+    ``stamp``: the file that is added, with its size and time before it was hashed.
     """
 
     info: ObjectInfo
-    file: Path | None
-    source: str = ""
-    stamp: tuple[int, int] = (0, 0)
+    operation: Any
+    stamp: tuple[Path, int, int] | None = None
 
 
-class _Bytes(NamedTuple):
-    """The bytes of a file of this machine, as the hub knows them: by the id of git, or by their
-    sha256.
-    """
-
-    sample: bytes
-    size: int
-    git: str
-    sha256: str
-    stamp: tuple[int, int]
-
-
-@dataclass(kw_only=True)
-class _Commit:
+class _Commit(NamedTuple):
     """The next commit of a repository. ``changes``: the new bytes by path, None for a path that
-    goes.
-
-    ``owner``: the thread whose single write it is, None for one that every thread adds to.
+    goes. ``listed``: the paths below a folder in the commit that was read. ``folder``: for files.
     """
 
     parent: str
     folder: Path
-    owner: int | None
-    changes: dict[str, _New | None] = field(default_factory=dict)
-    listed: dict[str, dict[str, ObjectInfo]] = field(default_factory=dict)
-    hashed: dict[Path, _Bytes] = field(default_factory=dict)
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    changes: dict[str, _New | None]
+    listed: dict[str, dict[str, ObjectInfo]]
+    lock: threading.RLock
 
-    def new_file(self) -> Path:
-        """Return the path of a file that does not exist yet."""
-        return self.folder / secrets.token_hex(8)
-
-    def bytes_of(self, file: Path) -> _Bytes:
-        """Return what the hub is asked about a file, which is hashed once."""
-        if file not in self.hashed:
-            self.hashed[file] = _hashed(file)
-        return self.hashed[file]
-
-
-_commits: dict[tuple[str, ...], _Commit] = {}
-"""The commits that are being made by this process, by repository and branch."""
 
 _turns: dict[tuple[str, ...], threading.RLock] = {}
 """One thread at a time makes a commit of a branch; the threads that it starts only add to it."""
@@ -147,8 +112,9 @@ class HubStore(Store):
         self._type = (match[1] or "models").removesuffix("s")
         self._repo, self._branch = match[2], match[3] or "main"
         api = HfApi()
-        self._where = (api.endpoint, self._type, self._repo, self._branch)
-        self._turn = _turns.setdefault(self._where, threading.RLock())
+        where = (api.endpoint, self._type, self._repo, self._branch)
+        self._turn = _turns.setdefault(where, threading.RLock())
+        self._open: list[_Commit] = []  # the one that writes add to; stores below share the list
         return api, match[4] or ""
 
     def removal(self, below: str = "") -> str:
@@ -265,10 +231,12 @@ class HubStore(Store):
             raise FileNotFoundError(key)
         if etag and new.info.etag != etag:
             raise Refused
-        if new.file is None:
-            return self._get(new.source, commit.parent, offset, length, etag)
-        with new.file.open("rb") as file:
-            return os.pread(file.fileno(), length, offset)
+        if not _is_added(new):
+            return self._get(new.operation.src_path_in_repo, commit.parent, offset, length, etag)
+        with new.operation.as_file() as file:
+            file.seek(offset)
+            data: bytes = file.read(length)
+            return data
 
     def _get(self, path: str, revision: str, offset: int, length: int, etag: str) -> bytes:
         kind = "" if self._type == "model" else f"{self._type}s/"
@@ -291,15 +259,13 @@ class HubStore(Store):
 
     def _put(self, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
         with self._changing(key) as commit:
-            file = commit.new_file()
-            file.write_bytes(data)
-            return self._change(commit, key, self._new(commit, key, file), expected)
+            return self._change(commit, key, self._added(key, data), expected)
 
     def _upload(
         self, key: str, path: Path, expected: str | Expected, progress: Progress | None
     ) -> ObjectInfo:
         with self._changing(key) as commit:
-            info = self._change(commit, key, self._new(commit, key, path), expected)
+            info = self._change(commit, key, self._added(key, path), expected)
             if progress:
                 progress(info.size)
             return info
@@ -319,6 +285,8 @@ class HubStore(Store):
         """Return an object of pieces: a complete one as it is, any other in a file of this
         machine.
         """
+        from huggingface_hub import CommitOperationCopy
+
         if len(pieces) == 1 and isinstance(one := pieces[0], ObjectRange):
             path, now = self._path(one.key), self._stat(one.key)
             if (
@@ -327,14 +295,16 @@ class HubStore(Store):
                 and one.etag in ("", now.etag)
             ):
                 made = commit.changes.get(path)
-                if made is not None and made.file is not None:
-                    return self._new(commit, key, made.file)
+                if made is not None and _is_added(made):
+                    return self._added(key, made)
                 if len(now.etag) == 64:  # a large file: the hub copies it by its sha256
-                    return _New(now, None, made.source if made is not None else path)
-        file = commit.new_file()
+                    source = made.operation.src_path_in_repo if made is not None else path
+                    words: dict[str, Any] = {"src_revision": commit.parent}
+                    return _New(now, CommitOperationCopy(source, self._path(key), **words))
+        file = commit.folder / secrets.token_hex(8)
         with file.open("xb") as out:
             self._bring(pieces, out)
-        return self._new(commit, key, file)
+        return self._added(key, file)
 
     def _delete(self, key: str, expected: str | Expected) -> None:
         with self._changing(key) as commit:
@@ -348,30 +318,36 @@ class HubStore(Store):
             commit.changes[self._path(key)] = new
         return new.info if new is not None else ObjectInfo(0, "", 0)
 
-    def _new(self, commit: _Commit, key: str, file: Path) -> _New:
-        """Return the new bytes of a key, with their ETag: the hub says whether it stores them as a
-        large file.
+    def _added(self, key: str, source: bytes | Path | _New) -> _New:
+        """Return what adds bytes, a file, or the bytes of another addition, with the ETag that they
+        will have: the hub says whether it stores them as a large file.
         """
-        found = commit.bytes_of(file)
-        path = self._path(key)
-        asked = {"path": path, "sample": b64encode(found.sample).decode(), "size": found.size}
-        answer = self._persist(
-            key,
-            lambda: self._ask(
-                "post", f"preupload/{quote(self._branch, safe='')}", json={"files": [asked]}
-            ),
-        ).json()["files"][0]
-        if answer.get("shouldIgnore"):
+        from huggingface_hub import CommitOperationAdd
+
+        path, stamp = self._path(key), None
+        if isinstance(source, _New):  # it is not hashed anew
+            adding, stamp = copy(source.operation), source.stamp
+            adding.path_in_repo = path
+        elif isinstance(source, Path):
+            stamp = _stamp(source)
+            adding = CommitOperationAdd(path, str(source))
+        else:
+            adding = CommitOperationAdd(path, source)
+        sample, size = b64encode(adding.upload_info.sample).decode(), adding.upload_info.size
+        asked = {"files": [{"path": path, "sample": sample, "size": size}]}
+        address = f"preupload/{quote(self._branch, safe='')}"
+        answer = self._persist(key, lambda: self._ask("post", address, json=asked)).json()
+        if answer["files"][0].get("shouldIgnore"):
             raise UsageError(
                 f"{self.name(key)}: the .gitignore of the repository keeps this file out of "
                 "commits, so nothing was changed; next: take its line out of .gitignore"
             )
-        is_large = answer["uploadMode"] == "lfs" and found.size > 0
-        return _New(
-            ObjectInfo(found.size, found.sha256 if is_large else found.git, 0),
-            file,
-            stamp=found.stamp,
-        )
+        if answer["files"][0]["uploadMode"] == "lfs" and size > 0:
+            return _New(ObjectInfo(size, adding.upload_info.sha256.hex(), 0), adding, stamp)
+        with adding.as_file() as file:
+            data = b"blob %d\0" % size + file.read()
+        etag = hashlib.sha1(data, usedforsecurity=False).hexdigest()
+        return _New(ObjectInfo(size, etag, 0), adding, stamp)
 
     # Commits.
 
@@ -385,15 +361,12 @@ class HubStore(Store):
         if (commit := self._current()) is not None:
             yield commit
             return
-        with self._turn, self._made(f"ckptfix: {self._path(key)}", threading.get_ident()) as commit:
+        with self._turn, self._made(f"ckptfix: {self._path(key)}") as commit:
             yield commit
 
     def _current(self) -> _Commit | None:
-        """Return the commit that this thread adds to, None where each of its writes is one."""
-        commit = _commits.get(self._where)
-        return (
-            commit if commit is not None and commit.owner in (None, threading.get_ident()) else None
-        )
+        """Return the commit that writes add to, None where each of them is one."""
+        return self._open[0] if self._open else None
 
     @contextmanager
     def atomically(self, title: str) -> Iterator[None]:
@@ -404,11 +377,15 @@ class HubStore(Store):
         """
         try:
             with self._turn:
-                if self._where in _commits:  # of this thread
+                if self._open:  # of this thread
                     yield
                     return
-                with self._made(title, None):
-                    yield
+                with self._made(title) as commit:
+                    self._open.append(commit)
+                    try:
+                        yield
+                    finally:
+                        self._open.clear()
         except _Overtaken as error:
             raise ChangedError(
                 f"{self.name()}: {error}, so nothing was changed; next: when nobody commits there, "
@@ -416,18 +393,16 @@ class HubStore(Store):
             ) from error
 
     @contextmanager
-    def _made(self, title: str, owner: int | None) -> Iterator[_Commit]:
+    def _made(self, title: str) -> Iterator[_Commit]:
         parent = Path(os.path.realpath(tempfile.gettempdir()))
         staged.sweep(parent)  # what killed runs left
         folder = parent / staged.temporary_name(Path("hub"))
         try:
-            commit = _Commit(parent=self._persist("", self._head), folder=folder, owner=owner)
+            commit = _Commit(self._persist("", self._head), folder, {}, {}, threading.RLock())
             folder.mkdir(mode=0o700)
-            _commits[self._where] = commit
             yield commit
             self._send(commit, title)
         finally:
-            _commits.pop(self._where, None)
             shutil.rmtree(folder, ignore_errors=True)
             staged.release(folder)
 
@@ -443,16 +418,12 @@ class HubStore(Store):
         if not changes:
             return
         for new in changes.values():
-            if new is not None and new.file is not None:
-                status = new.file.stat()
-                if (status.st_size, status.st_mtime_ns) != new.stamp:
-                    raise ChangedError(
-                        f"{new.file} changed while it was uploaded; nothing was changed"
-                    )
+            if new is not None and new.stamp is not None and _stamp(new.stamp[0]) != new.stamp:
+                raise ChangedError(
+                    f"{new.stamp[0]} changed while it was uploaded; nothing was changed"
+                )
         try:
-            made = self._persist(
-                "", lambda: self._commit(commit, changes, title), has_condition=True
-            )
+            self._persist("", lambda: self._commit(commit, changes, title), has_condition=True)
         except Refused:
             raise _Overtaken(f"another commit came since {commit.parent[:10]}") from None
         except (StoreError, UsageError) as error:
@@ -466,51 +437,31 @@ class HubStore(Store):
                 else "nothing was changed"
             )
             raise type(error)(f"{error}; {words}") from error
-        try:
-            is_same = self._persist("", lambda: self._holds(changes, made))
-        except StoreError as error:
-            raise StoreError(f"{error}; commit {made} is complete, and was not compared") from error
-        if not is_same:
-            raise StoreError(
-                f"{self.name()}: commit {made} has other bytes than were sent; next: ckptfix check "
-                f"{shell_path(self.url)}"
-            )
 
-    def _commit(self, commit: _Commit, changes: Mapping[str, _New | None], title: str) -> str:
-        """Ask for the commit, and return its name, or that of the branch where the answer was
-        lost.
-        """
-        from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
+    def _commit(self, commit: _Commit, changes: Mapping[str, _New | None], title: str) -> None:
+        from huggingface_hub import CommitOperationDelete
 
         operations: list[Any] = []
         for path, new in changes.items():
             if new is None:
                 operations.append(CommitOperationDelete(path, is_folder=False))
-            elif new.file is None:
-                operations.append(CommitOperationCopy(new.source, path, src_revision=commit.parent))
             else:
-                operations.append(CommitOperationAdd(path, str(new.file)))
-                self.traffic.add(up=new.info.size, requests=0)
+                operations.append(new.operation)
+                self.traffic.add(up=new.info.size * _is_added(new), requests=0)
         self.traffic.add()
         try:
             with _quiet():
-                made = self._files.create_commit(
+                self._files.create_commit(
                     self._repo, operations, commit_message=title, repo_type=self._type,
                     revision=self._branch, parent_commit=commit.parent,
                 )  # fmt: skip
-            return str(made.oid)
         except Exception:
             # An earlier attempt may have arrived, whose answer was lost: then every path is as it
             # should be.
-            if not self._holds(changes, self._branch):
+            now = self._infos(list(changes), self._branch)
+            wanted = {path: new.info for path, new in changes.items() if new is not None}
+            if now != wanted:
                 raise
-            return self._branch
-
-    def _holds(self, changes: Mapping[str, _New | None], revision: str) -> bool:
-        now = self._infos(list(changes), revision)
-        return all(
-            now.get(path) == (None if new is None else new.info) for path, new in changes.items()
-        )
 
     def _judge(self, error: Exception) -> Exception | None:
         if type(error).__name__ == "OfflineModeIsEnabled":
@@ -563,20 +514,14 @@ def _quiet() -> Iterator[None]:
         utils.enable_progress_bars()
 
 
-def _hashed(file: Path) -> _Bytes:
+def _stamp(file: Path) -> tuple[Path, int, int]:
     status = file.stat()
-    git, sha256 = (
-        hashlib.sha1(b"blob %d\0" % status.st_size, usedforsecurity=False),
-        hashlib.sha256(),
-    )
-    with file.open("rb") as opened:
-        sample = opened.read(_SAMPLE)
-        opened.seek(0)
-        while block := opened.read(_BLOCK):
-            git.update(block)
-            sha256.update(block)
-    stamp = status.st_size, status.st_mtime_ns
-    return _Bytes(sample, status.st_size, git.hexdigest(), sha256.hexdigest(), stamp)
+    return file, status.st_size, status.st_mtime_ns
+
+
+def _is_added(new: _New) -> bool:
+    """Return whether bytes come from this machine; the hub copies all others by itself."""
+    return hasattr(new.operation, "as_file")
 
 
 def _info(one: Mapping[str, Any]) -> ObjectInfo:
