@@ -6,15 +6,18 @@ of the machine; or as fsspec is configured (``FSSPEC_S3_...``).
 
 import asyncio
 import base64
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlencode
 
 from ckptfix.errors import ChangedError, StoreError, UsageError
 from ckptfix.storage import stores
-from ckptfix.storage.parts import MARK, MIB, ComposingStore, Upload
+from ckptfix.storage.parallel import Progress
+from ckptfix.storage.parts import MARK, MIB, PART, plan_parts
 from ckptfix.storage.paths import shell_path
 from ckptfix.storage.stores import (
     ABSENT,
@@ -24,14 +27,18 @@ from ckptfix.storage.stores import (
     Expected,
     ObjectInfo,
     ObjectRange,
+    Piece,
     Refused,
+    Store,
     Temporary,
     md5,
     nanoseconds,
     quoted,
     seconds_to_read,
+    together,
 )
 
+_PARTS_AT_ONCE = 8
 _KEYS = 1000  # of a page of a listing: no server gives more
 
 _PASSED_ON = (
@@ -72,7 +79,7 @@ _SAME = {
 }
 
 
-class S3Store(ComposingStore):
+class S3Store(Store):
     """One prefix of an S3 bucket."""
 
     abilities: ClassVar[Abilities] = Abilities(
@@ -232,47 +239,148 @@ class S3Store(ComposingStore):
         data: bytes = answer["Body"]
         return data[:length]
 
-    def _put_whole(self, key: str, data: bytes, expected: str | Expected) -> str:
-        answer = self.ask(
-            "put_object", up=len(data), Key=self._path(key), Body=data,
-            ContentMD5=_base64(md5(data)), **_condition(expected),
-        )  # fmt: skip
-        return _etag(answer)
+    def _put(self, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
+        try:
+            answer = self.ask(
+                "put_object", up=len(data), Key=self._path(key), Body=data,
+                ContentMD5=_base64(md5(data)), **_condition(expected),
+            )  # fmt: skip
+        except Exception as error:
+            # An earlier attempt may have arrived, whose answer was lost: then our own object is
+            # what is there. Its bytes say so: not every ETag is a digest.
+            if (
+                not isinstance(self._judge(error), Refused)
+                or (now := self._stat(key)) is None
+                or now.size != len(data)
+                or (data and self._read(key, 0, now.size, now.etag) != data)
+            ):
+                raise
+            return now
+        return self._written(key, len(data), _etag(answer))
 
-    def _begin(self, key: str, words: Mapping[str, Any]) -> Upload:
-        begun = self.ask("create_multipart_upload", Key=self._path(key), **words)
-        return Upload(key, begun["UploadId"], words)
+    def _upload(
+        self, key: str, path: Path, expected: str | Expected, progress: Progress | None
+    ) -> ObjectInfo:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= PART:
+                data = file.read()
+                answer = self._put(key, data, expected)
+                if progress:
+                    progress(len(data))
+                return answer
+            step = max(PART, -(-size // self.abilities.most_parts))
 
-    def _upload_words(self, upload: Upload) -> dict[str, Any]:
-        return {"Key": self._path(upload.key), "UploadId": upload.name}
+            def send(number: int, upload: Mapping[str, Any]) -> str:
+                begin = number * step
+                length = min(step, size - begin)
+                data = os.pread(file.fileno(), length, begin)
+                if len(data) != length:
+                    raise ChangedError(f"{path}: it became shorter while it was uploaded")
+                name = self._persist(key, lambda: self._put_part(upload, number, data))
+                if progress:
+                    progress(length)
+                return name
 
-    def _put_part(self, upload: Upload, number: int, data: bytes) -> str:
+            return self._in_parts(key, size, -(-size // step), send, expected, {})
+
+    def _compose(
+        self,
+        key: str,
+        pieces: Sequence[Piece],
+        expected: str | Expected,
+        like: str | None,
+        mark: str,
+    ) -> ObjectInfo:
+        parts = plan_parts(pieces, self.abilities)
+        words = self._words_of(like, mark)
+
+        def send(number: int, upload: Mapping[str, Any]) -> str:
+            part = parts[number]
+            if not part.is_copied:
+                data = b"".join(map(self._bytes_of, part.pieces))
+                return self._persist(key, lambda: self._put_part(upload, number, data))
+            [copied] = part.pieces
+            assert isinstance(copied, ObjectRange)
+            try:
+                return self._persist(
+                    key, lambda: self._copy_part(upload, number, copied), has_condition=True
+                )
+            except Refused:
+                raise self._changed(copied.key, copied.etag, "while it was copied") from None
+            except FileNotFoundError:
+                raise ChangedError(
+                    f"{self.name(copied.key)}: it was deleted while it was copied; next: run the "
+                    "same command again"
+                ) from None
+
+        if len(parts) == 1 and not parts[0].is_copied and not words:
+            return self._put(key, b"".join(map(self._bytes_of, parts[0].pieces)), expected)
+        return self._in_parts(
+            key, sum(part.length for part in parts), len(parts), send, expected, words
+        )
+
+    def _in_parts(
+        self, key: str, size: int, count: int, send: Callable[[int, Mapping[str, Any]], str],
+        expected: str | Expected, words: Mapping[str, Any],
+    ) -> ObjectInfo:  # fmt: skip
+        """Write an object of parts, which ``send`` sends; the upload is aborted where one fails."""
+        path = self._path(key)
+        begun = self._persist(key, lambda: self.ask("create_multipart_upload", Key=path, **words))
+        upload = {"Key": path, "UploadId": begun["UploadId"]}
+        parts = [""] * count
+        try:
+
+            def one(number: int) -> None:
+                parts[number] = send(number, upload)
+
+            together(range(count), one, _PARTS_AT_ONCE)
+            etag = self._complete(key, upload, parts, expected)
+        except BaseException:
+            # Parts that stay behind cost money, and nobody sees them. The error that led here is
+            # the one to report.
+            with suppress(Exception):
+                self._persist(key, lambda: self.ask("abort_multipart_upload", **upload))
+            raise
+        return self._written(key, size, etag)
+
+    def _bytes_of(self, piece: Piece) -> bytes:
+        if isinstance(piece, bytes):
+            return piece
+        return self.read(piece.key, piece.offset, piece.length, etag=piece.etag or None)
+
+    def _put_part(self, upload: Mapping[str, Any], number: int, data: bytes) -> str:
         answer = self.ask(
             "upload_part", up=len(data), PartNumber=number + 1, Body=data,
-            ContentMD5=_base64(md5(data)), **self._upload_words(upload),
+            ContentMD5=_base64(md5(data)), **upload,
         )  # fmt: skip
         return _etag(answer)
 
-    def _copy_part(self, upload: Upload, number: int, copied: ObjectRange) -> str:
+    def _copy_part(self, upload: Mapping[str, Any], number: int, copied: ObjectRange) -> str:
+        """Have the store copy a part. Raises Refused for another ETag, FileNotFoundError without an
+        object.
+        """
         source = {"Bucket": self._bucket, "Key": self._path(copied.key)}
         pinned: dict[str, Any] = {"CopySourceIfMatch": quoted(copied.etag)} if copied.etag else {}
         span = f"bytes={copied.offset}-{copied.offset + copied.length - 1}"
         answer = self.ask(
             "upload_part_copy", PartNumber=number + 1, CopySource=source, CopySourceRange=span,
-            **pinned, **self._upload_words(upload),
+            **pinned, **upload,
         )  # fmt: skip
         return _etag(answer["CopyPartResult"])
 
-    def _complete(self, upload: Upload, parts: Sequence[str], expected: str | Expected) -> str:
-        """Put the parts together. An attempt whose answer was lost has ended the upload, which a
-        refused one leaves.
+    def _complete(
+        self, key: str, upload: Mapping[str, Any], parts: Sequence[str], expected: str | Expected
+    ) -> str:
+        """Put the parts together, and return the ETag of the object, "" after a lost answer.
+
+        An attempt whose answer was lost has ended the upload, which a refused one leaves.
         """
         listed = {
             "Parts": [
                 {"PartNumber": number, "ETag": quoted(etag)} for number, etag in enumerate(parts, 1)
             ]
         }
-        words = self._upload_words(upload)
         may_be_done = had_conflict = False
 
         def ask() -> str:
@@ -281,7 +389,7 @@ class S3Store(ComposingStore):
                 answer = self.ask(
                     "complete_multipart_upload",
                     MultipartUpload=listed,
-                    **words,
+                    **upload,
                     **_condition(expected),
                 )
                 return _etag(answer)
@@ -289,7 +397,7 @@ class S3Store(ComposingStore):
                 is_gone = _is_gone(error)
                 if may_be_done and (
                     is_gone
-                    or (isinstance(self._judge(error), Refused) and not self._has_parts(words))
+                    or (isinstance(self._judge(error), Refused) and not self._has_parts(upload))
                 ):
                     return ""
                 if is_gone and had_conflict:
@@ -301,7 +409,7 @@ class S3Store(ComposingStore):
                 may_be_done |= not is_conflict
                 raise
 
-        return self._persist(upload.key, ask, has_condition=True)
+        return self._persist(key, ask, has_condition=True)
 
     def keeps_conditions(self, key: str) -> bool:
         """Return whether this server refuses to put parts together on a condition that does not
@@ -317,18 +425,15 @@ class S3Store(ComposingStore):
         self.delete(key)
         return False
 
-    def _has_parts(self, words: Mapping[str, Any]) -> bool:
+    def _has_parts(self, upload: Mapping[str, Any]) -> bool:
         """Return whether an upload goes on: it is neither complete nor aborted."""
         try:
-            self.ask("list_parts", MaxParts=1, **words)
+            self.ask("list_parts", MaxParts=1, **upload)
         except Exception as error:
             if _is_gone(error):
                 return False
             raise
         return True
-
-    def _abort(self, upload: Upload) -> None:
-        self.ask("abort_multipart_upload", **self._upload_words(upload))
 
     def _abandoned(self, below: str) -> int:
         prefix = self._path(f"{below}/")
