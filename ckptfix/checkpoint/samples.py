@@ -200,11 +200,13 @@ def digest_of(root: AnyPath, pieces: Sequence[Piece]) -> str:
     digest = hashlib.sha1(usedforsecurity=False)
     for path, runs in _by_file(pieces):
         with open_reader(root / path) as reader:
-            digest.update(f"{path}\0{reader.size}\0".encode())
-            reader.expect((run.offset_a, run.length) for run in runs)
-            for run in runs:
-                digest.update(f"{run.offset_a}\0{run.length}\0".encode())
-                digest.update(reader.read(run.offset_a, run.length))
+            places = [(run.offset_a, run.length) for run in runs]
+            digest.update(f"{path}\0{reader.size}\0{places}\0".encode())
+            # Just written, as by a save, they are in memory: the calls take a third of the time.
+            if not reader.is_cached(places[0][0]):
+                reader.expect(places)
+            for offset, length in places:
+                digest.update(reader.read(offset, length))
     return digest.hexdigest()
 
 
