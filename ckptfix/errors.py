@@ -22,6 +22,7 @@ exception.
         ├── OtherKindError       a DeepSpeed checkpoint of a kind that is not put together (weights.deepspeed_files)
         ├── LoadError            a checkpoint could not be loaded as required (training.loading); says what was changed
         └── RolledBackError      a step failed; every step before it was undone
+    ClosedError                  a path below a URL was used after its block: a fault of the caller
 """
 
 
@@ -125,3 +126,10 @@ class JournalError(OperationError):
 
 class RolledBackError(OperationError):
     """A step failed and every step before it was undone; ``__cause__`` is the failure."""
+
+
+class ClosedError(RuntimeError):
+    """A path below a URL was used after the block that opened it.
+
+    No CkptfixError: whoever passes over a checkpoint that cannot be read must not pass over this.
+    """

@@ -32,11 +32,6 @@ _ESCAPES = {
 }
 
 
-"""Patterns of paths that nobody should read, and what to write instead; empty while only local
-files are read.
-"""
-
-
 class Layer(NamedTuple):
     """A key cut at its first segment that is a number, that of its layer. ``number``: None for a
     key without one.

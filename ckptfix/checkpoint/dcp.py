@@ -63,6 +63,7 @@ from ckptfix.storage.files import (
     FileReader,
     StorePath,
     folder_entries,
+    is_listed,
     is_symlink,
     lexists,
     names_in,
@@ -521,7 +522,7 @@ def _scan(root: AnyPath, path: PurePosixPath) -> DcpFolder:
 def _siblings(folder: AnyPath) -> tuple[str, ...]:
     """Return the DCP folders next to one when all have Accelerate's names for one checkpoint."""
     real = real_path(folder)
-    if parse_folder_name(real.name) is None:
+    if parse_folder_name(real.name) is None or not is_listed(real.parent):
         return ()
     try:
         names = sorted(names_in(real.parent))
@@ -538,6 +539,7 @@ def _siblings(folder: AnyPath) -> tuple[str, ...]:
 
 def _has_journal(folder: AnyPath) -> bool:
     try:
+        # The same call twice, as each has a type of its own for its result.
         if isinstance(folder, StorePath):
             return bool(journal_folders(folder))
         return bool(journal_folders(folder))

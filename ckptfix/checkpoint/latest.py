@@ -48,7 +48,16 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.storage.files import AnyPath, absolute, folder_entries, is_dir, lexists, names_in, walk
+from ckptfix.storage.files import (
+    AnyPath,
+    absolute,
+    folder_entries,
+    is_dir,
+    lexists,
+    names_in,
+    sparing,
+    walk,
+)
 from ckptfix.storage.markers import read_commit, upload_problem
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.paths import JOURNAL, described
@@ -115,7 +124,8 @@ def judge(
 
     ``problem_of``: returns the problem of a folder; by default ``incomplete``.
     """
-    with opened_part(path) as place:
+    # What is left out to save requests may be the damage for which it must not be loaded.
+    with opened_part(path) as place, sparing(place, is_thrifty=False):
         problem, time = (problem_of or incomplete)(place), time_of(place)
     return Candidate(path=path, number=number, problem=problem, time=time)
 

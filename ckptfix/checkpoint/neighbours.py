@@ -276,7 +276,10 @@ class Neighbour:
                 known[role] = replace(scan, components=of_role)
         components = (component for role in roles for component in known[role].components)
         return replace(
-            known[roles[0]], components=tuple(sorted(components, key=attrgetter("path")))
+            known[roles[0]],
+            # Where it was read may be closed by now, as each checkpoint of a listing is.
+            root=self.run.home.parent / self.name if root is None else root,
+            components=tuple(sorted(components, key=attrgetter("path"))),
         )
 
 
@@ -335,6 +338,8 @@ class Siblings:
         if named is None:
             return _Run(home, (), ())
         stem, _ = named
+        if home.parent == home:  # a bucket: the folders in it are not next to it
+            return _Run(home, (), ())
         key = home.parent, stem
         with self._lock:
             run = self._runs.pop(key, None) or self._listed(home, stem)

@@ -143,6 +143,8 @@ def deepspeed_next_to(folder: CheckpointFolder) -> str:
     """Return the last DeepSpeed checkpoint in the folders next to a folder, by their names, ""
     without one.
     """
+    if folder.root.parent == folder.root:  # a bucket: the folders in it are not next to it
+        return ""
     with suppress(OSError, CkptfixError):
         names = sorted(
             folders_in(folder.root.parent), key=lambda name: (len(name), name), reverse=True

@@ -150,12 +150,12 @@ def repair_command(
         raise click.UsageError("Missing argument 'PATHS...'.")
 
     def work(path: str) -> RepairReceipt:
-        with report.progress(f"reading {path}") as progress, ExitStack() as image:
+        with report.progress(f"reading {path}") as progress, ExitStack() as opened:
             recover = not (dry_run or plan_out)
             if saved is not None:
                 plan = saved.plan(recover=recover, break_lock=break_lock, progress=progress)
             else:
-                place = image.enter_context(open_files(path))
+                place = opened.enter_context(open_files(path))
                 plan = plan_repair(
                     place,
                     policy,

@@ -231,8 +231,8 @@ class Below:
     """The checkpoints at or below several paths, found one by one: there may be 100,000 of them.
 
     ``opened``: keeps the listings of URLs open; each is listed once. ``places``: the folder of each
-    path. A path that cannot be listed is yielded,
-    too, and is in ``failures``. A checkpoint that two of the paths lead to comes once.
+    path. A path that cannot be listed is yielded, too, and is in ``failures``. A checkpoint that
+    two of the paths lead to comes once.
     """
 
     def __init__(
@@ -372,9 +372,9 @@ def state_after_repair(path: str) -> Callable[[], str]:
     def describe() -> str:
         if _is_pending(path):
             what = "finish" if is_url(path) else "roll back"
-            return f"run {_command('repair', path)} again to {what}"
+            return f"run {command('repair', path)} again to {what}"
         if _repairs(path) > before:
-            return f"{path} is fully repaired; to undo: {_command('undo', path)}"
+            return f"{path} is fully repaired; to undo: {command('undo', path)}"
         return f"{path} is unchanged"
 
     return describe
@@ -386,7 +386,7 @@ def state_after_undo(path: str) -> Callable[[], str]:
 
     def describe() -> str:
         if _is_pending(path):
-            return f"run {_command('undo', path)} again to finish"
+            return f"run {command('undo', path)} again to finish"
         return (
             f"the repair of {path} is undone" if _repairs(path) < before else f"{path} is unchanged"
         )
@@ -400,10 +400,10 @@ def state_after_seal(path: str) -> Callable[[], str]:
 
     def describe() -> str:
         if _is_pending(path):
-            return f"run {_command('undo', path)} to roll back"
+            return f"run {command('undo', path)} to roll back"
         if _manifest_at(path) == before:
             return f"{path} is unchanged"
-        return f"{path} is sealed; next: {_command('verify', path)}"
+        return f"{path} is sealed; next: {command('verify', path)}"
 
     return describe
 
@@ -484,10 +484,6 @@ def _state_of_upload(url: str) -> str:
     except (CkptfixError, OSError) as error:
         return f"{url} could not be looked at: {error}"
     return f"{url} is complete" if problem is None else f"{url} is not complete: {problem}"
-
-
-def _command(verb: str, path: str) -> str:
-    return command(verb, path)
 
 
 def _repairs(path: str) -> int:

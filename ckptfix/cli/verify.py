@@ -357,11 +357,10 @@ def _annotations(result: "VerifyReport") -> Iterator[Annotation]:
     """
     from ckptfix.verification.verify_report import Kind
 
-    root = result.path.parent if result.path.is_file() else result.path
     for finding in result.findings:
-        yield Annotation(finding.severity, str(finding), root / finding.path, finding.code)
+        yield Annotation(finding.severity, str(finding), result.root / finding.path, finding.code)
     for item in result.differences:
-        file = root / (item.name if item.kind is Kind.FILE else item.where)
+        file = result.root / (item.name if item.kind is Kind.FILE else item.where)
         change = "differs" if item.change is None else item.change.value
         yield Annotation(Severity.ERROR, str(item), file, f"digest-{change}")
     if result.crossed:

@@ -141,7 +141,10 @@ class SalvageReceipt(Printable, Serialized):
     @property
     def next_steps(self) -> tuple[str, ...]:
         """The steps before the new folder can be loaded, and what to do about losses."""
-        repairs = (command("repair", Path(self.output) / where) for where in self.unindexed)
+        repairs = (
+            command("repair", self.output, "" if where == "." else where)
+            for where in self.unindexed
+        )
         if not self.lost:
             return tuple(repairs)
         load = "load_checkpoint_tolerant(model, FOLDER, policy=LoadPolicy(models='partial'))"

@@ -23,7 +23,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import resume_problem
 from ckptfix.diagnosis.other_runs import History, OtherRun, history_of, other_run
 from ckptfix.storage.atomic import read_file
-from ckptfix.storage.files import AnyPath, lexists, names_in, on_disk
+from ckptfix.storage.files import AnyPath, StorePath, lexists, names_in
 from ckptfix.storage.paths import JOURNAL, command, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
 
@@ -184,14 +184,15 @@ def _intact_staging(checkpoint: AnyPath) -> AnyPath | None:
     """
     journal = checkpoint / JOURNAL
     recorded = set(json.loads(read_file(journal / UNFINISHED)))
-    parent = outside_checkpoints(on_disk(checkpoint))
-    inside = [journal / name for name in names_in(journal) if name.startswith(SAVING)]
-    near = [
-        parent / name
-        for name in names_in(parent)
-        if name.startswith(SAVING) and name.endswith(f"+{checkpoint.name}")
-    ]
-    for folder in (*inside, *near):
+    folders = [journal / name for name in names_in(journal) if name.startswith(SAVING)]
+    if not isinstance(checkpoint, StorePath):  # no save stages in a store
+        parent = outside_checkpoints(checkpoint)
+        folders += [
+            parent / name
+            for name in names_in(parent)
+            if name.startswith(SAVING) and name.endswith(f"+{checkpoint.name}")
+        ]
+    for folder in folders:
         # A recorded file of the checkpoint that is not in the staging folder was moved, or is of
         # the older save.
         if incomplete(folder) is None and not any(

@@ -158,8 +158,8 @@ _NAMES = {
     "torch.distributed._shard.metadata": "TensorProperties MEM_FORMAT_ENCODING",
     "torch.serialization": "_get_layout",
     "torch": "Size",
-    "pathlib": "AnyPath PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
-    "pathlib._local": "AnyPath PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
+    "pathlib": "Path PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
+    "pathlib._local": "Path PurePath PosixPath PurePosixPath WindowsPath PureWindowsPath",
     "collections": "OrderedDict",
 }
 """Module -> what the planners and writers of torch 2.0 to 2.13 name of it."""

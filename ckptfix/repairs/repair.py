@@ -229,7 +229,7 @@ class RepairPlan(Printable):
     checkpoints next to it have. ``pending``: the findings about an interrupted run, which
     ``execute`` rolls back first. ``recovered``: one was rolled back before planning, or in a store
     ``finished``. ``output``: the folder for a repaired copy. ``carriage``: of a checkpoint in a
-    store the bytes to travel, in words; ``at_once``: all its names change in one commit. ``image``:
+    store the bytes to travel, in words; ``at_once``: all its names change in one commit. ``opened``:
     closed by ``execute``, where the plan was made for a URL. ``neighbours``: those of the source
     for a copy.
     """
@@ -246,7 +246,7 @@ class RepairPlan(Printable):
     finished: bool = False
     carriage: str | None = None
     at_once: bool = False
-    image: ExitStack | None = None
+    opened: ExitStack | None = None
     neighbours: Neighbours
 
     @property
@@ -300,7 +300,7 @@ class RepairPlan(Printable):
                 f"{self.path}: this plan was executed before, so its objects can be "
                 "others now; next: plan_repair anew"
             )
-        with self.image or nullcontext():
+        with self.opened or nullcontext():
             if isinstance(self.output, str):
                 return self._execute_in_store(self.output, progress, transfer=transfer)
             if self.output is not None:
@@ -455,8 +455,8 @@ def plan_repair(
     """
     output = local_path(output)
     if isinstance(path, str) and is_url(path):
-        with ExitStack() as image:
-            place = image.enter_context(open_files(path))
+        with ExitStack() as opened:
+            place = opened.enter_context(open_files(path))
             plan = plan_repair(
                 place,
                 policy,
@@ -465,7 +465,7 @@ def plan_repair(
                 break_lock=break_lock,
                 progress=progress,
             )
-            return replace(plan, image=image.pop_all())
+            return replace(plan, opened=opened.pop_all())
     target = find_target(path)
     if inside := interrupted_inside(target):
         raise OperationError(f"{target.path}: {inside[0]}; {inside[0].advice_at(str(target.path))}")

@@ -242,12 +242,18 @@ class StorePath:
     def __hash__(self) -> int:
         return hash(self.url)
 
-    def __lt__(self, other: "StorePath") -> bool:
-        return self.url < other.url
+    def __lt__(self, other: object) -> bool:
+        return self.url < other.url if isinstance(other, StorePath) else NotImplemented
 
     def __truediv__(self, below: str | PurePosixPath) -> "StorePath":
-        inside = str(below).rstrip("/")
-        return self if inside in ("", ".") else StorePath(self.files, f"{self.url}/{inside}")
+        path = self
+        for name in str(below).split("/"):
+            # The system finds nothing behind a folder that is not there.
+            if name == ".." and path.is_dir():
+                path = path.parent
+            elif name not in ("", "."):
+                path = StorePath(self.files, f"{path.url}/{name}")
+        return path
 
     if not TYPE_CHECKING:  # for a type checker no function that takes files takes one of a store
 
@@ -421,12 +427,14 @@ def local_path(path: Any) -> Any:
 
 
 @contextmanager
-def sparing(path: AnyPath) -> Iterator[None]:
-    """Leave out small reads below a path of a store that cost a request each, in this block."""
+def sparing(path: AnyPath, *, is_thrifty: bool = True) -> Iterator[None]:
+    """Leave out small reads below a path of a store that cost a request each, in this block; or do
+    them, whatever holds around it.
+    """
     if not isinstance(path, StorePath):
         yield
         return
-    before, path.files.is_thrifty = path.files.is_thrifty, True
+    before, path.files.is_thrifty = path.files.is_thrifty, is_thrifty
     try:
         yield
     finally:

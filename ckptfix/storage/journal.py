@@ -193,9 +193,9 @@ def commit(
     that recipes read) whose change makes an undo refuse. ``known``: the files that the edits were
     planned for. When a save wrote one of them by the time that an edit takes it, or until the end,
     all is undone, and the save's files stay. ``digests``: of parts of files that recipes read,
-    where they were read already. ``progress`` gets the bytes copied since its last call. For an
-    image: ``indexes`` are the files that list others, which change after them; ``lock`` is that of
-    the store; ``transfer`` lets bytes go through this machine where the store cannot compose.
+    where they were read already. ``progress`` gets the bytes copied since its last call. For a path
+    in a store: ``indexes`` are the files that list others, which change after them; ``lock`` is
+    that of the store; ``transfer`` lets bytes go through this machine where it cannot compose.
 
     Raises OperationError when it failed before anything was touched, RolledBackError when an edit
     or ``verify`` failed (``__cause__``) and all was undone, JournalError when the undoing failed
@@ -335,8 +335,7 @@ def _commit_objects(
 
 
 def carriage(root: AnyPath, edits: Sequence[Edit], *, is_copy: bool) -> str | None:
-    """Return in words the bytes that the edits send to the store of an image, None for a folder on
-    this machine.
+    """Return in words the bytes that the edits send to the store, None for a folder on this machine.
 
     ``is_copy``: they are made in a copy of the whole checkpoint.
     """

@@ -26,7 +26,7 @@ def folder_lock(
 ) -> Iterator["StoreLock | None"]:
     """Hold the lock of the folder ``root``; readers do not need it.
 
-    Of an image it is the lock in the store, which is yielded; ``verb`` is what it says there, and
+    Of a path in a store it is the lock there, which is yielded; ``verb`` is what it says there, and
     ``break_lock`` takes it over from a run that was killed.
 
     The lock dies with the process that holds it, so a lock file that a killed run left behind locks

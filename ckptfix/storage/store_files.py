@@ -16,7 +16,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import ChangedError, CkptfixError, OperationError, StoreError, UsageError
+from ckptfix.errors import (
+    ChangedError,
+    CkptfixError,
+    ClosedError,
+    OperationError,
+    StoreError,
+    UsageError,
+)
 from ckptfix.storage import staged
 from ckptfix.storage.files import FileReader, Prefix, Shown, StorePath, Unheld
 from ckptfix.storage.listings import Listing
@@ -81,7 +88,7 @@ class StoreFiles:
         self.cache: _Cache = whole.cache if whole is not None else _Cache()
         self.lock = threading.Lock()
         self.is_closed = False
-        self.umask = _umask()
+        self.umask: int = whole.umask if whole is not None else _umask()
         self._shown: dict[str, Shown] = {}
         self._store_of_shown: Store | None = None
 
@@ -163,7 +170,7 @@ class StoreFiles:
         """
         before = self.listing
         start = f"{folder}/" if folder else ""
-        objects = dict(before.items())
+        objects = dict(before.items()) | {key: of.info for key, of in before.misfits.items()}
         for name, shown in names.items():
             objects.pop(f"{start}{name}", None)
             if shown is not None:
@@ -208,7 +215,7 @@ class StoreFiles:
 
     def _ensure_open(self) -> None:
         if self.is_closed:
-            raise OperationError(f"{self.url}: this URL is not open any more")
+            raise ClosedError(f"{self.url}: this URL is not open any more")
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
         """Return the bytes of ranges. A failure is kept: whoever catches it must not report
@@ -558,7 +565,8 @@ def _look_ahead(files: StoreFiles, key: str) -> None:
     seen = files.cache.ahead[files]
     if key in seen:
         return
-    with files.lock:
+    # A thread that waits for the lock must not hold the turn of the one that has it.
+    with waiting(), files.lock:
         if key in seen:
             return
         folder = key.rpartition("/")[0]

@@ -155,8 +155,8 @@ def is_partly_changed(root: AnyPath) -> bool:
     """Return whether a repair or an undo has changed some files and others not yet: it runs, or was
     killed.
 
-    Reads less than ``transactions``, and of an image what it has listed. Raises OSError, and of an
-    image StoreError.
+    Reads less than ``transactions``, and of a store what was listed. Raises OSError, and of a store
+    StoreError.
     """
     if not isinstance(root, StorePath):
         try:

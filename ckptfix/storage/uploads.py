@@ -172,7 +172,7 @@ class MountedFolder(Store):
 
 
 def place_at(path: Path | str) -> Store:
-    """Return the place at a URL, at a path of a store's image, or at a path on a mount."""
+    """Return the place at a URL, at a path in a store, or at a path on a mount."""
     if is_url(path):
         return open_store(str(path))
     return store_of(Path(path)) or MountedFolder(str(Path(path)))

@@ -109,7 +109,7 @@ def verify(
     )
     if evidence.problems:
         return VerifyReport(
-            path=target.path, nbytes=contents.nbytes, findings=(), items=(),
+            path=target.path, root=target.root, nbytes=contents.nbytes, findings=(), items=(),
             no_digest=evidence.problems, statements=evidence.attestations,
         )  # fmt: skip
     contents = with_own_files(contents, evidence) if hub is None else hub.contents
@@ -164,6 +164,7 @@ def verify(
     findings, unseen, refused, _ = shape
     report = VerifyReport(
         path=target.path,
+        root=target.root,
         nbytes=contents.nbytes,
         findings=findings,
         items=items,

@@ -273,14 +273,15 @@ class Downloaded(Serialized):
 class VerifyReport(Printable, Serialized):
     """Report of ``verify``.
 
-    ``findings``: of the structure, as ``check`` has them. ``items``: one for every file and tensor,
-    files first. ``values``: what ``--data`` found. ``sealed``: whether there is a manifest.
-    ``against``: the other checkpoint. ``crossed``: models in each other's place, in words, "" when
-    none do. ``not_checked``: in words. ``unfinished``: what could not be read, in words.
-    ``read_values``: how many tensors ``--data`` looked at. ``no_digest``: why no digest was
-    compared, and what to type, "" when one was. ``statements``: what was compared with instead of
-    the manifest, ``again``: the command that does it again. ``notes``: what that passes over, in
-    words. ``hub``: the download that it was compared with where there is no manifest.
+    ``root``: the folder of ``path``, to which the paths of findings are relative. ``findings``: of
+    the structure, as ``check`` has them. ``items``: one for every file and tensor, files first.
+    ``values``: what ``--data`` found. ``sealed``: whether there is a manifest. ``against``: the
+    other checkpoint. ``crossed``: models in each other's place, in words, "" when none do.
+    ``not_checked``: in words. ``unfinished``: what could not be read, in words. ``read_values``:
+    how many tensors ``--data`` looked at. ``no_digest``: why no digest was compared, and what to
+    type, "" when one was. ``statements``: what was compared with instead of the manifest,
+    ``again``: the command that does it again. ``notes``: what that passes over, in words. ``hub``:
+    the download that it was compared with where there is no manifest.
     """
 
     json_keys: ClassVar = (
@@ -289,6 +290,7 @@ class VerifyReport(Printable, Serialized):
     )
 
     path: AnyPath
+    root: AnyPath
     nbytes: int
     findings: tuple[Finding, ...]
     items: tuple[Item, ...]

@@ -20,7 +20,7 @@ import pytest
 from ckptfix import check, diff, migrate, repair, salvage, seal, verify
 from ckptfix.cli import run
 from ckptfix.cli.several_paths import state_after_seal
-from ckptfix.errors import ChangedError, OperationError, StoreError, UsageError
+from ckptfix.errors import ChangedError, ClosedError, OperationError, StoreError, UsageError
 from ckptfix.storage import stores
 from ckptfix.storage.comparing import Run, fingerprint, first_difference
 from ckptfix.storage.files import AnyPath, StorePath, folders_in, names_in, walk
@@ -330,7 +330,7 @@ def test_a_path_below_a_url_that_is_closed_is_not_missing(url: str) -> None:
     place = open_prefix(uploaded(url))
     place.files.close()
     for look in (lambda: (place / "model.safetensors").is_file(), lambda: names_in(place)):
-        with pytest.raises(OperationError, match="not open any more"):
+        with pytest.raises(ClosedError, match="not open any more"):
             look()
 
 
@@ -346,7 +346,7 @@ def test_a_part_of_a_listing_is_read_alone(url: str) -> None:
         )
         assert one.parent / "two" == place / "two"
         assert folders_in(one.parent) == ["one", "two"]
-    with pytest.raises(OperationError, match="not open any more"):
+    with pytest.raises(ClosedError, match="not open any more"):
         read_start(one / "model.safetensors", 8)
     with opened_part(place / "two") as two:
         assert names_in(two / "more") == ["one"]
