@@ -154,7 +154,8 @@ class Judge:
     def _unit_of(self, kind: str, name: str) -> str:
         if kind == "DCP":
             return str(Path(name).parent)
-        if kind == "DeepSpeed" and Path(name).name.endswith("_states.pt"):
+        # ``latest`` is read with the states: alone it is a line of text, which is no pickle.
+        if kind == "DeepSpeed" and (name == "latest" or name.endswith("_states.pt")):
             return "."
         return "." if kind == "index.json" else name
 
