@@ -15,14 +15,13 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
 from enum import Enum
 from itertools import combinations, takewhile
 from pathlib import Path
 from threading import Event, Lock, Thread, Timer
 from typing import IO
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
 
 _ROOT = Path("/")
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -59,8 +58,7 @@ class Distance(Enum):
         return self in (Distance.PHB, Distance.NODE, Distance.SYS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PciDevice:
+class PciDevice(Struct, frozen=True, kw_only=True):
     """A device on the PCI bus.
 
     ``path``: addresses from the root port down to it; ``bridge``: the host bridge; ``node``: of
@@ -87,8 +85,7 @@ class PciDevice:
         return f"{self.name or self.vendor + ' GPU'} at {self.address}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bus:
+class Bus(Struct, frozen=True, kw_only=True):
     """The GPUs on the PCI bus of this machine, known to torch and a driver or not.
 
     ``redirecting``: bridges whose access control (ACS) sends peer traffic up to the CPU.
@@ -103,8 +100,7 @@ class Bus:
     linked: frozenset[frozenset[str]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Driver:
+class Driver(Struct, frozen=True, kw_only=True):
     """NVIDIA's kernel module: its version, and its own description of itself. Both are "" without
     it.
     """
@@ -113,8 +109,7 @@ class Driver:
     description: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Struct, frozen=True, kw_only=True):
     """A machine beneath torch, by its kernel's files.
 
     ``command_line``: what the kernel was booted with. ``driver``: the version of NVIDIA's kernel
@@ -318,8 +313,7 @@ def read_text(path: Path) -> str:
         return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(Struct, frozen=True, kw_only=True):
     """A command that ended. ``status``: its exit status, negative for a signal, None when it had to
     be killed.
 

@@ -5,7 +5,8 @@ in ``str()``.
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from reprlib import Repr
+from typing import ClassVar, NamedTuple
 
 _SHOWN = 3
 _TOPICS = 5
@@ -62,6 +63,21 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         return escape("".join(span.text for span in self.spans))
+
+
+_SHORT = Repr()
+_SHORT.maxother = _SHORT.maxstring = 100
+
+
+class Brief:
+    """Base of every value that may hold a whole checkpoint: ``repr()`` cuts its fields short."""
+
+    __slots__ = ()
+    __struct_fields__: ClassVar[tuple[str, ...]]
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={_SHORT.repr(getattr(self, name))}" for name in self.__struct_fields__)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Printable:

@@ -3,7 +3,9 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ckptfix.wording import collapse_layers, human_size, list_names, series
+from msgspec import Struct
+
+from ckptfix.wording import Brief, collapse_layers, human_size, list_names, series
 from tests import house
 
 
@@ -32,6 +34,18 @@ def test_list_names_collapses_before_it_counts() -> None:
         list_names(names) == "'layers.{0...8}.a', 'layers.{0...8}.b', 'layers.{0...8}.c' and 1 more"
     )
     assert list_names(["head"]) == "'head'"
+
+
+class Held(Brief, Struct, frozen=True):
+    label: str
+    names: tuple[str, ...]
+    data: bytes
+
+
+def test_a_whole_checkpoint_is_never_shown() -> None:
+    held = Held("model", tuple(f"layers.{index}" for index in range(100_000)), bytes(1 << 20))
+    assert repr(held).startswith("Held(label='model', names=('layers.0', 'layers.1', ")
+    assert len(repr(held)) < 300
 
 
 _RETIRED = {

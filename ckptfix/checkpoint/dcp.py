@@ -10,9 +10,10 @@ scan.
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
 from pathlib import PurePosixPath
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from ckptfix.checkpoint.filenames import (
     DcpPart,
@@ -29,7 +30,6 @@ from ckptfix.checkpoint.keys import (
     leading_wrappers,
     without_private_wrappers,
 )
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import (
     BeyondLimits,
     FormatError,
@@ -73,6 +73,7 @@ from ckptfix.storage.files import (
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.storage.transactions import journal_folders
+from ckptfix.wording import Brief
 
 METADATA_UNFINISHED = DcpPart.UNFINISHED_METADATA.value
 """Name of the file that torch writes when all data is on disk, and renames to ``.metadata``."""
@@ -103,8 +104,7 @@ class NamesInItem(NamedTuple):
     names: tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DcpFolder:
+class DcpFolder(Brief, Struct, frozen=True, kw_only=True, eq=False):
     """One DCP folder. ``path`` is relative to the checkpoint; ``.`` is the checkpoint itself.
 
     ``name``: its number and role when it has a name of Accelerate's. ``metadata``: None when it is
@@ -121,16 +121,14 @@ class DcpFolder:
     path: PurePosixPath
     name: FolderName | None
     is_linked: bool
-    files: Mapping[PurePosixPath, ShardFile] = field(repr=False)
-    metadata: DcpMetadata | None = field(default=None, repr=False)
+    files: Mapping[PurePosixPath, ShardFile]
+    metadata: DcpMetadata | None = None
     problem: Problem | None = None
     scopes: tuple[NameScope, ...] = ()
-    listed: Mapping[tuple[tuple[str, ...], str], NamesInItem] = field(
-        default_factory=dict, repr=False
-    )
+    listed: Mapping[tuple[tuple[str, ...], str], NamesInItem] = field(default_factory=dict)
     unsafe: Mapping[PurePosixPath, tuple[str, ...]] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
-    said: frozenset[str] = field(default=frozenset(), repr=False)
+    said: frozenset[str] = frozenset()
     siblings: tuple[str, ...] = ()
     journals: bool = False
     broken: Mapping[PurePosixPath, str] = field(default_factory=dict)

@@ -8,8 +8,10 @@ tag, which is in the file ``latest`` next to it; accelerate's tags are ``pytorch
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from pathlib import PurePosixPath
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import (
     DeepSpeedName,
@@ -18,7 +20,6 @@ from ckptfix.checkpoint.filenames import (
     parse_deepspeed_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError
 from ckptfix.storage.files import AnyPath, names_in, relative, walk
 from ckptfix.storage.reading import read_start
@@ -169,8 +170,7 @@ def _latest(path: AnyPath) -> PurePosixPath:
         return PurePosixPath(".")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedFiles:
+class DeepSpeedFiles(Struct, frozen=True, kw_only=True):
     """Files of one checkpoint, rank -> name. ``by_rank``: every rank has its own model states
     (ZeRO-3).
 

@@ -8,10 +8,12 @@ become one, a missing file.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
 from itertools import chain as concatenated
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import PARTS_LABEL, Role, parse_file_name
 from ckptfix.checkpoint.folder import (
@@ -36,11 +38,11 @@ from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
 from ckptfix.checkpoint.rank_parts import PartedTensor, joined_parts, parts_problem
-from ckptfix.dataclass import dataclass
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.files import AnyPath, stat_of
+from ckptfix.wording import Brief
 
 ShardSet = tuple[str, int, str, str]
 """Stem, number of shards, variant and suffix, equal for all shards of one save."""
@@ -61,8 +63,7 @@ class Replacement(NamedTuple):
     is_resumed: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModelFiles:
+class ModelFiles(Brief, Struct, frozen=True, kw_only=True, eq=False):
     """Files of one state dict, in the order of their shards; empty when only the index is left.
 
     ``index_path``: the path of their index, even if missing; None for a file that needs no index.
@@ -81,16 +82,10 @@ class ModelFiles:
     stale_of: PurePosixPath | None = None
     replaced: Replacement | None = None
     renamed: Mapping[PurePosixPath, str] = field(default_factory=dict)
-    _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(
-        default_factory=dict, repr=False
-    )
-    _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(
-        default_factory=dict, repr=False
-    )
-    _scopes: dict[tuple[tuple[str, ...], str], list[NameScope]] = field(
-        default_factory=dict, repr=False
-    )
-    _parted: list[tuple[PartedTensor, ...]] = field(default_factory=list, repr=False)
+    _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict)
+    _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict)
+    _scopes: dict[tuple[tuple[str, ...], str], list[NameScope]] = field(default_factory=dict)
+    _parted: list[tuple[PartedTensor, ...]] = field(default_factory=list)
 
     @property
     def path(self) -> PurePosixPath:
@@ -561,8 +556,7 @@ Shapes = Mapping[str, tuple[int, ...] | None]
 """Key -> shape; None for a value other than a tensor that can be read without executing code."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Entry:
+class Entry(Brief, Struct, frozen=True, kw_only=True, eq=False):
     """One saved object: its files, its position among its kind, and its record in the manifest.
 
     ``problem``: why it cannot be read, "" for a readable one. ``path``: the keys that lead to the
@@ -576,10 +570,10 @@ class Entry:
     label: str
     problem: str = ""
     path: tuple[str, ...] = ()
-    shapes: Shapes = field(default_factory=dict, repr=False)
-    aliases: Mapping[str, str] = field(default_factory=dict, repr=False)
+    shapes: Shapes = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     recorded: ManifestEntry | None = None
-    index_words: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    index_words: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[str, ...]:

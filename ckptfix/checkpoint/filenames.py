@@ -25,11 +25,11 @@ meaning.
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import replace
 
 
 class Role(Enum):
@@ -83,8 +83,7 @@ _LIBRARY_STEMS = {
 """The stems of libraries' weights, without a variant -> the model, whatever the format."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileName:
+class FileName(Struct, frozen=True, kw_only=True):
     """A parsed name. ``stem`` and ``suffix`` belong to the family: files of one family are one list
     of entries.
 
@@ -552,8 +551,7 @@ TRAINER_STATE = "trainer_state.json"
 """The file that transformers' Trainer writes last; it holds the step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderName:
+class FolderName(Struct, frozen=True, kw_only=True):
     """Parsed name of a folder with one entry of a checkpoint: a DCP folder of FSDP, or one of
     DeepSpeed.
 
@@ -600,8 +598,7 @@ def parse_deepspeed_folder_name(name: str) -> FolderName | None:
     return FolderName(role=Role.MODEL, stem=_TAG, index=int(match[1] or 0)) if match else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFileName:
+class RankFileName(Struct, frozen=True, kw_only=True):
     """The parsed name of a file in which one rank saved its part of a model or optimizer: FSDP
     without DCP.
 
@@ -683,8 +680,7 @@ class DcpPart(Enum):
     DATA = ".distcp"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpFileName:
+class DcpFileName(Struct, frozen=True, kw_only=True):
     """The parsed name of a file in a DCP folder.
 
     ``rank``: the process that wrote it; None for the metadata of all ranks. ``number``: counts a
@@ -731,8 +727,7 @@ class DeepSpeedPart(Enum):
     EXPERT = "experts"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedName:
+class DeepSpeedName(Struct, frozen=True, kw_only=True):
     """The parsed name of a file of DeepSpeed.
 
     ``rank``: among the processes of data parallelism; None for model states that are not cut among

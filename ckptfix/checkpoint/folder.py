@@ -8,10 +8,12 @@ scan.
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import (
     FORMATS_OF_MODELS,
@@ -22,7 +24,6 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
 )
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import (
@@ -65,8 +66,7 @@ class ProblemKind(Enum):
     UNREADABLE = "unreadable"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(Struct, frozen=True, kw_only=True):
     """A component that could not be read: a value, so that one bad file never stops a scan.
 
     ``in_header``: a truncated file without the complete list of its tensors. ``is_foreign``: an
@@ -130,8 +130,7 @@ class NameScope(NamedTuple):
         return f"{where} {kind}".strip()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class Component(Struct, frozen=True, kw_only=True):
     """One file of a checkpoint, or one sub-folder that is not scanned.
 
     ``content`` is the parsed header, None for an unread one. ``tensors``: the tensors of every
@@ -185,8 +184,7 @@ class Component:
         return {self.path: self}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFolder:
+class CheckpointFolder(Struct, frozen=True, kw_only=True):
     """A scanned folder. ``only`` names the one requested file; ``strays`` are never touched.
 
     ``subfolders`` maps the name of a sub-folder to what it is; ``scan_dcp_folders`` reads those of

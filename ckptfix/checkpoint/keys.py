@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 PRIVATE_WRAPPERS = WRAPPERS - {"module"}
@@ -160,8 +160,7 @@ def inner_wrappers(names: Iterable[str]) -> bool:
     return any(not PRIVATE_WRAPPERS.isdisjoint(fqn.split(".")[:-1]) for fqn in names if "_" in fqn)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyMap:
+class KeyMap(Struct, frozen=True, kw_only=True):
     """A rule for renaming every fqn of one state dict: a leading chain is replaced by another.
 
     ``inner``: first remove private wrapper segments anywhere in a name. ``remove``: the leading

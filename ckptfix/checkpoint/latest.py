@@ -5,8 +5,10 @@ headers.
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import PurePosixPath
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
 from ckptfix.checkpoint.entries import group_files
@@ -43,7 +45,6 @@ from ckptfix.checkpoint.state_contents import (
     weights_without_tensors,
 )
 from ckptfix.checkpoint.trainer_folders import trainer_problem
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
@@ -75,8 +76,7 @@ save.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(Struct, frozen=True, kw_only=True):
     """A checkpoint with its number, and why it is incomplete (None: complete by its headers).
 
     ``time``: when the save ended, in seconds since the epoch; None where the file that shows it is

@@ -12,10 +12,11 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, field
 from typing import Any, NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+from msgspec.structs import asdict
+
 from ckptfix.errors import FormatError
 from ckptfix.storage.files import AnyPath, names_in, stat_of
 from ckptfix.storage.paths import JOURNAL, MANIFEST
@@ -43,8 +44,7 @@ this size.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestEntry:
+class ManifestEntry(Struct, frozen=True, kw_only=True):
     """One object that was saved: its file, its class as ``module.Class``, and for models a
     fingerprint of their keys.
 
@@ -67,8 +67,7 @@ class ManifestEntry:
     optimizer: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(Struct, frozen=True, kw_only=True):
     """The record of a save. ``files``: every file that the save wrote, relative, with its size in
     bytes.
 
@@ -111,7 +110,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it is stored."""
+        # Not to_builtins(), which refuses a version that is a TorchVersion, not a plain str.
         document = asdict(self)
+        document |= {kind: list(map(asdict, document[kind])) for kind in _KINDS}
         if not self.sha256:
             del document["sha256"]
         if not self.digests_of_save:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
     TRAINER_STATE,
@@ -20,7 +22,6 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     weights_names,
 )
-from ckptfix.dataclass import dataclass
 from ckptfix.storage.files import AnyPath, names_in, walk
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import read_start
@@ -64,8 +65,7 @@ OTHER_WEIGHTS = (
 """Endings of the weights of other libraries, which are not read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Struct, frozen=True, kw_only=True):
     """Facts that a config records about a model; None, 0 or "" for one that it does not.
 
     ``model``: its class. ``base``: the model that an adapter is for, ``rank``: of its matrices.

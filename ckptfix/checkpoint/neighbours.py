@@ -8,12 +8,14 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import field, replace
 from itertools import islice
 from operator import attrgetter, itemgetter
 from pathlib import Path, PurePosixPath
 from threading import RLock
 from typing import NamedTuple, TypeVar, cast
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import (
     FileName,
@@ -28,7 +30,6 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.files import AnyPath, Openable, StorePath, absolute, folders_in, names_in
 from ckptfix.storage.opened import opened_part
@@ -173,8 +174,7 @@ among them.
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Run:
+class _Run(Struct, frozen=True, eq=False):
     """The checkpoints of a run in order of their numbers, and what was read of them.
 
     ``home``: one of them. ``listed``: all in its folder; ``compared``: those that are surely of one
@@ -190,8 +190,7 @@ class _Run:
     lock: RLock = field(default_factory=RLock)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Neighbour:
+class Neighbour(Struct, frozen=True, eq=False):
     """A checkpoint of the run of another one. What is read of it is remembered.
 
     ``is_before``: by its number.

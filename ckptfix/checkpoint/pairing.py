@@ -8,14 +8,14 @@ with different chunks are not compared.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import field
 from pathlib import PurePosixPath
 from typing import TypeVar
+
+from msgspec import Struct
 
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap
-from ckptfix.dataclass import dataclass
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.safetensors_file import SafetensorsFile
@@ -31,6 +31,7 @@ from ckptfix.storage.comparing import (
 from ckptfix.storage.files import AnyPath
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
+from ckptfix.wording import Brief
 
 _Equality = TypeVar("_Equality")
 
@@ -47,8 +48,7 @@ a tensor.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pairing:
+class Pairing(Brief, Struct, frozen=True, kw_only=True):
     """Two entries with equal keys (once unwrapped), dtypes and shapes.
 
     ``runs``: the ranges of files that must agree for the two to be equal; None when the structures
@@ -57,7 +57,7 @@ class Pairing:
 
     kept: Saved
     other: Saved
-    runs: Mapping[Files, tuple[Run, ...]] | None = field(repr=False)
+    runs: Mapping[Files, tuple[Run, ...]] | None
 
     @property
     def size(self) -> int:

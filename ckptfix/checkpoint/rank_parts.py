@@ -19,8 +19,9 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.folder import Component
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_items import coverage_problem
 from ckptfix.formats.dcp_metadata import DcpTensor
@@ -41,8 +42,7 @@ class Part(NamedTuple):
     tensor: TensorInfo
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartedTensor:
+class PartedTensor(Struct, frozen=True, kw_only=True):
     """A tensor as its parts show it. ``shape``: of the box around them. ``problem``: why it is
     incomplete, or "".
     """

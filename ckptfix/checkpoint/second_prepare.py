@@ -10,11 +10,13 @@ equal in all of them, a copy is not.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import PurePosixPath
 from struct import unpack
 from typing import Any, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable
@@ -22,7 +24,6 @@ from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_wrapped_again
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.pairing import Pairing, differing_tensors, first_unequal, pair_up
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
@@ -74,8 +75,7 @@ rounds to nothing.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerFacts:
+class OptimizerFacts(Struct, frozen=True, kw_only=True):
     """Facts in an optimizer's state about its training. ``path``: of its file."""
 
     path: PurePosixPath

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from threading import Lock
 from typing import ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.completion_markers import run_of, tracker_problem
 from ckptfix.checkpoint.filenames import family_of
@@ -17,7 +19,6 @@ from ckptfix.checkpoint.latest import (
     time_of,
 )
 from ckptfix.cli.report import FAILURES, ending_of
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.other_runs import DAY, History, OtherRun, days_between, history_of
 from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.errors import CkptfixError
@@ -26,8 +27,7 @@ from ckptfix.storage.files import AnyPath, absolute, is_of_listing
 from ckptfix.wording import series
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume(Serialized):
+class Resume(Serialized, Struct, frozen=True, kw_only=True):
     """The checkpoint of one run folder to resume from, as ``latest_checkpoint`` chooses it; None
     where it finds none.
 

@@ -5,14 +5,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from msgspec import Struct, field
+
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, Interrupted, Report, ending_of, interruptible
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage import teams
@@ -67,8 +67,7 @@ left it.
 """
 
 
-@dataclass(kw_only=True)
-class Batch:
+class Batch(Struct, kw_only=True):
     """The results of a verb. ``status``: the worst of all paths, which is the highest: 130, then 3,
     2, 1, 0.
 

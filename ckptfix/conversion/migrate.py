@@ -4,9 +4,11 @@ receipt.
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import (
     FileName,
@@ -45,7 +47,6 @@ from ckptfix.conversion.sources import (
 from ckptfix.conversion.state_plan import plan_states
 from ckptfix.conversion.target_names import NAME, LeftOut
 from ckptfix.conversion.uploading import open_output
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -96,8 +97,7 @@ class MigratedOptimizer(NamedTuple):
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MigrateReceipt(Printable, Serialized):
+class MigrateReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """The receipt of a migration, done or, in a dry run, only planned.
 
     ``carried``: files that were copied unchanged. ``left_out``: parts of the source that the new

@@ -5,9 +5,11 @@ written.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
 from math import prod
 from pathlib import Path, PurePosixPath
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
@@ -30,7 +32,6 @@ from ckptfix.conversion.target_names import (
     stems,
     why_one_file,
 )
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.formats.tensor import DTYPE_BITS
@@ -44,7 +45,7 @@ from ckptfix.tensors.optimizers import OptimizerState, Strategy
 from ckptfix.tensors.parameter_sources import Factory
 from ckptfix.tensors.single_files import unwritable
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import Brief, count_of, list_names
 
 
 def renamed(weights: Weights, keys: Keys | None) -> Weights:
@@ -124,8 +125,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(Struct, frozen=True, kw_only=True):
     """The options of a migration.
 
     ``strategy``: of whose loader the complete state is written, None for weights alone; ``to`` is
@@ -266,8 +266,7 @@ size.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedModel:
+class PlannedModel(Brief, Struct, frozen=True, kw_only=True, eq=False):
     """One planned model: ``before`` as it is stored, ``weights`` under their new keys, and its new
     files.
 
@@ -278,12 +277,12 @@ class PlannedModel:
     """
 
     label: str
-    before: Weights = field(repr=False)
+    before: Weights
     weights: Weights
-    files: tuple[OutputFile, ...] = field(repr=False)
-    sources: Mapping[str, Source] = field(repr=False)
-    parts: Mapping[str, Source] | None = field(default=None, repr=False)
-    modules: Mapping[PurePosixPath, Mapping[str, str]] = field(default_factory=dict, repr=False)
+    files: tuple[OutputFile, ...]
+    sources: Mapping[str, Source]
+    parts: Mapping[str, Source] | None = None
+    modules: Mapping[PurePosixPath, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def data(self) -> Mapping[str, Source]:
@@ -306,8 +305,7 @@ class PlannedModel:
         return sum(source.new.nbytes for source in self.sources.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedState:
+class PlannedState(Brief, Struct, frozen=True, kw_only=True, eq=False):
     """One planned optimizer: ``before`` as it is stored, ``state`` as it must be read back, and its
     new files.
 
@@ -315,10 +313,10 @@ class PlannedState:
     """
 
     label: str
-    before: OptimizerState = field(repr=False)
+    before: OptimizerState
     state: OptimizerState
-    files: tuple[OutputFile, ...] = field(repr=False)
-    data: Mapping[str, Source] = field(repr=False)
+    files: tuple[OutputFile, ...]
+    data: Mapping[str, Source]
 
     @property
     def old_files(self) -> tuple[PurePosixPath, ...]:
@@ -331,8 +329,7 @@ class PlannedState:
         return self.before.checksums
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedExtra:
+class PlannedExtra(Struct, frozen=True, kw_only=True, eq=False):
     """Small new files without tensors. ``old_files``: one that they are like, relative to the
     source.
     """
@@ -347,8 +344,7 @@ Planned = PlannedModel | PlannedState | PlannedExtra
 """A part of a new checkpoint that is written anew."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MigrationPlan:
+class MigrationPlan(Struct, frozen=True, kw_only=True, eq=False):
     """Plan of a migration. ``carried``: files that are copied unchanged, relative to the source's
     folder.
 

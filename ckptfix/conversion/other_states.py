@@ -7,9 +7,10 @@ only where the same process does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.conversion.migration_plan import PlannedExtra, source_of

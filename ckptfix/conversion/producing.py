@@ -8,10 +8,12 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.manifest import (
     MAX_MANIFEST,
@@ -32,7 +34,6 @@ from ckptfix.conversion.migration_plan import (
 from ckptfix.conversion.proving import state_tensors
 from ckptfix.conversion.sources import SourceDigests, check_archive, check_record, sha256_of
 from ckptfix.conversion.streaming import Convert, NewFile, Writer, copy_file, writing_threads
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import lasting_label, readable_manifest
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage import teams
@@ -53,8 +54,7 @@ from ckptfix.wording import human_size
 _MODE = 0o777
 
 
-@dataclass(frozen=True, slots=True)
-class Produced:
+class Produced(Struct, frozen=True):
     """Digests of new files. ``digests``: of each ``planned`` one, name of a tensor -> digest;
     ``sha256``: of the files.
 
@@ -302,8 +302,7 @@ def _run(tasks: Iterable[_Task], pacer: Pacer, progress: Progress | None) -> Non
     run_all(tasks, worker, threads=writing_threads(), progress=progress)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class _Work(Struct, frozen=True, kw_only=True):
     """The work on single files. ``sha256``: file -> its sha256, where that is needed."""
 
     plan: MigrationPlan

@@ -6,9 +6,11 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
 from ckptfix.checkpoint.entries import ModelFiles, group_files
@@ -20,7 +22,6 @@ from ckptfix.conversion.salvage_models import JudgedFolder, Models, absent, judg
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, SalvagePlan, Sealed
 from ckptfix.conversion.streaming import Source, copy_file, write_file
 from ckptfix.conversion.uploading import open_output
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import check, resume_problem
 from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.file_damage import diagnose_deepspeed
@@ -67,6 +68,7 @@ from ckptfix.tensors.new_torch_files import torch_files
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.salvaging import Lost
 from ckptfix.wording import (
+    Brief,
     Line,
     Printable,
     collapse_layers,
@@ -80,8 +82,7 @@ from ckptfix.wording import (
 _SHOWN = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedFile(Serialized):
+class SavedFile(Serialized, Struct, frozen=True, kw_only=True):
     """A new file. ``source``: where its tensors come from. ``names``: their keys, also ties;
     ``nbytes``: each once.
     """
@@ -94,8 +95,7 @@ class SavedFile(Serialized):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SalvageReceipt(Printable, Serialized):
+class SalvageReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """The receipt of a salvage. ``saved``: new files. ``copied``: intact files. ``damaged``: kept
     on request.
 
@@ -204,13 +204,12 @@ def _lost_lines(what: str, every: tuple[Lost, ...], colour: str) -> Iterator[Lin
 _VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedFile:
+class PlannedFile(Brief, Struct, frozen=True, kw_only=True):
     """A file to write, and key -> source of each of its tensors."""
 
     part: PartOfModel
-    output: OutputFile = field(repr=False)
-    sources: dict[str, Source] = field(repr=False)
+    output: OutputFile
+    sources: dict[str, Source]
 
 
 def plan_file(part: PartOfModel) -> PlannedFile:

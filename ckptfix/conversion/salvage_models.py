@@ -3,8 +3,10 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, replace
 from pathlib import PurePosixPath
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import belongs
 from ckptfix.checkpoint.entries import ModelFiles, group_files, model_position
@@ -13,7 +15,6 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.rank_parts import parts_problem
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, Sealed, TensorLocation, stems_of
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import dcp_problems
 from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata, model_names
@@ -26,7 +27,7 @@ from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.dcp_tensors import dcp_weights, intact_tensors, read_metadata_of
 from ckptfix.tensors.salvaging import Lost, SavedDict, salvage_safetensors, salvage_torch
 from ckptfix.tensors.stored import Contiguous, StoredTensor
-from ckptfix.wording import count_of
+from ckptfix.wording import Brief, count_of
 
 
 def merge_shards(
@@ -114,8 +115,7 @@ _STRANGE = re.compile(r"[^A-Za-z0-9._-]")
 _LONGEST = 64  # characters of a key in the name of a file
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RecoveredModel:
+class _RecoveredModel(Struct, frozen=True, kw_only=True):
     """Tensors recovered from one model's files.
 
     ``dicts``: each with its label in a manifest. ``unread``: files that cannot be read. ``copies``:
@@ -447,8 +447,7 @@ def _stem(group: ModelFiles) -> str:
 _BESIDE = "it is next to the model, which alone is saved"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedFolder:
+class JudgedFolder(Brief, Struct, frozen=True, kw_only=True):
     """A judged DCP folder.
 
     ``reason``: why it cannot be copied, "" if intact. ``found``: its intact tensors, if not.
@@ -459,7 +458,7 @@ class JudgedFolder:
     """
 
     reason: str = ""
-    found: SavedDict | None = field(default=None, repr=False)
+    found: SavedDict | None = None
     damaged: tuple[Lost, ...] = ()
     doubtful: tuple[Lost, ...] = ()
     unchecked: bool = False

@@ -6,9 +6,11 @@ New files get the names that stock loaders look for: ``load_state`` and ``from_p
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import (
     Role,
@@ -20,7 +22,6 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import Component, ProblemKind
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.state_contents import Content, state_problem
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Recorded
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import FormatError
@@ -99,8 +100,7 @@ def _names(stem: str, suffix: str) -> set[str]:
     return {f"{stem}{suffix}", index_name(stem, suffix)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartOfModel:
+class PartOfModel(Struct, frozen=True, kw_only=True):
     """One damaged state dict: where its tensors come from, and the name of the new file."""
 
     source: str
@@ -108,8 +108,7 @@ class PartOfModel:
     found: SavedDict
 
 
-@dataclass(slots=True)
-class SalvagePlan:
+class SalvagePlan(Struct):
     """Plan of a salvage.
 
     ``copied``: intact and other files. ``components``: the number of components of the checkpoint.

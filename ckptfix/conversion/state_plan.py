@@ -7,8 +7,9 @@ data positions) goes on only where the same processes do.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_file_name
 from ckptfix.checkpoint.manifest import usable_manifest

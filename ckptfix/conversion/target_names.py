@@ -10,10 +10,11 @@ import json
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
 
 from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
 from ckptfix.checkpoint.filenames import (
@@ -27,7 +28,6 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.trainer_folders import trainer_step
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.files import AnyPath, is_symlink, relative, stat_of, walk
 from ckptfix.storage.lock import LOCK
@@ -35,6 +35,7 @@ from ckptfix.storage.paths import JOURNAL, OF_FILES, RECEIPT, list_folder
 from ckptfix.storage.reading import read_start
 from ckptfix.tensors.optimizers import Strategy
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
+from ckptfix.wording import Brief
 
 SUFFIXES = {
     Format.SAFETENSORS: (".safetensors",),
@@ -229,8 +230,7 @@ class LeftOut(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherFiles:
+class OtherFiles(Struct, frozen=True, kw_only=True):
     """Files without weights. ``carried``: those to copy; ``empty``: folders to make; relative to
     the source.
     """
@@ -373,12 +373,11 @@ _DTYPE = re.compile(
 _WORDS = {"BF16": b"bfloat16", "F16": b"float16", "F32": b"float32", "F64": b"float64"}
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(Brief, Struct, frozen=True):
     """The config.json of a folder. ``data``: its content, empty if it cannot be understood."""
 
-    data: bytes = field(default=b"", repr=False)
-    values: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    data: bytes = b""
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ties_nothing(self) -> bool:

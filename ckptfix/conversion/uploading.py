@@ -8,13 +8,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.manifest import missing_files, read_manifest
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.resumable import mixed
 from ckptfix.diagnosis.target import ensure_checkpoint
 from ckptfix.errors import FormatError, OperationError, TeamError, UsageError
@@ -45,8 +46,7 @@ if TYPE_CHECKING:
 _R = TypeVar("_R")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class UploadReceipt(Printable, Serialized):
+class UploadReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """Receipt of ``upload``. ``is_left_over``: the folder was the rest of a save, and can be
     removed now.
     """

@@ -7,9 +7,9 @@ import warnings
 
 import accelerate
 import torch
+from msgspec import Struct
 
 import ckptfix
-from ckptfix.dataclass import dataclass
 
 _NOT_THE_USER = (
     *(
@@ -22,8 +22,7 @@ _NOT_THE_USER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(Struct, frozen=True):
     """A line of a file."""
 
     path: str

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset, set_module_tensor_to_device
 from accelerate.utils.offload import offload_weight
-
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
 
 
 class Slot(Protocol):
@@ -27,8 +26,7 @@ class Slot(Protocol):
         """Put a value there, in the dtype that the place has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySlot:
+class MemorySlot(Struct, frozen=True, kw_only=True):
     """A tensor in a dict that a hook reads."""
 
     store: Mapping[str, torch.Tensor]
@@ -44,8 +42,7 @@ class MemorySlot:
             self.store[self.key].copy_(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskSlot:
+class DiskSlot(Struct, frozen=True, kw_only=True):
     """A file of an offload folder. A value that comes from a checkpoint of the user's is never
     written there.
     """
@@ -80,8 +77,7 @@ class DiskSlot:
             offload_weight(value, self.key, str(self.folder), index=self.loader.index)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmptySlot:
+class EmptySlot(Struct, frozen=True, kw_only=True):
     """A tensor that was never there, as ``init_empty_weights`` leaves it: it is made on
     ``device``.
     """

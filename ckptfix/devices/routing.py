@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.staged_copies import Waiting, release_slots, staged_copy
 from ckptfix.devices.torch_devices import Pair, device, device_count, device_type
 from ckptfix.errors import CkptfixError
@@ -19,8 +19,7 @@ class TransferError(CkptfixError, RuntimeError):
     """A copy between two devices that must not be made directly, and was not staged."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ways:
+class Ways(Struct, frozen=True, kw_only=True):
     """Ways of the copies of each ordered pair; those of a pair that is not ``staged`` go directly.
 
     ``refused``: staged pairs whose copies raise instead. ``trusted``: staged pairs that are proven
@@ -32,8 +31,7 @@ class Ways:
     trusted: frozenset[Pair] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
+class Count(Struct, frozen=True, kw_only=True):
     """Copies of one ordered pair, and their bytes at the source: those by way of the host, and
     direct ones.
     """

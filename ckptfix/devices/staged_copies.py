@@ -21,8 +21,8 @@ from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.torch_devices import Pair
 
 Mark = TypeVar("Mark")
@@ -46,8 +46,7 @@ class Waiting(Enum):
     DEVICE = "device"
 
 
-@dataclass(slots=True)
-class Slot(Generic[Mark]):
+class Slot(Struct, Generic[Mark]):
     """A piece of host memory, by its number, and when its last content had left it (None: it was
     never used).
     """

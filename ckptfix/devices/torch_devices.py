@@ -8,14 +8,13 @@ own: this package always means *ordered* pairs.
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import field
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 
-from ckptfix.dataclass import dataclass
 from ckptfix.hardware import read_text
 
 Pair = tuple[int, int]
@@ -76,8 +75,7 @@ def device(index: int) -> torch.device:
     return torch.device(name, index)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Struct, frozen=True, kw_only=True):
     """The devices that torch sees here. ``pci``: their addresses as sysfs has them, "" where torch
     does not say.
 

@@ -19,11 +19,11 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+
 from ckptfix.devices.interception import (
     NOT_COVERED,
     NOT_COVERED_BY_FALLBACK,
@@ -35,7 +35,7 @@ from ckptfix.devices.routing import ROUTER, Count, Ways
 from ckptfix.devices.staged_copies import release_slots
 from ckptfix.devices.torch_devices import Pair, device_count, device_type, ordered_pairs
 from ckptfix.errors import UsageError
-from ckptfix.wording import count_of
+from ckptfix.wording import Brief, count_of
 
 if TYPE_CHECKING:
     from ckptfix.devices.probe.probe_report import ProbeReport
@@ -61,8 +61,7 @@ class Mode(Enum):
     NEVER = "never"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Transfers:
+class Transfers(Brief, Struct, frozen=True, kw_only=True, eq=False):
     """One reference to the staging of this process.
 
     ``pairs``: what this reference has staged, or refused where it ``raises``. ``holder``: who holds
@@ -74,7 +73,7 @@ class Transfers:
     pairs: frozenset[Pair] = frozenset()
     holder: str = ""
     not_covered: tuple[str, ...] = ()
-    _before: Mapping[Pair, Count] = field(default_factory=dict, repr=False)
+    _before: Mapping[Pair, Count] = field(default_factory=dict)
 
     def counters(self) -> Mapping[Pair, Count]:
         """Return the copies of every ordered pair since this reference was taken, by whomever they

@@ -19,10 +19,11 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.state_contents import Content, is_surely_of_optimizer, problem_of_optimizer
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import MismatchedMoments, UnsavedParameters
 from ckptfix.diagnosis.findings.misplaced import UnknownState
@@ -73,8 +74,7 @@ _UNTRAINED = "weights in the file have no moments, because they are frozen or of
 _NOT_COMPARED = (_UNREAD, _ALONE, _WITHOUT_MOMENTS, _OF_OTHER_SHAPES, _FLAT, _FOREIGN, _INCOMPLETE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class Bundle(Struct, frozen=True, kw_only=True):
     """A file that is not an optimizer's by its name, and its optimizers.
 
     ``findings``: what is wrong with them. ``unread``: the number of those that are not judged.

@@ -4,10 +4,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import field, replace
 from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.downloads import half_downloads
@@ -18,7 +20,6 @@ from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, lists_models, may_hold_weights
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.dataloaders import exchanged_loaders
 from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
@@ -106,8 +107,7 @@ _DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, _NOT_RESUMABLE, CLEAN = VERDICTS
 """The verdicts on one of several checkpoints, the worst first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CheckReport(Printable, Serialized):
+class CheckReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """Report of ``check``.
 
     ``not_checked``: the omitted checks, in words. ``unfinished``: files that may not be read, which

@@ -3,9 +3,11 @@
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import field, replace
 from pathlib import PurePosixPath
 from typing import NamedTuple
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DATA_SUFFIX
 from ckptfix.checkpoint.downloads import OF_THE_CLIENT
@@ -19,7 +21,6 @@ from ckptfix.checkpoint.manifest import (
     read_manifest,
     usable_manifest,
 )
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -29,6 +30,7 @@ from ckptfix.tensors.hashing import WHOLE, Scheme
 from ckptfix.tensors.opening import model_folders, open_checkpoint
 from ckptfix.tensors.single_files import file_weights
 from ckptfix.tensors.stored import Format, Weights
+from ckptfix.wording import Brief
 
 
 class FileState(NamedTuple):
@@ -48,8 +50,7 @@ class TensorLocation(NamedTuple):
         return f"{self.fqn!r} in {self.label}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class Contents(Brief, Struct, frozen=True, kw_only=True):
     """Contents of a checkpoint. ``files``: every regular file by its relative path, except
     ckptfix's own.
 
@@ -61,7 +62,7 @@ class Contents:
     """
 
     root: AnyPath
-    files: Mapping[str, FileState] = field(repr=False)
+    files: Mapping[str, FileState]
     only: str | None = None
     special: Mapping[str, str] = field(default_factory=dict)
     weights: tuple[Weights, ...] = ()

@@ -3,10 +3,11 @@ together.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+
+from msgspec.structs import asdict
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, OPTIMIZER_STATE, DcpFolder, rank_of
 from ckptfix.checkpoint.filenames import parse_folder_name
@@ -297,7 +298,7 @@ def _is_refused(results: Sequence[Sequence[Any]]) -> bool:
 
 def _packed(finding: Finding) -> list[Any]:
     """Return a finding about items as JSON values, without its path."""
-    facts = [getattr(finding, one.name) for one in fields(finding) if one.name != "path"]
+    facts = [value for name, value in asdict(finding).items() if name != "path"]
     return [finding.code, *facts]
 
 

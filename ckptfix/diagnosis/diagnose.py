@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.dcp import DcpFolder, is_empty, numbered_folders, scan_dcp_folders
 from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.downloads import is_of_client
@@ -18,7 +20,6 @@ from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.checkpoint.pairing import Pairing, first_unequal
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.bundled_optimizers import bundles_of, unchecked_bundles
 from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
 from ckptfix.diagnosis.dataloaders import unjudged_loaders
@@ -173,8 +174,7 @@ Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 """(kept file or folder, other one) -> how they compare."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Struct, frozen=True, kw_only=True):
     """The findings about a folder, most severe first, and in words the omitted checks.
 
     ``scanned``: the identity of every file when it was scanned; none of them changed until the end

@@ -4,9 +4,10 @@ that go with them.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder, numbered_folders, rank_of
 from ckptfix.checkpoint.filenames import FORMATS_OF_MODELS, Role

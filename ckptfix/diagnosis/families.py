@@ -8,9 +8,10 @@ loader could take either: variants such as ``fp16`` are asked for by name, and a
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import FileName, ModelName, parse_file_name

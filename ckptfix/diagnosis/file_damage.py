@@ -6,10 +6,12 @@ Files of DeepSpeed are never renamed: each rank's file repeats their names in se
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import field, replace
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import NamedTuple
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.deepspeed_files import (
     DeepSpeedFiles,
@@ -43,7 +45,6 @@ from ckptfix.checkpoint.folder import (
     scan_folder,
 )
 from ckptfix.checkpoint.rank_parts import absent_files, begins_inside, parts_problem
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     CompressedRecord,
@@ -76,7 +77,7 @@ from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.rank_files import rank_files, rank_optimizer, rank_weights
 from ckptfix.tensors.universal import ensure_states
 from ckptfix.tensors.zero_partitions import read_model_states
-from ckptfix.wording import count_of, list_names, series
+from ckptfix.wording import Brief, count_of, list_names, series
 
 _UNKNOWN_TO_TORCH = ("F6_E2M3", "F6_E3M2")
 """Dtypes of safetensors that its reader for torch refuses (``get_tensor`` of safetensors 0.8)."""
@@ -308,8 +309,7 @@ def _torch(
     return findings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedState:
+class DeepSpeedState(Brief, Struct, frozen=True, kw_only=True):
     """A DeepSpeed checkpoint in a folder, and its damage.
 
     ``files`` and ``size`` in bytes: 0 for the folder itself, whose components count anyway.
@@ -326,7 +326,7 @@ class DeepSpeedState:
     unread: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
     has_checksums: bool = False
-    scanned: Mapping[PurePosixPath, FileIdentity] = field(default_factory=dict, repr=False)
+    scanned: Mapping[PurePosixPath, FileIdentity] = field(default_factory=dict)
 
 
 def without_deepspeed(folder: CheckpointFolder) -> CheckpointFolder:

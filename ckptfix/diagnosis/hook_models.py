@@ -9,9 +9,10 @@ this one which keys a model has: they follow from its config.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import PurePosixPath
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.filenames import LORA, Role

@@ -10,10 +10,12 @@ which nothing else may hold weights.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import PurePosixPath
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.entries import shapes_of
@@ -25,7 +27,6 @@ from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS
 from ckptfix.checkpoint.run_states import parameter_names
 from ckptfix.checkpoint.second_prepare import BUFFERS
 from ckptfix.checkpoint.state_contents import may_hide_weights
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import (
     AbsentMoments,
@@ -90,8 +91,7 @@ class ModelTensor(NamedTuple):
         return self.dtype.startswith(INTEGERS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class Weights(Struct, frozen=True, kw_only=True):
     """The weights that optimizers are compared with. ``is_complete``: nothing else in the folder
     may hold some.
 

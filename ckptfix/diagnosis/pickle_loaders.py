@@ -5,10 +5,11 @@ files it refuses.
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.deepspeed_files import UNIVERSAL, is_deepspeed_file
 from ckptfix.checkpoint.filenames import Role, parse_rank_file_name
 from ckptfix.checkpoint.folder import Component
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     ScriptPickle,
@@ -44,8 +45,7 @@ class _Objects(Enum):
     EVERY = "everything: weights_only=False"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loader:
+class _Loader(Struct, frozen=True, kw_only=True):
     """A loader, by what it reads beyond the globals on torch's ``weights_only`` list.
 
     ``globals``, ``packages``: single ones, and all of a package. ``is_plain_read``: whether a

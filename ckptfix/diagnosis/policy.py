@@ -1,11 +1,11 @@
 """Policy of a repair: the options that the user chose."""
 
 from collections.abc import Mapping
-from dataclasses import field
 from enum import Enum
 
+from msgspec import Struct, field
+
 from ckptfix.checkpoint.filenames import NUMBERED, Role
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action
 from ckptfix.errors import UsageError
 
@@ -26,8 +26,7 @@ KEEPABLE = {role.value: role for role in NUMBERED}
 """Role names that ``--keep ROLE=N`` accepts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class Policy(Struct, frozen=True, kw_only=True):
     """Options that turn a diagnosis into a plan.
 
     ``keep``: the number of entries of a role in the script. ``only``: codes to repair, empty for

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.filenames import FAMILIES, family_of
 from ckptfix.checkpoint.latest import (
     HALF_REPAIRED,
@@ -19,7 +21,6 @@ from ckptfix.checkpoint.latest import (
     partly_repaired,
 )
 from ckptfix.checkpoint.neighbours import Siblings
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import resume_problem
 from ckptfix.diagnosis.other_runs import History, OtherRun, history_of, other_run
 from ckptfix.storage.atomic import read_file
@@ -41,8 +42,7 @@ def newest_complete(found: Iterable[Candidate]) -> Candidate | None:
     return next((candidate for candidate in found if candidate.problem is None), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Struct, frozen=True, kw_only=True):
     """The checkpoint of a folder that a resume takes. ``best``: None where none is complete, or
     nothing decides.
 

@@ -3,17 +3,17 @@ folders.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
 from functools import partial
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any
 
+from msgspec import Struct, field
+
 from ckptfix.checkpoint.dcp import FLATTENED, DcpFolder, optimizers_in
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import WRAPPERS
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.optimizer_kinds import (
     COMMON_OPTIONS,
     MOMENTS,
@@ -40,6 +40,7 @@ from ckptfix.storage.files import AnyPath
 from ckptfix.tensors.dcp_tensors import DcpLayouts
 from ckptfix.tensors.single_files import torch_layout
 from ckptfix.tensors.stored import Layout
+from ckptfix.wording import Brief
 
 Shape = tuple[int, ...]
 
@@ -52,8 +53,7 @@ digits.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedOptimizer:
+class SavedOptimizer(Brief, Struct, frozen=True, kw_only=True):
     """An optimizer as its headers show it. ``path``: of its file or folder. ``key``: the keys that
     lead to it in a file that holds more, "" for a file of one optimizer.
 
@@ -76,18 +76,18 @@ class SavedOptimizer:
     index: int
     is_named: bool
     options: frozenset[str]
-    groups: tuple[tuple[str, ...], ...] = field(repr=False)
-    states: Mapping[str, Mapping[str, Shape | None]] = field(repr=False)
+    groups: tuple[tuple[str, ...], ...]
+    states: Mapping[str, Mapping[str, Shape | None]]
     step: int | None = None
-    values: tuple[Mapping[str, object], ...] = field(default=(), repr=False)
-    names: Mapping[str, str] = field(default_factory=dict, repr=False)
+    values: tuple[Mapping[str, object], ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
     unusable: frozenset[tuple[str, str]] = frozenset()
-    integers: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
+    integers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     strangers: tuple[str, ...] = ()
     sparse: frozenset[tuple[str, str]] = frozenset()
     key: str = ""
-    tensors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
-    layout: Callable[[AnyPath, Any], Layout] | None = field(default=None, repr=False, compare=False)
+    tensors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    layout: Callable[[AnyPath, Any], Layout] | None = None
 
     @property
     def is_plain(self) -> bool:

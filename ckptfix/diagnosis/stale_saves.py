@@ -16,10 +16,11 @@ have moments of zeros, and stay unchanged.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from math import nan
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role

@@ -8,6 +8,8 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.completion_markers import missing_marker
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders
@@ -31,7 +33,6 @@ from ckptfix.checkpoint.model_configs import (
     pipeline_components,
 )
 from ckptfix.checkpoint.neighbours import Siblings
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
 from ckptfix.storage.files import (
     AnyPath,
@@ -48,8 +49,7 @@ from ckptfix.storage.staged import is_temporary
 from ckptfix.wording import count_of, list_names
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """A folder, and the name of one requested file in it, or None for all files."""
 
     root: AnyPath

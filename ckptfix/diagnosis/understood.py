@@ -7,10 +7,12 @@ manifest, and three small JSON files.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
 from math import prod
 from pathlib import PurePosixPath
 from typing import ClassVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.entries import ModelFiles
@@ -18,7 +20,6 @@ from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, ModelConfig, read_model_config
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import lost_step
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
@@ -48,8 +49,7 @@ class _Recorded(Serialized):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnderstoodModel(_Recorded):
+class UnderstoodModel(_Recorded, Struct, frozen=True, kw_only=True):
     """A model, or another file with tensors (``is_model`` off). ``path``: its file, folder, or the
     index of its files.
 
@@ -110,8 +110,7 @@ class UnderstoodModel(_Recorded):
         return f"{name}{f' ({about})' if about else ''}: {', '.join(filter(None, numbers))}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnderstoodOptimizer(_Recorded):
+class UnderstoodOptimizer(_Recorded, Struct, frozen=True, kw_only=True):
     """An optimizer. ``kind``: its class by the manifest, else by its keys; "" for an unknown one.
 
     ``key``: the keys that lead to it in a file that holds more. ``states``: the names of what it
@@ -148,8 +147,7 @@ class UnderstoodOptimizer(_Recorded):
         return f"{name} ({about}): {count_of(self.parameters, 'parameter')}{step}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Understood(_Recorded):
+class Understood(_Recorded, Struct, frozen=True, kw_only=True):
     """Facts about one folder, as they were understood.
 
     ``libraries``: name -> version. ``problems``: of small JSON files, and random states that are

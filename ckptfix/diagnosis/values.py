@@ -10,12 +10,13 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.dcp import scan_dcp_folders
 from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component, scan_folder
 from ckptfix.checkpoint.keys import is_flat_name
 from ckptfix.checkpoint.trainer_folders import trainer_progress
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import ChangedError
 from ckptfix.formats.tensor import DTYPE_BITS
@@ -268,8 +269,7 @@ ADVICE = {
 """The code of a finding about values -> what to do: no repair mends values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueFinding(Serialized):
+class ValueFinding(Serialized, Struct, frozen=True, kw_only=True):
     """Something about the values of a model. ``fqn``: the tensor, "" when it is about several."""
 
     json_keys: ClassVar = "code severity model=label tensor=fqn message=__str__"

@@ -7,7 +7,8 @@ likely to, NOTE is worth knowing and changes no exit status.
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.diagnosis.findings.base import Severity, labelled
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, line
@@ -16,8 +17,7 @@ MAX_EVIDENCE = 8
 """Lines of evidence that one advice carries; how many there are is said in the last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice(Serialized):
+class Advice(Serialized, Struct, frozen=True, kw_only=True):
     """One problem, or something worth knowing. ``evidence``: what was read, and where. ``fix``:
     what to do.
     """
@@ -40,8 +40,7 @@ class Advice(Serialized):
         yield line(f"        to do: {self.fix}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Topic:
+class Topic(Struct, frozen=True, kw_only=True):
     """One line of the catalogue. ``severities``: those that its advice can have, the gravest
     first.
     """

@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.environment.advice import Advice, Topic
 from ckptfix.environment.checks import accelerators as devices
@@ -97,8 +98,7 @@ def _not_read(facts: Facts) -> Iterator[str]:
 _GRAVEST_FIRST = tuple(Severity)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class DoctorReport(Printable, Serialized):
+class DoctorReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """Report of the doctor: advice, the gravest first. ``not_checked``: in words, what was not
     looked at.
     """

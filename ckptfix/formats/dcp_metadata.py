@@ -11,12 +11,12 @@ tensor may still write a chunk without elements). Older versions leave out ``ver
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import field
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import BeyondLimits, FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_stream import (
     PACKED,
@@ -37,6 +37,7 @@ from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text, every_node, pairs
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.files import FileReader
+from ckptfix.wording import Brief
 
 METADATA_NAME = ".metadata"
 """The name of the file; torch writes ``.metadata.tmp`` first, when all data is on disk, and renames
@@ -88,8 +89,7 @@ class PlannedPath(NamedTuple):
     site: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpMetadata:
+class DcpMetadata(Brief, Struct, frozen=True, kw_only=True):
     """A parsed ``.metadata``; every tuple is in the order of the file, and no name is twice in one.
 
     ``planned``: None when the planner left no paths, as with ``flatten_state_dict=False``; then the
@@ -98,11 +98,11 @@ class DcpMetadata:
     rewritten (``pickle_rewrite``), at the sites of all parts.
     """
 
-    tree: PickleTree = field(repr=False)
-    tensors: tuple[DcpTensor, ...] = field(repr=False)
-    items: tuple[DcpBytes, ...] = field(repr=False)
-    planned: tuple[PlannedPath, ...] | None = field(repr=False)
-    stored: Mapping[tuple[str, tuple[int, ...] | None], StoredItem] = field(repr=False)
+    tree: PickleTree
+    tensors: tuple[DcpTensor, ...]
+    items: tuple[DcpBytes, ...]
+    planned: tuple[PlannedPath, ...] | None
+    stored: Mapping[tuple[str, tuple[int, ...] | None], StoredItem]
     version: str | None
     save_id: str | None
 

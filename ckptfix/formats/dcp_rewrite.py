@@ -7,9 +7,10 @@ A name is in four places (``metadata.py`` and ``_nested_dict.py`` of torch 2.4 t
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_metadata import DcpMetadata, parse_dcp_metadata

@@ -3,13 +3,14 @@ such trees.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
 from enum import Enum
 from struct import pack
 from typing import Any, NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import FormatError
+from ckptfix.wording import Brief
 
 UNRESOLVABLE = ("?", "?")
 """The global of an opcode that names it indirectly: a number of the extension registry, or a
@@ -86,8 +87,7 @@ class Node:
         return self.kind is Kind.GLOBAL and bool(self.head == (module, name))
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class PickleTree:
+class PickleTree(Brief, Struct, frozen=True, kw_only=True, eq=False):
     """One pickle. Offsets count from its first byte.
 
     ``data``: its bytes, STOP included. ``end``: where it ends in the bytes given to ``parse``.
@@ -103,21 +103,21 @@ class PickleTree:
     for one without gaps.
     """
 
-    root: Any = field(repr=False)
-    data: bytes = field(repr=False)
+    root: Any
+    data: bytes
     end: int
     protocol: int
     globals: Mapping[tuple[str, str], int]
-    texts: tuple[Text, ...] = field(repr=False)
-    persistent: tuple[Node, ...] = field(repr=False)
-    frames: tuple[tuple[int, int], ...] = field(repr=False)
+    texts: tuple[Text, ...]
+    persistent: tuple[Node, ...]
+    frames: tuple[tuple[int, int], ...]
     duplicated: frozenset[int]
     refused_opcodes: tuple[str, ...]
     impossible: tuple[str, ...]
     built: frozenset[tuple[str, str]]
     leftover: bool
-    calls: tuple[Node, ...] = field(repr=False)
-    keys: tuple[Any, ...] = field(repr=False)
+    calls: tuple[Node, ...]
+    keys: tuple[Any, ...]
     last_memo: int = 0
 
 

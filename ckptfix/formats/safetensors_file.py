@@ -16,7 +16,8 @@ from pathlib import PurePosixPath
 from sys import float_info
 from typing import Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
 from ckptfix.formats.tensor import DTYPE_BITS, TensorInfo
 from ckptfix.storage.files import FileReader
@@ -40,8 +41,7 @@ _DEEPEST = 127
 """Levels of brackets that the reference parser reads (serde_json's recursion limit)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile:
+class SafetensorsFile(Struct, frozen=True):
     """A parsed header. ``header`` is the JSON object in file order, ``data_start`` = 8 + header
     length.
     """
@@ -383,8 +383,7 @@ MAX_INDEX = 128 << 20
 """Longest index that is read, in bytes; a million names take about 100 MB."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsIndex:
+class WeightsIndex(Struct, frozen=True):
     """A parsed index: ``weight_map`` from fqn to the name of a file in the same folder.
 
     ``repeated``: the keys that the JSON text has twice. ``spelled``: the paths in the JSON text

@@ -10,10 +10,11 @@ at once, so nothing can move.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, replace
 from typing import NamedTuple, Protocol
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats import torch_zip
 from ckptfix.formats.pickle_calls import ensure_calls
@@ -30,6 +31,7 @@ from ckptfix.formats.torch_tensors import (
 )
 from ckptfix.formats.torch_zip import MAX_PICKLE, AppendedBytes, TorchZip
 from ckptfix.storage.files import FileReader
+from ckptfix.wording import Brief
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
@@ -52,8 +54,7 @@ _FIRST_WINDOW = 1 << 16
 _GROWTH = 8  # each wider window is parsed from its start: 1/7 more work than one that fits
 
 
-@dataclass(frozen=True, slots=True)
-class LegacyFile:
+class LegacyFile(Struct, frozen=True):
     """A parsed legacy file.
 
     ``offset``: where the pickle of the object begins. ``storage_ranges``: storage key -> offset and
@@ -66,13 +67,12 @@ class LegacyFile:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class PatchedBytes:
+class PatchedBytes(Brief, Struct, frozen=True):
     """Patch of ``old`` bytes at ``offset`` by ``new`` of the same length."""
 
     offset: int
-    old: bytes = field(repr=False)
-    new: bytes = field(repr=False)
+    old: bytes
+    new: bytes
 
 
 def is_tar(reader: FileReader) -> bool:
@@ -357,8 +357,7 @@ Appended = AppendedBytes
 Patched = PatchedBytes
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
+class TorchFile(Brief, Struct, frozen=True):
     """A parsed file of torch.save, or of pickle.dump.
 
     ``container``: the zip archive, the legacy file, or None for a plain pickle. ``storage_ranges``:
@@ -369,7 +368,7 @@ class TorchFile:
     container: TorchZip | LegacyFile | None
     tree: PickleTree
     state_dicts: tuple[PickledStateDict, ...]
-    storage_ranges: Mapping[str, tuple[int, int]] = field(repr=False)
+    storage_ranges: Mapping[str, tuple[int, int]]
     trailing: int
 
     @property

@@ -7,13 +7,13 @@ does not fit its records, the records are found one by one: torch writes local h
 more than 32 bits, none after no data: ``mz_zip_writer_add_mem_ex_v2`` of torch 2.13).
 """
 
+import struct
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import field
-from struct import Struct
 from typing import NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import PickleTree
@@ -21,10 +21,11 @@ from ckptfix.formats.torch_file import is_legacy, read_pickle, read_pickles
 from ckptfix.formats.torch_tensors import PickledStorage, storages
 from ckptfix.formats.torch_zip import ENCRYPTED, LOCAL, STORED, U32, read_end, read_entries
 from ckptfix.storage.files import FileReader
+from ckptfix.wording import Brief
 
 _HAS_DESCRIPTOR = 0x8
-_NARROW = Struct("<4s3I")
-_WIDE = Struct("<4sI2Q")
+_NARROW = struct.Struct("<4s3I")
+_WIDE = struct.Struct("<4sI2Q")
 _HEAD = 1 << 12  # a local header of torch takes some 130 bytes
 _SMALL = 1 << 16
 """Longest record without a known length whose descriptor is looked for; torch's own take up to 40
@@ -238,8 +239,7 @@ class StorageLocation(NamedTuple):
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartialTorchFile:
+class PartialTorchFile(Brief, Struct, frozen=True, kw_only=True):
     """A file of torch.save that may be damaged.
 
     ``places``: of each storage of the pickle; one that is missing there was not found. ``reason``:
@@ -247,9 +247,9 @@ class PartialTorchFile:
     without such evidence.
     """
 
-    tree: PickleTree = field(repr=False)
-    storages: Mapping[str, PickledStorage] = field(repr=False)
-    places: Mapping[str, StorageLocation] = field(repr=False)
+    tree: PickleTree
+    storages: Mapping[str, PickledStorage]
+    places: Mapping[str, StorageLocation]
     reason: str
     names_problem: str = ""
 

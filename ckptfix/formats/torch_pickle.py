@@ -5,10 +5,10 @@ Facts from torch 2.13: ``torch/nn/modules/module.py`` and ``torch/optim/optimize
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
 from typing import Any, Protocol
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.pickle_opcodes import MAX_TEXT
 from ckptfix.formats.pickle_stream import paused_gc
@@ -34,6 +34,7 @@ from ckptfix.formats.torch_tensors import (
     read_tensor,
     storages,
 )
+from ckptfix.wording import Brief
 
 MAX_NESTING = 4
 """Most dicts that are descended for a state dict: ``checkpoint["state"]["model"]`` is 2."""
@@ -42,8 +43,7 @@ MAX_LIST = 64
 """Longest list that is looked into: a few optimizers, not a data set."""
 
 
-@dataclass(frozen=True, slots=True)
-class PickledStateDict:
+class PickledStateDict(Struct, frozen=True):
     """A dict with tensors under string keys. ``path``: the keys that lead to it. ``opaque_keys``:
     other values.
     """
@@ -53,8 +53,7 @@ class PickledStateDict:
     opaque_keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NameList:
+class NameList(Brief, Struct, frozen=True):
     """A place where names live.
 
     ``kind``: "state dict" (its keys), "metadata" (module names without trailing dot in the
@@ -67,7 +66,7 @@ class NameList:
     path: tuple[str, ...]
     kind: str
     names: tuple[tuple[str, int], ...]
-    node: Node = field(repr=False, compare=False)
+    node: Node
     is_model: bool = False
 
 

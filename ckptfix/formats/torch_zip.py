@@ -9,20 +9,21 @@ Layout facts: PKWARE's APPNOTE 6.3 (records, ZIP64), and for torch 2.13
 64 bytes, the end records are always those of ZIP64.
 """
 
+import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import field
 from functools import partial
-from struct import Struct
 from typing import NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.storage.files import FileReader
 from ckptfix.storage.parallel import Control, processors, run_all
 from ckptfix.storage.reading import page_buffer
+from ckptfix.wording import Brief
 
 MAX_DIRECTORY = 64 << 20
 """Longest central directory that is read, in bytes. A record takes about 65, and 300 once it is
@@ -33,11 +34,11 @@ MAX_ZEROS = 64 << 20
 """Most zeros at the end of a file behind which the end of the archive is looked for."""
 
 U16, U32 = 0xFFFF, 0xFFFFFFFF
-END = Struct("<4s4H2IH")
-LOCATOR = Struct("<4sIQI")
-END64 = Struct("<4sQ2H2I4Q")
-ENTRY = Struct("<4s6H3I5H2I")
-LOCAL = Struct("<4s5H3I2H")
+END = struct.Struct("<4s4H2IH")
+LOCATOR = struct.Struct("<4sIQI")
+END64 = struct.Struct("<4sQ2H2I4Q")
+ENTRY = struct.Struct("<4s6H3I5H2I")
+LOCAL = struct.Struct("<4s5H3I2H")
 STORED, DEFLATED = 0, 8
 NEEDS_ZIP64 = 45  # version 4.5
 IN_UTF8 = 0x800
@@ -433,8 +434,7 @@ CHUNK = 1 << 20
 _WORTH_THREADS = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class TorchZip:
+class TorchZip(Brief, Struct, frozen=True):
     """A parsed zip file of torch.
 
     ``root``: the folder all of torch's records are in. ``end``: where the last end record ends;
@@ -446,7 +446,7 @@ class TorchZip:
     root: str
     records: tuple[ZipRecord, ...]
     pickle: ZipRecord
-    directory: bytes = field(repr=False)
+    directory: bytes
     comment: bytes
     big_endian: bool
     is_torchscript: bool
@@ -454,13 +454,12 @@ class TorchZip:
     trailing: int
 
 
-@dataclass(frozen=True, slots=True)
-class AppendedBytes:
+class AppendedBytes(Brief, Struct, frozen=True):
     """``data`` goes where the zip ends; its last ``tail`` bytes are written when all before them
     are on disk.
     """
 
-    data: bytes = field(repr=False)
+    data: bytes
     tail: int
 
 

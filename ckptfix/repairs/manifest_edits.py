@@ -4,9 +4,10 @@ lists.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder, new_paths, scan_dcp_folders
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries

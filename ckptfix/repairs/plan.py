@@ -7,6 +7,8 @@ all files of a model change by one map: a model that is renamed in part would lo
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from pathlib import PurePosixPath
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import ModelName, Role, parse_file_name
@@ -19,7 +21,6 @@ from ckptfix.checkpoint.keys import (
     without_private_wrappers,
 )
 from ckptfix.checkpoint.pairing import strip_wrappers
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.dcp_folders import is_flat
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import GAPLESS_ROLES, Numbered, renumbered
@@ -68,8 +69,7 @@ from ckptfix.wording import list_names
 Maps = Mapping[ScopeKey, KeyMap]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """Steps in the order in which they are applied, and the repairable findings that stay.
 
     ``findings``: all findings before the repair.

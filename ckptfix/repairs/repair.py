@@ -7,10 +7,12 @@ Planning reads and changes nothing. Executing leaves the old folder or the new o
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import (
     FileName,
@@ -24,7 +26,6 @@ from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.keys import fitting
 from ckptfix.checkpoint.latest import cut_upload
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import (
     GENERIC,
     CheckReport,
@@ -103,8 +104,7 @@ if TYPE_CHECKING:
     from ckptfix.storage.object_journal import StoreLock
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RepairReceipt(Printable, Serialized):
+class RepairReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """Receipt of a repair: its plan, and the outcome.
 
     ``found``: the findings before it; ``left``: those after it, in a dry run all of them.
@@ -221,8 +221,7 @@ Receipt = RepairReceipt
 """The name of ``RepairReceipt`` in ckptfix 0.4."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RepairPlan(Printable):
+class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
     """Steps that repair a checkpoint, from ``plan_repair``. Nothing is changed before ``execute``.
 
     ``diagnosis``: the state that was planned for. ``missing``: the findings about files that the

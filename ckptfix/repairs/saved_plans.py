@@ -9,11 +9,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.repairs.repair import RepairPlan, plan_repair
@@ -28,8 +29,7 @@ from ckptfix.wording import count_of
 _VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedPlan:
+class SavedPlan(Struct, frozen=True, kw_only=True):
     """A plan that was read from ``file``. ``path``, ``output`` and ``policy`` are those of
     ``plan_repair``.
 
@@ -249,8 +249,8 @@ def _details(value: object) -> object:
     """Return every field of an action, the key maps too, as JSON values."""
     if isinstance(value, Mapping):
         return {str(key): _details(item) for key, item in value.items()}
-    if is_dataclass(value):
-        return {field.name: _details(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Struct):
+        return {name: _details(of) for name, of in asdict(value).items()}
     return plain(value)
 
 

@@ -8,9 +8,10 @@ from enum import Enum
 from pathlib import PurePosixPath
 from typing import ClassVar
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.keys import KeyMap, fitting
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import Numbered
 from ckptfix.diagnosis.findings.base import Finding
@@ -37,8 +38,7 @@ class Safety(Enum):
     LOSSY = "lossy"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropEntry:
+class DropEntry(Struct, frozen=True, kw_only=True):
     """Removal of a duplicate file; the journal keeps the recipe that rebuilds it.
 
     Of a DCP folder all files are removed; the folder itself stays, and no loader reads an empty
@@ -56,8 +56,7 @@ class DropEntry:
         return f"delete {what} ({human_size(self.size)}; duplicate of {self.kept}){empty}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetAside:
+class SetAside(Struct, frozen=True, kw_only=True):
     """Removal of the files that hold a model as no loader should take it; the journal keeps them.
 
     ``path``: the file or the index that loaders look for, ``files``: all of them, ``kept``: what
@@ -78,8 +77,7 @@ class SetAside:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trim:
+class Trim(Struct, frozen=True, kw_only=True):
     """Cut of a file to the size of its own content."""
 
     path: PurePosixPath
@@ -90,8 +88,7 @@ class Trim:
         return f"trim {self.path} to {count_of(self.size, 'byte')}, {self.extra} fewer"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewriteNames:
+class RewriteNames(Struct, frozen=True, kw_only=True):
     """Rename of keys in a file's header or pickle, or in the ``.metadata`` of a DCP folder; no
     tensor byte changes.
 
@@ -113,8 +110,7 @@ class RewriteNames:
         return f"rename {count_of(self.renames, 'key')} in {self.path}: {old!r} -> {new!r}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteIndex:
+class WriteIndex(Struct, frozen=True, kw_only=True):
     """New index that agrees with the headers. ``weight_map`` holds the keys after the repair."""
 
     path: PurePosixPath
@@ -127,8 +123,7 @@ class WriteIndex:
         return f"{verb} {self.path} from the headers: {count_of(len(self.weight_map), 'key')}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renumber:
+class Renumber(Struct, frozen=True, kw_only=True):
     """Move of an entry, a file or all files of a DCP folder, to the position where the correct
     script looks for it.
     """
@@ -143,8 +138,7 @@ class Renumber:
 StepAction = DropEntry | SetAside | Trim | RewriteNames | WriteIndex | Renumber
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step(Serialized):
+class Step(Serialized, Struct, frozen=True, kw_only=True):
     """One action, the codes it fixes, and the files it relies on as they were when it was planned.
 
     Steps of one ``bundle`` are done together or not at all, as the renames of all shards of a
@@ -173,8 +167,7 @@ class Step(Serialized):
         return tuple(self.before)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unplanned(Serialized):
+class Unplanned(Serialized, Struct, frozen=True, kw_only=True):
     """A finding that a repair leaves although its code was requested, with the reason.
 
     ``others``: further files that stay for it.

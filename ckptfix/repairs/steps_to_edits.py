@@ -11,14 +11,14 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
 from pathlib import PurePosixPath
+
+from msgspec import Struct, field
 
 from ckptfix.checkpoint.dcp import DATA_SUFFIX, DcpFolder, new_paths
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.pairing import Files, Pairing, Saved, pair_up
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_items import renamed_item
 from ckptfix.formats.dcp_metadata import DcpMetadata
@@ -64,8 +64,7 @@ blocks.
 """
 
 
-@dataclass(slots=True)
-class Compiled:
+class Compiled(Struct):
     """Edits in the order of their steps, and the impossible steps, each with the reason."""
 
     edits: list[Edit] = field(default_factory=list)

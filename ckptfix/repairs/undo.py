@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import ClassVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.diagnosis.target import commands_for, find_target
 from ckptfix.errors import UsageError
 from ckptfix.reports import Serialized
@@ -19,8 +20,7 @@ from ckptfix.storage.transactions import State, TransactionInfo, transactions
 from ckptfix.wording import Line, Printable, count_of, few, line, list_names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class UndoReceipt(Printable, Serialized):
+class UndoReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """Receipt of an undo: the transaction's number and its steps in words; ``remaining`` can be
     undone next.
 

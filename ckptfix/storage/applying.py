@@ -19,9 +19,9 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from msgspec.structs import replace
 from typing_extensions import assert_never
 
 from ckptfix.errors import ChangedError, FileChangedError, JournalError, OperationError

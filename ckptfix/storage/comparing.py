@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import FileChangedError, FormatError
 from ckptfix.storage import teams
 from ckptfix.storage.files import AnyPath, FileReader, StorePath
@@ -101,8 +102,7 @@ digest covers one.
 _PAGE = 4096
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Run:
+class Run(Struct, frozen=True, order=True):
     """``length`` bytes at ``offset_a`` of one file and at ``offset_b`` of the other."""
 
     offset_a: int
@@ -114,8 +114,7 @@ Digests = dict[tuple[int, int], bytes]
 """(offset, length) of a part of a file, ``SEGMENT`` bytes at most -> the sha256 of its bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(Struct, frozen=True, kw_only=True):
     """First differing byte: ``run`` is the index of its run, the offsets are those in the two
     files.
     """
@@ -367,8 +366,7 @@ _ENDS = 1 << 16
 _PAGES = 24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fingerprint:
+class Fingerprint(Struct, frozen=True, kw_only=True):
     """Fingerprint of a file, link or folder (``kind``).
 
     ``sha256`` is over the first and last 64 KiB of a file, or over where a link points;

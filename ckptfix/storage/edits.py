@@ -6,13 +6,12 @@ other name would change too.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import field
 from pathlib import PurePosixPath
 from typing import Generic, TypeVar
 
+from msgspec import Struct
 from typing_extensions import assert_never
 
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.paths import check_path
 from ckptfix.storage.recipes import (
@@ -25,20 +24,19 @@ from ckptfix.storage.recipes import (
     cut_pieces,
     ends_of,
 )
+from ckptfix.wording import Brief
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patch:
+class Patch(Brief, Struct, frozen=True, kw_only=True):
     """Overwrite ``old`` at ``offset`` by ``new`` in place; both have the same length."""
 
     path: PurePosixPath
     offset: int
-    old: bytes = field(repr=False)
-    new: bytes = field(repr=False)
+    old: bytes
+    new: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Append:
+class Append(Brief, Struct, frozen=True, kw_only=True):
     """Add ``data`` to a file of ``old_size`` bytes.
 
     The last ``tail`` bytes are written only when all before them are on disk: for a zip file the
@@ -47,12 +45,11 @@ class Append:
 
     path: PurePosixPath
     old_size: int
-    data: bytes = field(repr=False)
+    data: bytes
     tail: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truncate:
+class Truncate(Struct, frozen=True, kw_only=True):
     """Cut a file of ``old_size`` bytes to ``new_size``; the journal keeps what is cut off."""
 
     path: PurePosixPath
@@ -60,8 +57,7 @@ class Truncate:
     old_size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replace:
+class Replace(Struct, frozen=True, kw_only=True):
     """Put a new file at ``path`` by one rename.
 
     ``content``: its ranges name files as they are before the first edit of the transaction.
@@ -74,16 +70,14 @@ class Replace:
     previous: Recipe | Kept | Absent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remove:
+class Remove(Struct, frozen=True, kw_only=True):
     """Remove the file. With a recipe its space is free as soon as the transaction is committed."""
 
     path: PurePosixPath
     previous: Recipe | Kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Move(Struct, frozen=True, kw_only=True):
     """Rename ``source`` to ``target``, which must be free."""
 
     source: PurePosixPath
@@ -141,8 +135,7 @@ def _is_sound(recipe: Recipe) -> bool:
     return all(pieces) and recipe.size < 1 << 63
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Appended:
+class Appended(Struct, frozen=True, kw_only=True):
     """Record of an Append in the journal: enough to cut it off again."""
 
     path: PurePosixPath
@@ -150,8 +143,7 @@ class Appended:
     length: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replaced:
+class Replaced(Struct, frozen=True, kw_only=True):
     """Record of a Replace in the journal: the way to get the old file back."""
 
     path: PurePosixPath

@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 from posixpath import relpath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import FileChangedError, FormatError, OperationError, UsageError
 from ckptfix.wording import escape, human_size
 
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from ckptfix.storage.stores import ObjectInfo, ObjectRange, Store
 
 
-@dataclass(frozen=True, slots=True)
-class FileReader:
+class FileReader(Struct, frozen=True):
     """An open file, or a window of one: its descriptor, its size in bytes when it was opened, and
     where it starts.
 

@@ -15,11 +15,12 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptfix.errors import (
     ChangedError,
     CkptfixError,
@@ -79,8 +80,7 @@ if TYPE_CHECKING:
     from ckptfix.storage.object_journal import StoreLock
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryReport:
+class RecoveryReport(Struct, frozen=True, kw_only=True):
     """Result of ``recover``: the transaction rolled back (None: none), and the number of left-overs
     removed.
 

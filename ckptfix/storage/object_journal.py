@@ -21,12 +21,12 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import field
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+
 from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
 from ckptfix.storage.object_contents import Content, Source, size_of
 from ckptfix.storage.paths import JOURNAL, check_path, shell_path
@@ -61,8 +61,7 @@ class Rank(Enum):
     MANIFEST = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(Struct, frozen=True, kw_only=True):
     """Change of one name. ``old``: the object there, None for none. ``size``: of the new one, None:
     it is deleted.
     """
@@ -88,8 +87,7 @@ class Change:
         return 2 if self.size is None else self.rank.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectPlan:
+class ObjectPlan(Struct, frozen=True, kw_only=True):
     """The plan of a transaction, which no later step changes.
 
     ``before``: what lay at each changed name, in ranges of the objects after it and of kept copies.
@@ -116,8 +114,7 @@ class ObjectPlan:
         return f"{self.id}-{index}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectState:
+class ObjectState(Struct, frozen=True, kw_only=True):
     """The state of a transaction. ``plan``: the sha256 of its plan; ``new`` and ``kept``: its
     objects by number.
 

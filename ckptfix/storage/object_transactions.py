@@ -11,11 +11,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptfix.errors import (
     ChangedError,
     CkptfixError,
@@ -166,8 +167,7 @@ def _total(
     return Carriage(*map(sum, zip(*both, strict=True)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class Draft(Struct, frozen=True, kw_only=True):
     """A transaction before its first request: the changes, their contents, and what is kept
     aside.
     """

@@ -6,10 +6,12 @@ Nothing of object stores is imported before the first URL comes.
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage.files import AnyPath, Openable, StorePath, is_url, local_path
@@ -130,9 +132,9 @@ def with_place(value: Any, old: Path, new: StorePath | str) -> Any:
         return type(value)(*(with_place(part, old, new) for part in value))
     if isinstance(value, tuple | list):
         return type(value)(with_place(part, old, new) for part in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        return replace(value, **{name: with_place(of, old, new) for name, of in parts.items()})
+    if isinstance(value, Struct):
+        parts = asdict(value).items()
+        return replace(value, **{name: with_place(of, old, new) for name, of in parts})
     return value
 
 

@@ -15,7 +15,6 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -75,7 +74,7 @@ class Units:
         self._known: dict[AnyPath, Identity] = {}
 
     def of(self, value: object, size: int, offset: int = 0) -> Unit:
-        """Return the unit of a value made of dataclasses, tuples, words, numbers and the paths of
+        """Return the unit of a value made of Structs, tuples, words, numbers and the paths of
         files.
         """
         paths: dict[AnyPath, int] = {}
@@ -119,7 +118,7 @@ def _plain(value: Any, paths: dict[AnyPath, int]) -> object:
         return str(value.value)
     return [
         type(value).__name__,
-        *(_plain(getattr(value, one.name), paths) for one in fields(value)),
+        *(_plain(getattr(value, name), paths) for name in value.__struct_fields__),
     ]
 
 

@@ -12,12 +12,13 @@ import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field, replace
 from itertools import accumulate, groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptfix.errors import ChangedError
 from ckptfix.storage.atomic import write_all
 from ckptfix.storage.comparing import (
@@ -32,13 +33,13 @@ from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.parallel import Control, Progress, processors, run_all
 from ckptfix.storage.paths import locate
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
+from ckptfix.wording import Brief
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
+class Literal(Brief, Struct, frozen=True):
     """Bytes that the recipe itself holds."""
 
-    data: bytes = field(repr=False)
+    data: bytes
 
     @property
     def length(self) -> int:
@@ -46,8 +47,7 @@ class Literal:
         return len(self.data)
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(Struct, frozen=True):
     """``length`` bytes from ``offset`` of the file ``path``, which is relative to the folder."""
 
     path: PurePosixPath
@@ -58,8 +58,7 @@ class Range:
 RecipePart = Literal | Range
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Recipe(Struct, frozen=True, kw_only=True):
     """A file: its pieces one after the other, its mode bits, and its owner (-1: whoever makes it).
 
     ``digests``: for each file that ranges name, the digest of the bytes in those ranges
@@ -88,15 +87,13 @@ class Recipe:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """The previous file itself (the same inode, be it a symbolic link) stays in the journal until
     the undo.
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Absent:
+class Absent(Struct, frozen=True):
     """Absence of a previous file."""
 
 

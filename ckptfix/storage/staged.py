@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.atomic import create_file, exchange, read_file, rename_to_free, sync_folder
 from ckptfix.storage.files import AnyPath, StorePath, lexists, names_in, store_of, walk
@@ -284,8 +285,7 @@ def staging_folder() -> Path:
     return Path(os.path.abspath(os.environ.get(STAGING_VARIABLE) or tempfile.gettempdir()))
 
 
-@dataclass(frozen=True, slots=True)
-class Staging:
+class Staging(Struct, frozen=True):
     """A folder of this process. ``new`` in it becomes ``output``, or only the file ``name`` in that
     when it is set.
 

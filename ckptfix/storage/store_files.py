@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import (
     ChangedError,
     CkptfixError,
@@ -372,8 +371,7 @@ def _download(files: Prefix, key: str, target: Path, progress: Progress | None) 
     os.utime(target, ns=(info.modified_ns, info.modified_ns))
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectReader(FileReader):
+class ObjectReader(FileReader, frozen=True):
     """An object, or a window of one. It has no descriptor."""
 
     files: "StoreFiles | None" = None

@@ -16,11 +16,11 @@ import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, to_builtins
+
 from ckptfix.errors import JournalError
 from ckptfix.storage.atomic import create_file, read_file, sync_folder, write_all
 from ckptfix.storage.comparing import Fingerprint
@@ -39,8 +39,7 @@ from ckptfix.storage.transaction_plan import (
 from ckptfix.wording import moment
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
+class Workspace(Struct, frozen=True):
     """A checkpoint folder, and the folder of one transaction in its journal."""
 
     root: Path
@@ -146,8 +145,7 @@ _AFTER = "after.json"
 _SAMPLES = "samples.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class Note(Struct, frozen=True, kw_only=True):
     """State of the files when an edit begins.
 
     ``old`` and ``metadata``: of the file that the edit changes, removes or moves; ``new``: the new
@@ -169,7 +167,7 @@ def start_notes(folder: Path) -> None:
 
 def add_note(folder: Path, note: Note) -> None:
     """Make durable that the next edit begins."""
-    line = json.dumps(asdict(note), separators=(",", ":")).encode() + b"\n"
+    line = json.dumps(to_builtins(note), separators=(",", ":")).encode() + b"\n"
     fd = os.open(folder / _STEPS, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         write_all(fd, line, os.fstat(fd).st_size)
@@ -247,7 +245,7 @@ def write_after(
     create_file(
         folder / _SAMPLES, json.dumps(listed, separators=(",", ":")).encode() + b"\n", mode=0o600
     )
-    body = {str(path): None if value is None else asdict(value) for path, value in after.items()}
+    body = {str(path): to_builtins(value) for path, value in after.items()}
     create_file(
         folder / _AFTER, json.dumps(body, separators=(",", ":")).encode() + b"\n", mode=0o600
     )

@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from msgspec import Struct
 from typing_extensions import assert_never
 
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import JournalError, OperationError
 from ckptfix.storage.atomic import create_file, read_file
 from ckptfix.storage.comparing import Fingerprint
@@ -41,8 +41,7 @@ from ckptfix.storage.recipes import ABSENT, KEPT, Absent, Kept, Literal, Range, 
 _BITS = 0o1777
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metadata:
+class Metadata(Struct, frozen=True, kw_only=True):
     """Permissions, owner and modification time (nanoseconds since 1970): restored by an undo with
     the bytes.
 
@@ -188,8 +187,7 @@ def sha256_of(value: object) -> str:
 VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransactionRecord:
+class TransactionRecord(Struct, frozen=True, kw_only=True):
     """Contents of ``plan.json`` and ``literals``. ``watched``: every path whose change makes an
     undo refuse.
     """

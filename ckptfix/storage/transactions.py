@@ -10,7 +10,8 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import ChangedError, FileChangedError, JournalError, OperationError
 from ckptfix.storage.comparing import ends_digest, fingerprint, samples_digest
 from ckptfix.storage.copying import supports_reflink
@@ -117,8 +118,7 @@ class State(Enum):
     DONE = "done"  # committed; can be undone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransactionInfo:
+class TransactionInfo(Struct, frozen=True, kw_only=True):
     """One transaction as the journal describes it.
 
     ``summary`` is the JSON value that the caller of ``commit`` gave; ``created`` is in seconds

@@ -20,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.storage.files import store_of
 from ckptfix.storage.markers import (
@@ -59,8 +60,7 @@ itself.
 _BLOCK = 8 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadPlan:
+class UploadPlan(Struct, frozen=True, kw_only=True):
     """The decisions about an upload, for every process that takes part in it.
 
     ``upload``: its number. ``files``: everything that it writes but the two records, with the

@@ -9,9 +9,10 @@ equal are put together again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import flattened_optimizers, has_groups, optimizers_in
 from ckptfix.errors import FormatError, OperationError

@@ -3,10 +3,11 @@ anybody.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from pathlib import PurePosixPath
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DATA_SUFFIX, METADATA_UNFINISHED, belongs
 from ckptfix.checkpoint.filenames import Role, parse_folder_name

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.manifest import joined
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.files import AnyPath
@@ -83,8 +84,7 @@ class Hashed(NamedTuple):
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheme:
+class Scheme(Struct, frozen=True, kw_only=True):
     """The digests that are taken of a file: one, or one of each ``shard_size`` bytes, by many
     threads at once.
     """

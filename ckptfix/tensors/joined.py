@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.stored import Contiguous, Layout
 
 
-@dataclass(frozen=True, slots=True)
-class Inline:
+class Inline(Struct, frozen=True):
     """A few bytes that are at hand: a step that a file holds as a number, and the new one as a
     tensor.
     """
@@ -48,8 +48,7 @@ class Zeros(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Struct, frozen=True):
     """Stretches and zeros whose bytes, one after the other, are the tensor."""
 
     parts: tuple[Stretch | Zeros, ...]
@@ -122,8 +121,7 @@ def _within(part: Stretch, files: OpenFiles, buffer: memoryview) -> Iterator[mem
             return
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
+class Converted(Struct, frozen=True):
     """The elements of a layout in another dtype. ``source``, ``target``: as ``numbers.converter``
     takes them.
     """

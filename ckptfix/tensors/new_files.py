@@ -9,17 +9,19 @@ multiple of 8 bytes.
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
 from ckptfix.checkpoint.filenames import index_name, shard_name
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.safetensors_file import MAX_HEADER, METADATA_KEY
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.single_files import LISTED, metadata_of, unwritable
 from ckptfix.tensors.stored import StoredTensor
+from ckptfix.wording import Brief
 
 
 class NewTensor(NamedTuple):
@@ -33,16 +35,14 @@ class NewTensor(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
+class Data(Struct, frozen=True):
     """Here go the ``length`` bytes of the tensor ``fqn``."""
 
     fqn: str
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(Brief, Struct, frozen=True):
     """``length`` bytes that need the CRC-32 of tensors written before them in this file:
     ``make(crcs)``.
 
@@ -51,25 +51,24 @@ class Computed:
     """
 
     length: int
-    make: Callable[[Mapping[str, int]], bytes] = field(repr=False)
+    make: Callable[[Mapping[str, int]], bytes]
     of: str | None = None
 
 
 Part = Literal | Data | Computed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputFile:
+class OutputFile(Struct, frozen=True, kw_only=True):
     """A file to be written: its path relative to the new checkpoint, its parts in order, and its
     size in bytes.
     """
 
     path: PurePosixPath
     parts: tuple[Part, ...]
-    size: int = field(init=False)
+    size: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", sum(part.length for part in self.parts))
+        force_setattr(self, "size", sum(part.length for part in self.parts))
 
     @property
     def needs_crc(self) -> bool:

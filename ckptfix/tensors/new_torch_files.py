@@ -20,13 +20,14 @@ Python's own pickle module takes no part: classes are names here, and are never 
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
 from struct import pack
 from typing import Any, NamedTuple, TypeVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.pickle_opcodes import MAX_TEXT
 from ckptfix.formats.pickle_stream import paused_gc
@@ -188,16 +189,14 @@ _BATCH = 1000  # entries that one SETITEMS or APPENDS takes
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Global:
+class Global(Struct, frozen=True, eq=False):
     """A function or a class by its name: ``Global("collections", "OrderedDict")``."""
 
     module: str
     name: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Call:
+class Call(Struct, frozen=True, kw_only=True, eq=False):
     """The result of a call: ``function(*args)``, then its dict ``items`` are set, then ``state`` is
     given to BUILD.
 
@@ -237,8 +236,7 @@ def with_new_tensors(value: Any, name: str, sources: dict[str, StoredTensor]) ->
     return value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Persistent:
+class Persistent(Struct, frozen=True, eq=False):
     """An object that the reader finds by an id, as torch finds storages."""
 
     id: Any

@@ -17,9 +17,10 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.deepspeed_files import LATEST, LATEST_UNIVERSAL, UNIVERSAL
 from ckptfix.checkpoint.filenames import DeepSpeedName, DeepSpeedPart
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.reading import OpenFiles
@@ -143,8 +144,7 @@ def zero_files(
     return NewStates(files, plan.sources, plan.dtypes, tuple(plan.notes), plan.modules)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _Group(Struct, frozen=True, kw_only=True):
     """A param group as DeepSpeed has it: its trained parameters, and what the flat tensor of all of
     them has.
 

@@ -9,13 +9,12 @@ computed block by block, in float64, with little memory.
 import ctypes
 import math
 from collections.abc import Callable
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
 import numpy
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.formats.tensor import DTYPE_BITS
 
 Convert = Callable[[memoryview], memoryview]
@@ -226,8 +225,7 @@ Tolerance = tuple[float, float]
 """Relative and absolute: an element differs when ``|a - b| > absolute + relative * |a|``."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Tally:
+class Tally(Struct, kw_only=True):
     """Facts about the elements seen so far.
 
     ``differing``: those whose bytes differ; of two dtypes, whose values do, NaN being equal to NaN.
@@ -259,15 +257,15 @@ class Tally:
 
     def add(self, more: "Tally") -> None:
         """Add the tally of further elements."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(more, field.name)
-            if field.name == "largest":
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(more, name)
+            if name == "largest":
                 self.largest = max(mine, theirs)
             elif isinstance(mine, float):
                 # Which never overflows on the way.
-                setattr(self, field.name, math.hypot(mine, theirs))
+                setattr(self, name, math.hypot(mine, theirs))
             else:
-                setattr(self, field.name, mine + theirs)
+                setattr(self, name, mine + theirs)
 
 
 def has_numbers(dtype: str) -> bool:

@@ -3,8 +3,9 @@ with models.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.deepspeed_files import (
     deepspeed_folders,

@@ -9,17 +9,18 @@ into files, so that any of them becomes any other.
 
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import field, replace
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ckptfix.errors import OperationError
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.joined import Zeros, joined
 from ckptfix.tensors.stored import StoredTensor
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import Brief, count_of, list_names
 
 
 class Strategy(Enum):
@@ -59,8 +60,7 @@ such as a step.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamGroup:
+class ParamGroup(Brief, Struct, frozen=True, kw_only=True):
     """One param group: its parameters in the optimizer's order, and its hyperparameters.
 
     ``options``: ``lr``, ``betas``, ``weight_decay`` and the others in their order, without
@@ -68,12 +68,11 @@ class ParamGroup:
     capturable ``lr``, is a ``StoredTensor``.
     """
 
-    names: tuple[str, ...] = field(repr=False)
+    names: tuple[str, ...]
     options: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerState:
+class OptimizerState(Brief, Struct, frozen=True, kw_only=True):
     """The state of one optimizer.
 
     ``label``: its name in messages, a file or a folder. ``index``: its position among the
@@ -96,14 +95,14 @@ class OptimizerState:
     files: tuple[PurePosixPath, ...] = ()
     is_named: bool = True
     groups: tuple[ParamGroup, ...]
-    states: Mapping[str, Mapping[str, StateValue]] = field(repr=False)
-    masters: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    states: Mapping[str, Mapping[str, StateValue]]
+    masters: Mapping[str, StoredTensor] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     world_size: int | None = None
     model: int | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    unfit: Mapping[str, str] = field(default_factory=dict, repr=False)
-    checksums: Mapping[Piece, int] = field(default_factory=dict, repr=False)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    unfit: Mapping[str, str] = field(default_factory=dict)
+    checksums: Mapping[Piece, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -11,15 +11,16 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.tensors.optimizers import OptimizerState, StateValue
 from ckptfix.tensors.stored import StoredTensor
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import Brief, count_of, list_names
 
 Shape = tuple[int, ...]
 
@@ -63,8 +64,7 @@ class Parameter(NamedTuple):
     model: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignments:
+class Assignments(Brief, Struct, frozen=True, kw_only=True):
     """The assignments of numbers to parameters that agree with order and shapes.
 
     ``count``: None where counting was given up. ``places``: of the only one: group by group, the
@@ -73,7 +73,7 @@ class Assignments:
     """
 
     count: int | None
-    places: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    places: tuple[tuple[int, ...], ...] = ()
     doubtful: tuple[int, ...] = ()
 
 

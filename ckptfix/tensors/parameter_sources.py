@@ -16,9 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.keys import common_wrappers, dotted, without_private_wrappers
 from ckptfix.checkpoint.run_states import parameter_names
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.hardware import run_limited
 from ckptfix.storage.files import AnyPath
@@ -49,8 +50,7 @@ Groups = Sequence[Sequence[Parameter]]
 """The parameters of an optimizer by param group, in its order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelsOfRun:
+class ModelsOfRun(Struct, frozen=True, kw_only=True):
     """The models of a run.
 
     ``parameters``: of each model in its order; one that several models share is that of the first.

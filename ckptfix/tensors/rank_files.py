@@ -12,14 +12,15 @@ mesh pickled its ranks as a tensor ``mesh`` instead of a layout.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptfix.checkpoint.deepspeed_files import AGAIN, MissingRankError
 from ckptfix.checkpoint.filenames import Role, parse_rank_file_name
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import coverage_problem
 from ckptfix.formats.dcp_metadata import DcpTensor
@@ -226,8 +227,7 @@ def _product(shape: Any) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
+class _Read(Struct, frozen=True, kw_only=True):
     """The files of all ranks. ``values``: of each rank, in their order. ``ranks``: how many saved
     it.
 

@@ -4,10 +4,11 @@ with the reasons.
 
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import field, replace
 from typing import NamedTuple
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, has_converted_lines, read_safetensors
@@ -59,8 +60,7 @@ class Lost(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedDict:
+class SavedDict(Struct, frozen=True, kw_only=True):
     """A state dict of a damaged file: the keys that lead to it, and its intact tensors.
 
     ``ties``: other name -> name in ``tensors``. ``damaged``: tensors kept on request although they

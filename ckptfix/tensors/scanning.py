@@ -11,8 +11,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, Strided, Tiled
 
@@ -121,8 +121,7 @@ FLOATS = frozenset((*_IEEE, *_ONE_NAN))
 """The dtypes that have NaN or Inf. Of the others no pattern is wrong, and all zero bits are 0."""
 
 
-@dataclass(slots=True)
-class Scan:
+class Scan(Struct):
     """The values of a tensor in brief. Indexes count elements in row-major order, None when there
     is no such value.
 

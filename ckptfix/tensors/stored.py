@@ -16,16 +16,18 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
 from enum import Enum
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.files import AnyPath, StorePath
 from ckptfix.storage.reading import OpenFiles, Piece
+from ckptfix.wording import Brief
 
 
 class Layout(Protocol):
@@ -40,8 +42,7 @@ class Layout(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Contiguous:
+class Contiguous(Struct, frozen=True):
     """Pieces of files whose bytes, one after the other, are the tensor."""
 
     pieces: tuple[Piece, ...]
@@ -51,8 +52,7 @@ class Contiguous:
         return files.blocks(self.pieces, buffer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strided:
+class Strided(Struct, frozen=True, kw_only=True):
     """Elements of one storage that lie apart: a transposed matrix, every second row, an expanded
     row.
 
@@ -77,8 +77,7 @@ class Strided:
         return gathered(self, files, buffer)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(Struct, frozen=True):
     """A rectangular part of a tensor: its first index and its length in every dimension, and its
     own bytes.
     """
@@ -88,8 +87,7 @@ class Tile:
     layout: Contiguous | Strided
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiled:
+class Tiled(Struct, frozen=True, kw_only=True):
     """Tiles that cover a tensor once, cut in other dimensions than the first. ``width``: bytes of
     an element.
     """
@@ -361,8 +359,7 @@ class StoredTensor(NamedTuple):
         return self.layout.blocks(files, buffer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class Weights(Brief, Struct, frozen=True, kw_only=True):
     """The weights of one model.
 
     ``label``: its name in messages: a file, an index, a folder, or ``ckpt.pt['model']``. ``index``:
@@ -386,19 +383,19 @@ class Weights:
     format: Format
     index: int = 0
     files: tuple[PurePosixPath, ...] = ()
-    tensors: tuple[StoredTensor, ...] = field(default=(), repr=False)
-    ties: Mapping[str, str] = field(default_factory=dict, repr=False)
+    tensors: tuple[StoredTensor, ...] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)
     opaque: tuple[str, ...] = ()
-    unread: Mapping[str, str] = field(default_factory=dict, repr=False)
+    unread: Mapping[str, str] = field(default_factory=dict)
     nested: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
-    versions: Mapping[str, int] = field(default_factory=dict, repr=False)
-    checksums: Mapping[Piece, int] = field(default_factory=dict, repr=False)
-    metadata: Mapping[str, str] = field(default_factory=dict, repr=False)
+    versions: Mapping[str, int] = field(default_factory=dict)
+    checksums: Mapping[Piece, int] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     disputed: tuple[str, ...] = ()
-    index_words: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    views: tuple[str, ...] = field(default=(), repr=False)
+    index_words: Mapping[str, Any] = field(default_factory=dict)
+    views: tuple[str, ...] = ()
     home: PurePosixPath = field(default_factory=PurePosixPath)
 
     @property
@@ -433,8 +430,7 @@ class Weights:
         return found | {name: found[kept]._replace(fqn=name) for name, kept in self.ties.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredCheckpoint:
+class StoredCheckpoint(Struct, frozen=True, kw_only=True):
     """The content of a path: the weights of its models in the order of their positions.
 
     ``root``: the folder; for a lone file the folder it lies in. ``only``: the name of the lone

@@ -16,15 +16,15 @@ inert.
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import field
 from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, other_kind
 from ckptfix.checkpoint.filenames import DeepSpeedPart, parse_deepspeed_name
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_kinds import kind_of, members
 from ckptfix.formats.pickle_stream import paused_gc
@@ -54,7 +54,7 @@ from ckptfix.tensors.single_files import (
     tensor_of,
 )
 from ckptfix.tensors.stored import Contiguous, StoredTensor
-from ckptfix.wording import list_names
+from ckptfix.wording import Brief, list_names
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape."""
@@ -99,8 +99,7 @@ class Flat(NamedTuple):
         return self.piece.length // self.width
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStates:
+class ModelStates(Brief, Struct, frozen=True, kw_only=True):
     """A file of model states.
 
     ``module``: the module's own state dict, with empty tensors in place of those that ZeRO-3
@@ -117,10 +116,10 @@ class ModelStates:
     """
 
     path: AnyPath
-    module: Mapping[str, StoredTensor] = field(repr=False)
+    module: Mapping[str, StoredTensor]
     ties: Mapping[str, str]
     opaque: tuple[str, ...]
-    versions: Mapping[str, int] = field(repr=False)
+    versions: Mapping[str, int]
     buffers: frozenset[str]
     groups: tuple[Shapes, ...] | None
     frozen: Shapes
@@ -133,11 +132,10 @@ class ModelStates:
     has_fp32_masters: bool
     left: tuple[str, ...]
     saved_rank: int | None
-    checksums: Mapping[Piece, int] = field(repr=False)
+    checksums: Mapping[Piece, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerStates:
+class OptimizerStates(Brief, Struct, frozen=True, kw_only=True):
     """A file of one rank's optimizer: its flat partitions, of each parameter group or,
     ``by_parameter``, of sub-groups.
 
@@ -155,7 +153,7 @@ class OptimizerStates:
     flats: tuple[Flat, ...]
     fragments: Fragments
     saved_rank: int | None
-    checksums: Mapping[Piece, int] = field(repr=False)
+    checksums: Mapping[Piece, int]
 
 
 def read_model_states(path: AnyPath) -> ModelStates:

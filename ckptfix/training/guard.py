@@ -20,8 +20,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.callers import calling_line, warn_caller
 from ckptfix.errors import UsageError
 from ckptfix.training.prepared import (
@@ -54,8 +54,7 @@ class OnReprepare(Enum):
     ALLOW = "allow"
 
 
-@dataclass(slots=True)
-class Settings:
+class Settings(Struct):
     """Settings of a guard.
 
     ``check_backward``: warn of ``loss.backward()`` where it loses scaling or accumulation.

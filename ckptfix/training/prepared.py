@@ -5,16 +5,14 @@ to new.
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import field
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from msgspec import Struct, field
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-from ckptfix.dataclass import dataclass
 
 MARK = "_is_accelerate_prepared"
 """The attribute by which accelerate knows what it prepared."""
@@ -67,8 +65,7 @@ def level_ids(things: Iterable[object]) -> set[int]:
     return {id(level) for thing in things for level in levels(thing)}
 
 
-@dataclass(eq=False, slots=True)
-class PreparedObject:
+class PreparedObject(Struct, eq=False):
     """One prepared object: what ``prepare`` returned, the line that called, and whether it was for
     evaluation only.
 

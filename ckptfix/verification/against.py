@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.latest import is_bare
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, TensorLocation, read_contents
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import OperationError, UsageError
@@ -27,8 +28,7 @@ from ckptfix.wording import count_of, list_names
 _BY_TENSOR = "differs; only its tensors are compared, one by one"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(Struct, frozen=True, kw_only=True):
     """An item for every file and tensor of either side, the results of the first side, and what was
     left out.
 
@@ -41,8 +41,7 @@ class Comparison:
     crossed: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(Struct, frozen=True):
     """One model of each side; None where a side has no more."""
 
     ours: Weights | None

@@ -11,12 +11,13 @@ was signed twice, as a second ``prepare()`` saves it, may be there once.
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import parse_file_name, parse_rank_file_name
 from ckptfix.checkpoint.manifest import Manifest
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, TensorLocation
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import OperationError, UsageError
@@ -52,8 +53,7 @@ from ckptfix.wording import count_of, list_names, series
 _SUMS = "sha256sums"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class Evidence(Struct, frozen=True, kw_only=True):
     """All that a checkpoint is to be compared with instead of its manifest.
 
     ``files``, ``tensors``: the statements. ``sums``: path -> sha256 of lists. ``attestations``: one

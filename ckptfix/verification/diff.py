@@ -8,7 +8,6 @@ read both sides, each a part of a tensor at a time: bytes first, numbers only wh
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -291,15 +290,13 @@ class _NumberTask:
     def packed(self) -> list[Any]:
         """Return the tally as JSON values."""
         found = self.parts[self.begin]
-        values = (getattr(found, one.name) for one in fields(found))
+        values = (getattr(found, name) for name in Tally.__struct_fields__)
         # Numpy's numbers.
         return [value.item() if hasattr(value, "item") else value for value in values]
 
     def take(self, tally: Sequence[Any]) -> None:
         """Take the result of another process."""
-        self.parts[self.begin] = Tally(
-            **{one.name: value for one, value in zip(fields(Tally), tally, strict=True)}
-        )
+        self.parts[self.begin] = Tally(**dict(zip(Tally.__struct_fields__, tally, strict=True)))
 
 
 def _segments(one: StoredTensor, other: StoredTensor) -> Iterator[tuple[int, Layout, Layout]]:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import ClassVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.reports import Serialized, items
 from ckptfix.tensors.numbers import Tally, Tolerance
 from ckptfix.wording import (
@@ -58,8 +59,7 @@ screen.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDiff(Serialized):
+class TensorDiff(Serialized, Struct, frozen=True):
     """One tensor: the name that both sides share once unwrapped, and what each side calls and
     holds.
 
@@ -96,8 +96,7 @@ class TensorDiff(Serialized):
         return _side(self.b, self.dtype_b, self.shape_b)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDiff(Serialized):
+class ModelDiff(Serialized, Struct, frozen=True, kw_only=True):
     """Comparison of one model.
 
     ``a``, ``b``: its label on each side, None where only the other side has it. ``names``: how keys
@@ -136,8 +135,7 @@ def _tensor_lines(tensors: Sequence[TensorDiff], *, show_all: bool) -> Iterator[
         yield line(f"  and {len(found) - len(shown)} more rows; --all or --json lists them")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueDiff(Serialized):
+class ValueDiff(Serialized, Struct, frozen=True, kw_only=True):
     """A hyperparameter, or a state of one element such as ``step``, that differs. ``parameters``:
     of these.
     """
@@ -155,8 +153,7 @@ class ValueDiff(Serialized):
         return f"{self.name} of {count}: {a} in A, {b} in B ({list_names(self.parameters)})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerDiff(Serialized):
+class OptimizerDiff(Serialized, Struct, frozen=True, kw_only=True):
     """Comparison of one optimizer.
 
     ``a``, ``b``: its label on each side, and the strategies that saved it. ``names``: how
@@ -206,8 +203,7 @@ class OptimizerDiff(Serialized):
             yield line(f"  {self.values_in_words}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class DiffReport(Printable, Serialized):
+class DiffReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """Report of ``diff``. ``tolerance``: relative and absolute, None without one.
 
     ``optimizers``: those that both sides have. ``crossed``: models in each other's place, in words,
@@ -365,8 +361,7 @@ def _side(
     return {"name": name, "dtype": dtype, "shape": list(shape or ())} if name is not None else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Struct, frozen=True, kw_only=True):
     """Tensors that differ in the number of their layer only, with one outcome, dtype and shape."""
 
     outcome: Outcome

@@ -10,8 +10,9 @@ over its download is not that download any more.
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.downloads import OF_THE_CLIENT, Download, read_download
 from ckptfix.checkpoint.filenames import names_weights, parse_file_name

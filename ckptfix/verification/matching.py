@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.filenames import ModelName, parse_file_name, parse_rank_file_name
 from ckptfix.checkpoint.keys import (
     KeyMap,
@@ -13,7 +15,6 @@ from ckptfix.checkpoint.keys import (
     inner_wrappers,
     without_private_wrappers,
 )
-from ckptfix.dataclass import dataclass
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
 
 _SHOWN = 3
@@ -151,8 +152,7 @@ def unwrapping(names: Iterable[str]) -> KeyMap:
     return next((found for found in candidates if not collisions(names, found)), BARE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matched:
+class Matched(Struct, frozen=True, kw_only=True):
     """A tensor by the key to show, and its key on each side, None where a side does not have it."""
 
     name: str

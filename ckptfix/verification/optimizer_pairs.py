@@ -15,8 +15,9 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.model_configs import CONFIG
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.files import Openable
 from ckptfix.storage.paths import existing
@@ -107,8 +108,7 @@ class Difference(NamedTuple):
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerPair:
+class OptimizerPair(Struct, frozen=True, kw_only=True):
     """An optimizer of each side, under the same names.
 
     ``matched``: the tensors that both or one of them has, by parameter and state; ``tensors`` finds

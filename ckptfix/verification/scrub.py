@@ -8,15 +8,16 @@ in one subset.
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field, replace
 from datetime import datetime
 from math import ceil
 from threading import Lock
 from time import monotonic, time
 from typing import Any, ClassVar
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ckptfix.checkpoint.neighbours import Siblings
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import CLEAN, UNFINISHED, VERDICTS, check
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, readable_manifest
 from ckptfix.diagnosis.findings.base import Severity, labelled
@@ -91,8 +92,7 @@ def parse_subset(text: str, option: str = "--read-data-subset") -> tuple[Share, 
     return tuple(Share(one, total) for one in range(total))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Data(Serialized):
+class Data(Serialized, Struct, frozen=True, kw_only=True):
     """The files of a checkpoint with a digest. ``read``: in this run; ``before``: earlier, as they
     still are.
 
@@ -142,8 +142,7 @@ class Data(Serialized):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ScrubResult(Printable, Serialized):
+class ScrubResult(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """Result for one checkpoint. ``structure``: what ``check`` found, as JSON values; ``looked``:
     when, 0.0 for never.
 
@@ -221,8 +220,7 @@ class ScrubResult(Printable, Serialized):
         yield from map(unchecked_line, self.not_checked)
 
 
-@dataclass(kw_only=True)
-class Scrub:
+class Scrub(Struct, kw_only=True):
     """One run. ``subset``: the files to read, None for none. ``since``: looks and readings from
     then on count still.
 

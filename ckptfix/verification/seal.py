@@ -8,14 +8,15 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.downloads import OF_THE_CLIENT
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import MAX_MANIFEST, RANGE, Manifest
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import (
     Contents,
     Recorded,
@@ -78,8 +79,7 @@ if TYPE_CHECKING:
     from ckptfix.storage.stores import Store
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SealReceipt(Printable, Serialized):
+class SealReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """Receipt of ``seal``. ``findings`` and ``differing`` say why nothing was written, where
     ``written`` is False.
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.manifest import MAX_MANIFEST
-from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.files import AnyPath, Openable
@@ -44,8 +45,7 @@ _OPTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trust:
+class Trust(Struct, frozen=True, kw_only=True):
     """Whoever must have signed: the holder of a key, of a certificate below one of
     ``certificates``, or an identity.
 
@@ -76,8 +76,7 @@ class Trust:
         return next(kind for kind, is_named in zip(_MATERIALS, named, strict=True) if is_named)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attestation(Serialized):
+class Attestation(Serialized, Struct, frozen=True, kw_only=True):
     """A file that says what a checkpoint holds. ``kind``: "files", "tensors" or "sha256sums".
 
     ``is_signed``: it has a signature. ``is_verified``: the signature is by whom it must be.

@@ -13,21 +13,22 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.manifest import is_inside, joined
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, TensorLocation
 from ckptfix.errors import OperationError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.paths import JOURNAL, SIGNED, UNSIGNED
 from ckptfix.tensors.hashing import ALGORITHMS, WHOLE, Hashed, Scheme
 from ckptfix.tensors.stored import Contiguous, Format, StoredTensor, Weights
-from ckptfix.wording import count_of
+from ckptfix.wording import Brief, count_of
 
 ALONE = "."
 """The path of a file that was signed alone, without its folder."""
@@ -66,8 +67,7 @@ class Shard(NamedTuple):
     digest: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileStatement:
+class FileStatement(Brief, Struct, frozen=True, kw_only=True):
     """The digests of the files of a folder. ``name``: of the folder, as a hint.
 
     ``files``: relative path -> digest, or the digests of all shards, joined. ``ignored``: relative
@@ -76,11 +76,11 @@ class FileStatement:
     """
 
     name: str
-    files: Mapping[str, str] = field(repr=False)
+    files: Mapping[str, str]
     scheme: Scheme = WHOLE
     ignored: tuple[str, ...] = ()
     follows_links: bool = False
-    sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the statement as ``model_signing`` makes it with one sha256 of each file, or of
@@ -124,8 +124,7 @@ class FileStatement:
         return any(path == one or path.startswith(f"{one}/") for one in self.ignored)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorStatement:
+class TensorStatement(Brief, Struct, frozen=True, kw_only=True):
     """The digests of the tensors of a checkpoint. ``name``: of the folder, as a hint.
 
     ``models``: as they were, with no bytes to read. ``digests``: of each tensor by its first name.
@@ -134,8 +133,8 @@ class TensorStatement:
     """
 
     name: str
-    models: tuple[Weights, ...] = field(repr=False)
-    digests: Mapping[TensorLocation, str] = field(repr=False)
+    models: tuple[Weights, ...]
+    digests: Mapping[TensorLocation, str]
     uncovered: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:

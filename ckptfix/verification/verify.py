@@ -5,9 +5,10 @@ nothing.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import UNFINISHED

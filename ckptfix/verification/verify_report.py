@@ -4,12 +4,13 @@ not checked.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
 from itertools import groupby
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptfix.diagnosis.check import status_of
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, labelled
 from ckptfix.diagnosis.values import ADVICE, ValueFinding
@@ -174,8 +175,7 @@ class Kind(Enum):
     VALUE = "optimizer value"  # a hyperparameter of an optimizer, or a state of one element
 
 
-@dataclass(frozen=True, slots=True)
-class Item(Serialized):
+class Item(Serialized, Struct, frozen=True):
     """The verdict on one file, tensor or value.
 
     ``name``: the relative path, or the name of the tensor or value. ``where``: the file that holds
@@ -220,8 +220,7 @@ def file_item(name: str, outcome: Outcome, change: Change | None, text: str) -> 
     return Item(Kind.FILE, name, name, outcome, change, text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Downloaded(Serialized):
+class Downloaded(Serialized, Struct, frozen=True, kw_only=True):
     """The download that a folder was compared with. ``repo``: "" where its name is not recorded.
 
     ``revisions``: commit -> number of files that were compared with it. ``unvouched``: files
@@ -269,8 +268,7 @@ class Downloaded(Serialized):
         yield line(f"or, where you changed it on purpose: {self.seal}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class VerifyReport(Printable, Serialized):
+class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """Report of ``verify``.
 
     ``root``: the folder of ``path``, to which the paths of findings are relative. ``findings``: of

@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from msgspec.structs import replace
 from torch import nn
 
 from ckptfix import OperationError, UsageError, migrate

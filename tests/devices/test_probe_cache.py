@@ -8,11 +8,11 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ckptfix.devices.probe import cache
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict

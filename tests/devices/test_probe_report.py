@@ -2,12 +2,12 @@
 
 import json
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import ckptfix.devices.probe as probe
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict

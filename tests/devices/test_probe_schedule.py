@@ -4,10 +4,10 @@ device is needed.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import permutations
 
 import pytest
+from msgspec.structs import replace
 
 from ckptfix.devices.probe.cases import FULL, PLANS, QUICK, SAMPLE, plan_for
 from ckptfix.devices.probe.measuring import Run, summarise

@@ -3,12 +3,12 @@ there is none.
 """
 
 from collections import deque
-from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptfix.devices.probe import bulk as large

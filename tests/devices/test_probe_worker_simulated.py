@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, requires_simulator]
 
 PROBE = """
 import json
-from dataclasses import replace
+from msgspec.structs import replace
 from ckptfix.devices.probe import measuring
 planned = measuring.plan_for
 measuring.plan_for = lambda budget: replace(planned(budget), again=0)

@@ -1,8 +1,9 @@
 """The HTML page: well formed, self-contained, and safe whatever a tensor is called."""
 
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ckptfix.devices.reload.reload_report import (
     Accelerators,

@@ -5,13 +5,13 @@ optimizer is blamed.
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 import ckptfix

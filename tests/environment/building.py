@@ -1,10 +1,11 @@
 """Facts made by hand: a healthy environment, and changes to it."""
 
 import textwrap
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptfix.environment.facts import Facts
 from ckptfix.environment.facts.installed import AccelerateSource, Command, Package, Software

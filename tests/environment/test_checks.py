@@ -2,10 +2,10 @@
 be.
 """
 
-from dataclasses import replace
 from pathlib import PurePosixPath
 
 import pytest
+from msgspec.structs import replace
 
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle
 from ckptfix.environment.doctor import diagnose_environment

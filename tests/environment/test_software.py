@@ -3,10 +3,10 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ckptfix.environment.facts.installed import (
     find_command,

@@ -1,8 +1,7 @@
 """What was not looked at is listed, whatever it is."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from ckptfix.environment.doctor import unchecked
 from ckptfix.environment.facts import Facts

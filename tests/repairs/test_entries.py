@@ -3,13 +3,13 @@ them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from msgspec.structs import replace
 
 from ckptfix import Finding, Keys, Policy, check, latest_checkpoint, repair, undo
 from ckptfix.checkpoint.filenames import Role

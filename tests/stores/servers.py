@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.storage import stores
 from ckptfix.storage.stores import Patience, Store, open_store
 
@@ -61,8 +61,7 @@ _PROGRAMS = {
 _START = 60.0  # seconds
 
 
-@dataclass(frozen=True)
-class Server:
+class Server(Struct, frozen=True):
     """A running server. ``endpoint``: its address. ``variables``: the environment in which a
     process finds it.
     """

@@ -21,8 +21,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.storage import stores
 from tests.stores.servers import QUICK
 
@@ -36,8 +36,7 @@ it is done.
 """
 
 
-@dataclass(frozen=True)
-class File:
+class File(Struct, frozen=True):
     """One file of a commit."""
 
     data: bytes
@@ -260,8 +259,7 @@ _ROUTES = [
 ]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """Answer to a request."""
 
     status: int

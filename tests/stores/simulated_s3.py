@@ -18,8 +18,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.storage import stores
 from ckptfix.storage.s3 import S3Store
 from ckptfix.storage.stores import Contents, ObjectRange, Patience, Store
@@ -125,8 +125,7 @@ def digest(body: Body) -> str:
     return f"{found.value:032x}"
 
 
-@dataclass(frozen=True)
-class Object:
+class Object(Struct, frozen=True):
     """One object of the bucket."""
 
     body: Body

@@ -188,7 +188,7 @@ def test_what_two_ranks_save(tmp_path: Path) -> None:
     weights = opened(tmp_path / "tiles")
     for size in (1 << 16, 48):  # all at once, and one step of the first dimension at a time
         assert digests(weights, size) == digests_of(whole())
-    kinds = {tensor.fqn: type(tensor.layout) for tensor in weights.tensors}
+    kinds: dict[str, object] = {tensor.fqn: type(tensor.layout) for tensor in weights.tensors}
     assert kinds == {
         "columns": Tiled,
         "rows": Contiguous,

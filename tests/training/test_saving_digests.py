@@ -3,7 +3,6 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from time import monotonic, sleep
@@ -13,6 +12,7 @@ import pytest
 import torch
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from msgspec.structs import replace
 
 from ckptfix import LoadPolicy, load_state_tolerant, repair, seal, verify
 from ckptfix.checkpoint.latest import incomplete

@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ckptfix.errors import UsageError
 from ckptfix.training import LoadPolicy, Requirement

@@ -3,10 +3,10 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ckptfix import ChangedError, Keys, Policy, check, repair, seal, undo, verify
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, missing_files, read_manifest

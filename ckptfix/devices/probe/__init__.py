@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from msgspec.structs import replace
 from typing import TYPE_CHECKING
 
 from ckptfix.devices.probe import cache

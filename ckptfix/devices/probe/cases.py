@@ -9,7 +9,8 @@ memory. Either may be broken alone.
 from collections.abc import Iterator
 from enum import Enum
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.devices.probe.payload import DTYPES, dtype_of, known
 from ckptfix.devices.probe.probe_report import SAMPLED
 from ckptfix.wording import human_size
@@ -31,8 +32,7 @@ class Route(Enum):
     CONVERTING = "converting copy_()"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Struct, frozen=True, kw_only=True):
     """One copy. ``count``: elements of ``dtype`` at the destination; ``source_dtype``: "" means the
     same dtype.
     """
@@ -73,8 +73,7 @@ def exact_size(size: int) -> str:
     return f"{size} B"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class Section(Struct, frozen=True, kw_only=True):
     """Cases that are done together, in this order.
 
     ``batched``: many are queued before the host waits for one.
@@ -95,8 +94,7 @@ class Section:
         return all(case.size >= WINDOWED for case in self.cases)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """Sections in the order of doing; ``rounds`` of all pairs at once; bytes of each copy in a
     chain.
 

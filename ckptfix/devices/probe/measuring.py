@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptfix.devices.probe.cases import SAMPLE, Plan, exact_size, plan_for
 from ckptfix.devices.probe.probe_report import (
     STRICTEST,
@@ -324,8 +325,7 @@ _CONFIDENCE = 0.99
 _OTHER_WAYS = "NCCL, CUDA IPC, and kernels of other libraries that read the memory of a peer"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(Struct, frozen=True, kw_only=True):
     """Circumstances of a probe. ``blind``: what in the environment hid faults from it."""
 
     plan: Plan

@@ -9,8 +9,8 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe.probe_report import Kind
 from ckptfix.devices.torch_devices import device
 
@@ -192,8 +192,7 @@ class Memory:
         return self._blocks[key][:size]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
+class Damage(Struct, frozen=True, kw_only=True):
     """A kind of damage; ``first_offset``: the first wrong byte, counted from the start of the
     payload.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
+
 from ckptfix.wording import count_of
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ def seconds_since_boot() -> float:
     return time.clock_gettime(_SINCE_BOOT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairReport:
+class PairReport(Struct, frozen=True, kw_only=True):
     """One ordered pair of devices.
 
     ``kind``: of the damage, in words ("zeros", "late", ...); "" where there is none.
@@ -215,8 +215,7 @@ class PairReport:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ProbeReport:
+class ProbeReport(Struct, frozen=True, kw_only=True):
     """All ordered pairs. ``str()`` is a matrix, what is behind it, and what was not exercised.
 
     ``seconds``: of measuring; ``starting``: seconds that starting the worker took on top.

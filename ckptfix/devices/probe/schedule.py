@@ -11,12 +11,12 @@ pairs again. Large copies are then made once more, with other bits, until half o
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import field
 from itertools import permutations
 from random import Random
 from typing import Protocol
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+
 from ckptfix.devices.probe.cases import Plan, Section
 from ckptfix.devices.probe.probe_report import SAMPLED, Kind, PairReport, ProbeReport, Verdict
 from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Failure, Task, TaskResult, Work
@@ -32,8 +32,7 @@ against a pair.
 """
 
 
-@dataclass(slots=True, kw_only=True)
-class PairRecord:
+class PairRecord(Struct, kw_only=True):
     """One pair. ``done``: cases of each section that were done, by this probe or by ``earlier``
     ones.
 
@@ -206,8 +205,7 @@ class Bench(Protocol):
         """End what was started."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Measurements:
+class Measurements(Struct, kw_only=True):
     """Results of a probe before they become verdicts.
 
     ``unusable``: what is wrong, by device. ``triples``: the number of all chains. ``proven``:

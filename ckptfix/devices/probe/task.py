@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field, to_builtins
 
 if TYPE_CHECKING:
     from ckptfix.devices.probe.payload import Damage
@@ -27,8 +26,7 @@ class Work(Enum):
     CHAIN = "chain"  # from pair to pair, one after the other, round to where it began
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(Struct, frozen=True, kw_only=True):
     """A piece of work. ``section``: its place in the plan, only for SECTION, as all that follows.
 
     ``start``: the cases of the section that were done before; ``again``: the number of a repetition
@@ -45,7 +43,7 @@ class Task:
 
     def to_json(self) -> dict[str, Any]:
         """Return the task as plain values."""
-        return {**asdict(self), "work": self.work.value}
+        return dict(to_builtins(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Task:
@@ -69,8 +67,7 @@ BAD_ENDINGS = (Ending.RAISED, Ending.DIED, Ending.HUNG)
 """Endings after which the worker may have lost its devices."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(Struct, frozen=True, kw_only=True):
     """One copy that was wrong. ``kind``: see ``damage.Kind``; ``size``: bytes of the payload;
     ``case``: in words.
     """
@@ -95,8 +92,7 @@ class Failure:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskResult:
+class TaskResult(Struct, frozen=True, kw_only=True):
     """Result of a task.
 
     ``trials``: copies made and compared, for each pair. ``unusable``: the device whose exchange
@@ -120,7 +116,7 @@ class TaskResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the outcome as plain values."""
-        return {**asdict(self), "ending": self.ending.value}
+        return dict(to_builtins(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TaskResult:

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe import payload
 from ckptfix.devices.probe.cases import Case, Route, exact_size
 from ckptfix.devices.probe.payload import Damage, Memory, bits, classify, compared, same
@@ -98,8 +98,7 @@ def _round_trip(index: int, size: int, seed: int, memory: Memory) -> None:
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class Copy:
+class Copy(Struct, kw_only=True):
     """One copy that was queued, and what proves it: blocks of bytes on both devices and on the
     host.
 
@@ -168,8 +167,7 @@ class Sent(NamedTuple):
     after: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
+class Landing(Struct, frozen=True, kw_only=True):
     """The part of a block where the payload lands: past a guard, and in every second element where
     ``strided``.
     """

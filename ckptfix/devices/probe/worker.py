@@ -15,13 +15,12 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import field
 from typing import Any, TextIO
 
 import torch
+from msgspec import Struct, field
 from typing_extensions import assert_never
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe import payload
 from ckptfix.devices.probe.bulk import (
     NoRoom,
@@ -256,8 +255,7 @@ def _copy_on(index: int, dtype: str) -> None:
     elements.new_empty((elements.numel(), 2))[:, 0].copy_(elements)
 
 
-@dataclass(slots=True)
-class _Progress:
+class _Progress(Struct):
     """Results of a task so far, which outlive the exception that ends it."""
 
     trials: int = 0

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 from accelerate.utils import load_offloaded_weight, offload_weight
+from msgspec import Struct, field
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.offloaded import EmptySlot, Slot, find_slots
 from ckptfix.devices.reload.device_maps import (
     CPU,
@@ -44,8 +43,7 @@ from ckptfix.wording import count_of, human_size, list_names
 _SHOWN = 3
 
 
-@dataclass(slots=True, kw_only=True)
-class Tally:
+class Tally(Struct, kw_only=True):
     """Tensors that went one way: how many arrived with equal bytes, which did not, and which were
     not sent, and why.
 
@@ -117,8 +115,7 @@ class Tally:
 Progress = Callable[[int], None]
 
 
-@dataclass(slots=True, kw_only=True)
-class Hops:
+class Hops(Struct, kw_only=True):
     """Copies of this checkpoint's tensors from accelerator to accelerator.
 
     ``avoid``: pairs that hang or kill a process, which are not tried. ``made`` and ``wrong`` count
@@ -191,8 +188,7 @@ class Hops:
         self.tally.differs(name, f"{pair[0]} -> {pair[1]} raised {type(error).__name__}: {error}")
 
 
-@dataclass(slots=True, kw_only=True)
-class ValueProofs:
+class ValueProofs(Struct, kw_only=True):
     """The values of the weights, judged as ``verify --data`` judges them.
 
     ``looked_at``: how many tensors with elements. ``has_nan``: one of them holds NaN. ``unread``:
@@ -252,8 +248,7 @@ class ValueProofs:
         return proofs
 
 
-@dataclass(slots=True, kw_only=True)
-class FileProofs:
+class FileProofs(Struct, kw_only=True):
     """Proofs of the files themselves, with a model class or without."""
 
     read: Tally = field(

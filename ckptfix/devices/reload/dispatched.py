@@ -19,8 +19,8 @@ from accelerate.utils import (
     retie_parameters,
     send_to_device,
 )
+from msgspec import Struct
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.device_maps import (
     CPU,
     DISK,
@@ -72,8 +72,7 @@ def map_model(built: Built, spread: Spread, limits: Mapping[Device, int]) -> dic
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Trial(Struct, frozen=True, kw_only=True):
     """A map to try. ``places``: the devices that something of the model is really on, as
     ``places_of`` gives them.
 
@@ -215,8 +214,7 @@ def quiet_accelerate() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MapPlan:
+class MapPlan(Struct, frozen=True, kw_only=True):
     """A device map for one model. ``devices``: tensor name -> device, for what the map covers.
 
     ``is_sound``: it covers every tensor and splits no tied weights. ``absent``: devices that this
@@ -231,8 +229,7 @@ class MapPlan:
     absent: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MapRequest:
+class MapRequest(Struct, frozen=True, kw_only=True):
     """A request of the user: a map or a way to make one, its name, and limits in bytes (None: what
     is free).
     """

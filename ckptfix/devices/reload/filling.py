@@ -6,10 +6,10 @@ from typing import Any
 import numpy
 import torch
 from accelerate.utils import find_tied_parameters, retie_parameters, set_module_tensor_to_device
+from msgspec import Struct
 from torch.nn.parameter import is_lazy
 
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.outputs import ANYTHING, host_bytes, in_words
 from ckptfix.devices.reload.stored_weights import Weights
 from ckptfix.formats.tensor import DTYPE_BITS
@@ -26,8 +26,7 @@ _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float6
 """Bits of the largest whole number up to which a dtype has every one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filled:
+class Filled(Struct, frozen=True, kw_only=True):
     """Contents that a model got from a file.
 
     ``names``: name in the model -> name in the file whose bytes it must hold.

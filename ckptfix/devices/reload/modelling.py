@@ -4,12 +4,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field, replace
 from pathlib import Path
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.arrivals import (
     Hops,
     Loaded,
@@ -57,8 +57,7 @@ _OVERFLOWS = (
 )
 
 
-@dataclass(slots=True, kw_only=True)
-class ModelProof:
+class ModelProof(Struct, kw_only=True):
     """Proofs of one model: lines of the table, and the runs of the split with P2P copies.
 
     ``ran``: how often the model ran each way, at most.

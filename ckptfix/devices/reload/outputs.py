@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from msgspec import Struct
 from torch import nn
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.routing import bypassed
 from ckptfix.wording import count_of
 
@@ -23,8 +23,7 @@ _NO_RESULTS = (nn.Module, ModuleType, FunctionType)
 """Their attributes are weights and globals, which no forward pass computed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deviation:
+class Deviation(Struct, frozen=True, kw_only=True):
     """Distance of two outputs: the largest difference, the largest value, and the dtype where it
     was found.
 

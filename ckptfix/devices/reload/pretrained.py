@@ -13,15 +13,14 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import find_tied_parameters
+from msgspec import Struct, field
 
 from ckptfix.checkpoint.filenames import parse_file_name
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.device_maps import CPU, free_memory, is_out_of_memory
 from ckptfix.devices.reload.filling import (
     Filled,
@@ -42,8 +41,7 @@ from ckptfix.wording import count_of, human_size, list_names
 _NUMBER = re.compile(r"(?<![0-9A-Za-z_])[0-9]+(?![0-9A-Za-z_])")
 
 
-@dataclass(slots=True, kw_only=True)
-class Destinations:
+class Destinations(Struct, kw_only=True):
     """The places of a file's tensors in a model. Keys of the model -> keys of the file, unless said
     otherwise.
 

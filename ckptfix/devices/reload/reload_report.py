@@ -9,7 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.devices.probe.probe_report import matrix
 from ckptfix.devices.torch_devices import Pair
 from ckptfix.reports import Serialized
@@ -67,8 +68,7 @@ class Subject(Enum):
     BEYOND = "beyond"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proof(Serialized):
+class Proof(Serialized, Struct, frozen=True, kw_only=True):
     """One line of the table. ``is_transfer``: it is about bytes that move to or between
     accelerators.
 
@@ -111,8 +111,7 @@ class Proofs(list[Proof]):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairFacts(Serialized):
+class PairFacts(Serialized, Struct, frozen=True, kw_only=True):
     """Facts about the copies from one accelerator to another.
 
     ``probe``: the verdict of the probe ("healthy", "wrong", "hang", "inconclusive", "unusable"),
@@ -170,8 +169,7 @@ class PairFacts(Serialized):
         return self.pair[1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence(Serialized):
+class Divergence(Serialized, Struct, frozen=True, kw_only=True):
     """The first point at which a split model computed with other bytes than were sent.
 
     ``suspects``: the ordered pairs that, copying directly alone, changed the output. ``pair``,
@@ -213,8 +211,7 @@ class Divergence(Serialized):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accelerators(Serialized):
+class Accelerators(Serialized, Struct, frozen=True, kw_only=True):
     """The accelerators here: their type ("cuda"), and the name that each reports."""
 
     json_keys: ClassVar = "accelerator devices=names"
@@ -264,8 +261,7 @@ _ADVICE = {
 """The next step after a failure whose line names none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ReloadReport(Printable, Serialized):
+class ReloadReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     """Proofs of ``verify_reload``, failures, and what it did not exercise.
 
     ``model``: what was built, "" without a model class. ``device_map``: module or tensor name ->

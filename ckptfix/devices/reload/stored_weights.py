@@ -8,19 +8,18 @@ proves the other.
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from msgspec import Struct, field
 from safetensors import SafetensorError, safe_open
 
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.formats.safetensors_file import SafetensorsFile
@@ -31,13 +30,13 @@ from ckptfix.storage.paths import command, existing
 from ckptfix.storage.reading import OpenFiles, page_buffer
 from ckptfix.tensors.single_files import is_expanded, recorded_ties, run, torch_layout
 from ckptfix.tensors.stored import Layout
+from ckptfix.wording import Brief
 
 Bytes = Any
 """A one-dimensional numpy array of uint8."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileTensor:
+class FileTensor(Struct, frozen=True, kw_only=True):
     """A tensor in a file. ``layout``: where its bytes are; None for one in a compressed record.
 
     ``shares``: what tensors of one file have in common that are the same bytes: two names of one
@@ -62,8 +61,7 @@ class FileTensor:
         return self.layout is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class Weights(Brief, Struct, frozen=True, kw_only=True):
     """One model's weights on disk.
 
     ``opaque``: names of values that are not plain tensors. Use as a context manager.
@@ -79,7 +77,7 @@ class Weights:
     opaque: tuple[str, ...]
     aliases: Mapping[str, str]
     prefix: str = ""
-    _open: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _open: dict[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

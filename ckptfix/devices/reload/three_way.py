@@ -9,17 +9,16 @@ traced.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import find_tied_parameters
+from msgspec import Struct, field
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.interception import can_override
 from ckptfix.devices.reload.device_maps import CPU, DISK, answers, has_room
 from ckptfix.devices.reload.dispatched import Outputs, Trial, on_one_device, run
@@ -293,8 +292,7 @@ noise.
 """
 
 
-@dataclass(slots=True, kw_only=True)
-class Runs:
+class Runs(Struct, kw_only=True):
     """Results of the runs of one split. ``moves``: copies of a forward pass by pair, of those over
     which any went.
     """
@@ -306,8 +304,7 @@ class Runs:
     divergence: Divergence | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Deviations:
+class Deviations(Struct, kw_only=True):
     """Outputs that differ from a first one: how many, the farthest of them, and what a run raised.
 
     ``has_nan``: one of them holds NaN.
@@ -334,8 +331,7 @@ class Deviations:
         return self.worst.relative > _NOISE * noise.relative
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
+class Baseline(Struct, frozen=True, kw_only=True):
     """The model on one device. ``problem``: why it has no output, "" where it has one.
 
     ``unreached``: the parts of the model that no input reached, None where that is not known.

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import field
 from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
+from msgspec import Struct, field
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.filling import Filled, fill, name_problems, tensors_of
 from ckptfix.devices.reload.outputs import ANYTHING, in_words, tensors_in
 from ckptfix.devices.reload.stored_weights import Weights
@@ -24,8 +23,7 @@ _LARGEST_SIDE = 4096
 """Pixels of an image that is made; a config may say any number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class Inputs(Struct, frozen=True, kw_only=True):
     """Arguments of a model's forward. ``is_given``: by the factory; otherwise made, and it may not
     suit the model.
     """
@@ -128,8 +126,7 @@ its forward.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
+class Built(Struct, frozen=True, kw_only=True):
     """A model with a checkpoint's weights, on the CPU. ``what``: its class, in words.
 
     ``inputs``: or in words why there are none. ``beyond``: what this way of building does not

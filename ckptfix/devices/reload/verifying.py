@@ -4,13 +4,14 @@ machine can.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ckptfix.checkpoint.entries import all_state_dicts, changed_files
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe import probe_peer_copies
 from ckptfix.devices.probe.probe_report import ProbeReport, Verdict
 from ckptfix.devices.reload.arrivals import FileProofs, Hops, bytes_on, prove_files
@@ -129,8 +130,7 @@ exercised.
 """
 
 
-@dataclass(slots=True, kw_only=True)
-class _Collected:
+class _Collected(Struct, kw_only=True):
     """The contents of a report, as far as they are known."""
 
     proofs: Proofs = field(default_factory=Proofs)

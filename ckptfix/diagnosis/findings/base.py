@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from enum import Enum
 from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, TypeVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from ckptfix.reports import Serialized, plain
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.wording import Line, Span, line
@@ -53,8 +54,7 @@ class Resume(Enum):
     FAILS_IF_NEEDED = "fails if needed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding(Serialized):
+class Finding(Serialized, Struct, frozen=True, kw_only=True):
     """Base of every kind of damage. ``path``: the damaged file, relative to the folder."""
 
     json_keys: ClassVar = "code severity action message=__str__ advice"
@@ -106,7 +106,7 @@ class Finding(Serialized):
 
         ``at``: the checkpoint for the commands of its advice.
         """
-        own = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        own = {name: plain(value) for name, value in asdict(self).items()}
         advice = "; ".join(self.advice_at(at).splitlines())
         return {**Serialized.as_json(self), "advice": advice, **own}
 
@@ -118,7 +118,7 @@ def as_kind(kind: type[_Kind], finding: Finding, **facts: Any) -> _Kind:
     """Return a finding as one of a subclass of its own class. ``facts``: what only the subclass
     has.
     """
-    return kind(**{field.name: getattr(finding, field.name) for field in fields(finding)}, **facts)
+    return kind(**asdict(finding), **facts)
 
 
 def labelled(severity: Severity, code: str, message: str) -> Line:

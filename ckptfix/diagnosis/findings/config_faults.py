@@ -2,13 +2,11 @@
 quantization.
 """
 
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UntiedWeights(Finding):
+class UntiedWeights(Finding, frozen=True, kw_only=True):
     """Two tensors with other values that the config ties.
 
     ``key``: the one that a tie leaves out, ``source``: the one that has its values. ``flag``: the
@@ -46,8 +44,7 @@ class UntiedWeights(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingHead(Finding):
+class MissingHead(Finding, frozen=True, kw_only=True):
     """A head that nothing ties, and that the files lack. ``model``, ``version``: as in
     ``UntiedWeights``.
 
@@ -93,18 +90,15 @@ class MissingHead(Finding):
         )
 
 
-class UnneededHead(MissingHead):
+class UnneededHead(MissingHead, frozen=True):
     """The same where a ``save_state`` wrote the folder: the script's model may tie its head,
     whatever a config says.
     """
 
-    __slots__ = ()
-
     severity = Severity.WARNING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizationMismatch(Finding):
+class QuantizationMismatch(Finding, frozen=True, kw_only=True):
     """Weights in the format of a method of quantization that the config does not name, or the other
     way round.
 
@@ -160,30 +154,24 @@ class QuantizationMismatch(Finding):
         )
 
 
-class DoubtfulQuantization(QuantizationMismatch):
+class DoubtfulQuantization(QuantizationMismatch, frozen=True):
     """The same where it depends on the version of transformers, or on the device, what a load makes
     of it.
     """
 
-    __slots__ = ()
-
     severity = Severity.WARNING
 
 
-class ForeignQuantization(QuantizationMismatch):
+class ForeignQuantization(QuantizationMismatch, frozen=True):
     """The same where the current transformers loads it, or a script does."""
-
-    __slots__ = ()
 
     severity = Severity.NOTE
 
 
-class IncompleteQuantization(QuantizationMismatch):
+class IncompleteQuantization(QuantizationMismatch, frozen=True):
     """Weights in the format that the config names, without one of its parts. ``key``: the first
     that is missing.
     """
-
-    __slots__ = ()
 
     def __str__(self) -> str:
         return (
@@ -200,10 +188,8 @@ class IncompleteQuantization(QuantizationMismatch):
         )
 
 
-class UnnamedMethod(Finding):
+class UnnamedMethod(Finding, frozen=True):
     """A ``quantization_config`` that names no method."""
-
-    __slots__ = ()
 
     code = QuantizationMismatch.code
     severity = Severity.ERROR

@@ -3,10 +3,10 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import field
+
+from msgspec import field
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of, list_names, series
 
@@ -25,8 +25,7 @@ _READERS = {
 """Description of a file of another program -> its suffix, and the program that reads it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TruncatedFile(Finding):
+class TruncatedFile(Finding, frozen=True, kw_only=True):
     """A file that ends before its own header says it does."""
 
     code = "truncated-file"
@@ -59,8 +58,7 @@ after 4,075.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrailingBytes(Finding):
+class TrailingBytes(Finding, frozen=True, kw_only=True):
     """Bytes after the end of the format."""
 
     code = "trailing-bytes"
@@ -91,8 +89,7 @@ class TrailingBytes(Finding):
         return f"{self.path}: the content ends at byte {self.end}, {self.extra} more bytes follow"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotATensorFile(Finding):
+class NotATensorFile(Finding, frozen=True, kw_only=True):
     """A file whose content is not of the kind that its name implies."""
 
     code = "not-a-tensor-file"
@@ -129,8 +126,7 @@ class NotATensorFile(Finding):
         return "copy the file again from where it came"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MalformedFile(Finding):
+class MalformedFile(Finding, frozen=True, kw_only=True):
     """The right kind of file with contradictions inside."""
 
     code = "malformed-file"
@@ -157,8 +153,7 @@ class MalformedFile(Finding):
         return "copy the file again from where it came, or use an older checkpoint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UncheckedFile(Finding):
+class UncheckedFile(Finding, frozen=True, kw_only=True):
     """A file of the right kind that was not read."""
 
     code = "unchecked-file"
@@ -183,8 +178,7 @@ class UncheckedFile(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompressedRecord(Finding):
+class CompressedRecord(Finding, frozen=True, kw_only=True):
     """A torch zip file of which records are compressed. ``storages``: how many of them hold numbers
     of tensors.
     """
@@ -218,8 +212,7 @@ class CompressedRecord(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CrcMismatch(Finding):
+class CrcMismatch(Finding, frozen=True, kw_only=True):
     """A record of a torch zip whose bytes do not have the checksum written with them."""
 
     code = "crc-mismatch"
@@ -250,8 +243,7 @@ class CrcMismatch(Finding):
         return "bytes have changed since the save; copy the file again, or use an older checkpoint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoFormatMetadata(Finding):
+class NoFormatMetadata(Finding, frozen=True):
     """A safetensors header without ``format``."""
 
     code = "no-format-metadata"
@@ -266,8 +258,7 @@ class NoFormatMetadata(Finding):
         return f'{self.path}: the header has no "format", which transformers asks for'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherFormat(NoFormatMetadata):
+class OtherFormat(NoFormatMetadata, frozen=True, kw_only=True):
     """A safetensors header with the ``format`` of another framework than torch."""
 
     code = "no-format-metadata"
@@ -295,8 +286,7 @@ class OtherFormat(NoFormatMetadata):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InterruptedRepair(Finding):
+class InterruptedRepair(Finding, frozen=True, kw_only=True):
     """A repair or an undo that was killed."""
 
     code = "interrupted-repair"
@@ -331,8 +321,7 @@ class InterruptedRepair(Finding):
         return "to take the folder back to what it was: ckptfix repair DIR (or ckptfix undo DIR)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnsafePickle(Finding):
+class UnsafePickle(Finding, frozen=True, kw_only=True):
     """A pickle that names a global that can run code."""
 
     code = "unsafe-pickle"
@@ -354,8 +343,7 @@ class UnsafePickle(Finding):
         return "do not load it with weights_only=False; find out where it came from"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnloadablePickle(Finding):
+class UnloadablePickle(Finding, frozen=True, kw_only=True):
     """A pickle that torch.load refuses by default since torch 2.6."""
 
     code = "unloadable-pickle"
@@ -409,8 +397,7 @@ class UnloadablePickle(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptPickle(UnloadablePickle):
+class ScriptPickle(UnloadablePickle, frozen=True):
     """A plain pickle under a name that no library looks for: the script that wrote it reads it with
     ``pickle.load``.
     """
@@ -426,8 +413,7 @@ class ScriptPickle(UnloadablePickle):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerPickle(Finding):
+class TrainerPickle(Finding, frozen=True, kw_only=True):
     """A pickle with classes that the library that wrote it also loads."""
 
     code = "trainer-pickle"

@@ -5,13 +5,11 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role, model_file, parse_file_name
 from ckptfix.checkpoint.keys import dotted, fitting
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of, human_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoubledModel(Finding):
+class DoubledModel(Finding, frozen=True, kw_only=True):
     """A duplicate of another entry, with one more wrapper around every key."""
 
     code = "doubled-model"
@@ -69,8 +67,7 @@ second ``prepare``.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdenticalModels(Finding):
+class IdenticalModels(Finding, frozen=True, kw_only=True):
     """Two entries with equal keys and equal bytes: one model prepared twice, or an intentional
     copy.
     """
@@ -111,8 +108,7 @@ class IdenticalModels(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShiftedEntries(Finding):
+class ShiftedEntries(Finding, frozen=True, kw_only=True):
     """An entry at a later position than the one where the correct script looks for it."""
 
     code = "shifted-entries"
@@ -133,8 +129,7 @@ class ShiftedEntries(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NestedPrefix(Finding):
+class NestedPrefix(Finding, frozen=True, kw_only=True):
     """Keys that all begin with the same wrapper more than once."""
 
     code = "nested-prefix"
@@ -190,8 +185,7 @@ class NestedPrefix(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UndecidedPrefix(NestedPrefix):
+class UndecidedPrefix(NestedPrefix, frozen=True):
     """Nested keys where the number of processes is the only evidence: the script may look for
     exactly these.
     """
@@ -221,8 +215,7 @@ class UndecidedPrefix(NestedPrefix):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnModules(UndecidedPrefix):
+class OwnModules(UndecidedPrefix, frozen=True):
     """Nested keys that FSDP saved: no second ``prepare()`` writes them, so that modules of the
     script are so called.
     """
@@ -237,8 +230,7 @@ class OwnModules(UndecidedPrefix):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrapperPrefix(Finding):
+class WrapperPrefix(Finding, frozen=True, kw_only=True):
     """Keys that all begin with one wrapper, or that have private wrapper segments inside."""
 
     code = "wrapper-prefix"
@@ -287,18 +279,15 @@ class WrapperPrefix(Finding):
         )
 
 
-class LostPrefix(WrapperPrefix):
+class LostPrefix(WrapperPrefix, frozen=True):
     """The same before every key of a model of diffusers: none of its classes has a module of these
     names.
     """
 
-    __slots__ = ()
-
     severity = Severity.WARNING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelatedModels(Finding):
+class RelatedModels(Finding, frozen=True, kw_only=True):
     """An entry with the keys of another inside a wrapper, and with other values."""
 
     code = "related-models"
@@ -351,8 +340,7 @@ class RelatedModels(Finding):
         return f"ckptfix diff DIR/{self.original} DIR/{self.path}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NearlyEqualModels(RelatedModels):
+class NearlyEqualModels(RelatedModels, frozen=True, kw_only=True):
     """An entry with the keys of another inside a wrapper, of which a few tensors have other
     values.
     """
@@ -386,8 +374,7 @@ class NearlyEqualModels(RelatedModels):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConflictingModels(Finding):
+class ConflictingModels(Finding, frozen=True, kw_only=True):
     """An entry with the keys of another inside a wrapper, other values, and proof that one is of
     another save.
     """
@@ -439,8 +426,7 @@ def _differing(tensor: str | None) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdenticalStates(Finding):
+class IdenticalStates(Finding, frozen=True, kw_only=True):
     """Two optimizer, scheduler or custom entries in equal state.
 
     ``is_of_own_optimizer``: a scheduler, of which there are no more than optimizers, and no
@@ -477,8 +463,7 @@ class IdenticalStates(Finding):
         return f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoubledStates(IdenticalStates):
+class DoubledStates(IdenticalStates, frozen=True):
     """An optimizer or scheduler that was saved twice, like its model, and its original."""
 
     code = "doubled-states"
@@ -508,8 +493,7 @@ class DoubledStates(IdenticalStates):
         return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SurplusStates(IdenticalStates):
+class SurplusStates(IdenticalStates, frozen=True, kw_only=True):
     """An optimizer or scheduler that was certainly saved twice, where the script's own one is
     unknown.
     """
@@ -550,8 +534,7 @@ class SurplusStates(IdenticalStates):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EntryGap(Finding):
+class EntryGap(Finding, frozen=True, kw_only=True):
     """A position without a file before a position with one."""
 
     code = "entry-gap"

@@ -14,15 +14,13 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, MODULES, PIPELINE
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.storage.files import is_url
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of, human_size, list_names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingFile(Finding):
+class MissingFile(Finding, frozen=True, kw_only=True):
     """A file that its manifest lists, and that is missing or has another size. ``have``: its bytes,
     None if missing.
     """
@@ -64,8 +62,7 @@ def _is_required(name: str) -> bool:
     return parsed is not None and parsed.role is not Role.RNG_STATE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncompleteCheckpoint(Finding):
+class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
     """Missing states of a save, by its other files or by the checkpoints of the same run.
 
     ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of
@@ -206,8 +203,7 @@ class IncompleteCheckpoint(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NestedCheckpoint(IncompleteCheckpoint):
+class NestedCheckpoint(IncompleteCheckpoint, frozen=True, kw_only=True):
     """A checkpoint that is one level too deep: in a folder of its own name, ``outer``, which holds
     nothing else.
     """
@@ -228,8 +224,7 @@ class NestedCheckpoint(IncompleteCheckpoint):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FewerRanks(IncompleteCheckpoint):
+class FewerRanks(IncompleteCheckpoint, frozen=True):
     """Random states that one neighbour has: a run that resumed with fewer processes has none, so no
     status changes.
     """
@@ -237,8 +232,7 @@ class FewerRanks(IncompleteCheckpoint):
     severity = Severity.NOTE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostPosition(IncompleteCheckpoint):
+class LostPosition(IncompleteCheckpoint, frozen=True):
     """States of dataloaders that the checkpoints next to it have. A run that no longer saves them
     is healthy.
     """
@@ -256,8 +250,7 @@ class LostPosition(IncompleteCheckpoint):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnreadShards(IncompleteCheckpoint):
+class UnreadShards(IncompleteCheckpoint, frozen=True):
     """The one file of a model that is there in shards alone. A save hook of the script may have
     written them.
     """
@@ -272,8 +265,7 @@ class UnreadShards(IncompleteCheckpoint):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostModelFiles(IncompleteCheckpoint):
+class LostModelFiles(IncompleteCheckpoint, frozen=True):
     """Weights or configs of a model in a sub-folder, which the checkpoints next to it have: a hook
     saves them.
     """
@@ -302,8 +294,7 @@ class LostModelFiles(IncompleteCheckpoint):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostConfig(LostModelFiles):
+class LostConfig(LostModelFiles, frozen=True):
     """A config next to weights under the name of diffusers, where no checkpoint shows whether the
     script writes it.
     """
@@ -324,8 +315,7 @@ class LostConfig(LostModelFiles):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfiglessModel(LostConfig):
+class ConfiglessModel(LostConfig, frozen=True):
     """The same where no checkpoint next to this one has a config: the script writes none."""
 
     severity = Severity.NOTE
@@ -336,8 +326,7 @@ class ConfiglessModel(LostConfig):
         return Resume.SUCCEEDS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaterModel(LostModelFiles):
+class LaterModel(LostModelFiles, frozen=True):
     """A model that all later checkpoints have, and the oldest one lacks: an average may begin later
     in a run.
     """
@@ -351,8 +340,7 @@ class LaterModel(LostModelFiles):
         return f"nothing to do if the script began to save this model later; else copy {what} again"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostLora(LostModelFiles):
+class LostLora(LostModelFiles, frozen=True):
     """LoRA weights of diffusers, which the checkpoints next to it have, in a folder without other
     weights.
     """
@@ -372,8 +360,7 @@ class LostLora(LostModelFiles):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostTag(IncompleteCheckpoint):
+class LostTag(IncompleteCheckpoint, frozen=True, kw_only=True):
     """DeepSpeed's file ``latest`` without the name of a checkpoint. ``tag``: the newest checkpoint
     in the folder.
     """
@@ -389,8 +376,7 @@ class LostTag(IncompleteCheckpoint):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnreadTag(LostTag):
+class UnreadTag(LostTag, frozen=True):
     """The same in a folder of ``save_state``: ``load_state`` gives DeepSpeed the tag, and never
     reads the file.
     """
@@ -406,8 +392,7 @@ class UnreadTag(LostTag):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingModel(Finding):
+class MissingModel(Finding, frozen=True, kw_only=True):
     """States of an optimizer without weights of any model; or the config of a ``model`` without its
     weights.
 
@@ -462,8 +447,7 @@ class MissingModel(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Salvaged(Finding):
+class Salvaged(Finding, frozen=True, kw_only=True):
     """A folder that ``ckptfix salvage`` wrote, with losses. ``damaged``: data that was kept
     although it is damaged.
     """
@@ -493,8 +477,7 @@ class Salvaged(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagingFolder(Finding):
+class StagingFolder(Finding, frozen=True, kw_only=True):
     """The staging folder of a guarded save, or ``of`` another writer.
 
     ``is_rest``: files of it are already in place in a mixed checkpoint. ``holds_previous``: the
@@ -573,8 +556,7 @@ class StagingFolder(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchedNames(Finding):
+class MismatchedNames(Finding, frozen=True, kw_only=True):
     """An optimizer whose keys do not match its model's or one another: repaired by hand, or in
     part.
     """
@@ -605,8 +587,7 @@ class MismatchedNames(Finding):
         return f"{self.path}: the keys in {self.scope} {have}, those of {self.reference} {want}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UndecidedNames(MismatchedNames):
+class UndecidedNames(MismatchedNames, frozen=True):
     """An optimizer whose keys agree with one another and not with its model's: the script may save
     and read both so.
     """
@@ -639,8 +620,7 @@ def _is_needed(name: str) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InterruptedSave(Finding):
+class InterruptedSave(Finding, frozen=True, kw_only=True):
     """Data without the metadata that is written last, or a file that was never moved into place."""
 
     code = "interrupted-save"
@@ -747,8 +727,7 @@ class InterruptedSave(Finding):
         return "use an older checkpoint: without .metadata nothing says which chunk is where"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftoverSave(InterruptedSave):
+class LeftoverSave(InterruptedSave, frozen=True):
     """A bare checkpoint that is older than a complete one: nothing resumes from it, so it changes
     no status.
     """
@@ -761,8 +740,7 @@ class LeftoverSave(InterruptedSave):
         return f"nothing to do: {self.newest} is newer and complete"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalfDownloaded(InterruptedSave):
+class HalfDownloaded(InterruptedSave, frozen=True, kw_only=True):
     """A file whose download from the Hugging Face hub did not end, or files of a snapshot whose
     blobs are missing.
 
@@ -805,8 +783,7 @@ class HalfDownloaded(InterruptedSave):
         return f"{when}: {self.again}{repository}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpareDownload(HalfDownloaded):
+class SpareDownload(HalfDownloaded, frozen=True):
     """A half download next to complete weights, as where the second format of a model was stopped:
     nothing needs it.
     """
@@ -814,8 +791,7 @@ class SpareDownload(HalfDownloaded):
     severity = Severity.NOTE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingRank(Finding):
+class MissingRank(Finding, frozen=True, kw_only=True):
     """A rank without any file."""
 
     code = "missing-rank"
@@ -870,8 +846,7 @@ class MissingRank(Finding):
         return "copy the files of that rank from the node that it ran on into this folder"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncompleteTensor(Finding):
+class IncompleteTensor(Finding, frozen=True, kw_only=True):
     """A tensor whose chunks do not add up to it."""
 
     code = "incomplete-tensor"
@@ -904,8 +879,7 @@ class IncompleteTensor(Finding):
         return "loading leaves what was in memory there; use an older checkpoint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatParameters(Finding):
+class FlatParameters(Finding, frozen=True, kw_only=True):
     """Keys of FSDP's own flattened parameters."""
 
     code = "flat-parameters"

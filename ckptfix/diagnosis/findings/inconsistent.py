@@ -2,15 +2,13 @@
 
 from math import prod
 
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of, list_names
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerFinding(Finding):
+class OptimizerFinding(Finding, frozen=True, kw_only=True):
     """Base of findings about an optimizer. ``key``: the keys that lead to it in a file that holds
     more, else "".
     """
@@ -23,8 +21,7 @@ class OptimizerFinding(Finding):
         return f"{self.path}: {self.key}" if self.key else str(self.path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InconsistentGroups(OptimizerFinding):
+class InconsistentGroups(OptimizerFinding, frozen=True, kw_only=True):
     """Param groups that no optimizer of torch can have. ``shared``: parameters that two of them
     have.
 
@@ -92,8 +89,7 @@ class InconsistentGroups(OptimizerFinding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LackingGroups(InconsistentGroups):
+class LackingGroups(InconsistentGroups, frozen=True, kw_only=True):
     """Param groups without usable ``options`` that torch's optimizer reads: an error. ``groups``:
     their positions.
     """
@@ -118,8 +114,7 @@ class LackingGroups(InconsistentGroups):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchedRates(InconsistentGroups):
+class MismatchedRates(InconsistentGroups, frozen=True, kw_only=True):
     """A scheduler with another number of base learning rates than the ``optimizer`` has param
     groups.
     """
@@ -150,8 +145,7 @@ class MismatchedRates(InconsistentGroups):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchedMoments(OptimizerFinding):
+class MismatchedMoments(OptimizerFinding, frozen=True, kw_only=True):
     """Moments of another shape than their parameter. ``shape``, ``expected``: those of the first
     parameter.
     """
@@ -201,8 +195,7 @@ class MismatchedMoments(OptimizerFinding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContradictoryMoments(MismatchedMoments):
+class ContradictoryMoments(MismatchedMoments, frozen=True, kw_only=True):
     """A ``state`` of another shape than the state ``like`` of its parameter, or than a number: an
     error.
     """
@@ -232,8 +225,7 @@ class ContradictoryMoments(MismatchedMoments):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedMoments(MismatchedMoments):
+class RoundedMoments(MismatchedMoments, frozen=True, kw_only=True):
     """Moments of whole numbers. ``state``, ``dtype``: those of the first parameter. There is no
     ``shape`` to expect.
     """
@@ -263,8 +255,7 @@ class RoundedMoments(MismatchedMoments):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedWeights(MismatchedMoments):
+class RoundedWeights(MismatchedMoments, frozen=True, kw_only=True):
     """Weights of whole numbers, of which the ``optimizer`` has moments. ``parameters``: their
     keys.
     """
@@ -296,8 +287,7 @@ class RoundedWeights(MismatchedMoments):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnsavedParameters(OptimizerFinding):
+class UnsavedParameters(OptimizerFinding, frozen=True, kw_only=True):
     """Parameters of an optimizer without weights in the checkpoint.
 
     ``names``: of them. ``shapes``: those of moments that no weights have, where names decide
@@ -466,8 +456,7 @@ class UnsavedParameters(OptimizerFinding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnsavedFrozen(UnsavedParameters):
+class UnsavedFrozen(UnsavedParameters, frozen=True, kw_only=True):
     """More parameters than weights, of which so many have no moments that each of the others has
     weights: a note.
     """
@@ -501,8 +490,7 @@ def _of_shapes(shapes: tuple[Shape, ...]) -> str:
     return f" of {noun} {', '.join(str(list(shape)) for shape in shapes[:3])}{more}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingMoments(OptimizerFinding):
+class MissingMoments(OptimizerFinding, frozen=True, kw_only=True):
     """Parameters without moments, of an optimizer that has moments of others. ``parameters``: the
     number of all.
     """
@@ -535,8 +523,7 @@ class MissingMoments(OptimizerFinding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LackingMoments(MissingMoments):
+class LackingMoments(MissingMoments, frozen=True, kw_only=True):
     """Parameters with some of the ``states`` that torch's optimizer needs, which others of it have:
     an error.
     """
@@ -557,8 +544,7 @@ class LackingMoments(MissingMoments):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbsentMoments(LackingMoments):
+class AbsentMoments(LackingMoments, frozen=True):
     """Parameters without ``states`` that torch's optimizer needs and no parameter has: a subclass
     may need none.
     """
@@ -580,8 +566,7 @@ class AbsentMoments(LackingMoments):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmptyOptimizer(MissingMoments):
+class EmptyOptimizer(MissingMoments, frozen=True, kw_only=True):
     """An optimizer without moments in a run that seems to have made steps. ``evidence``: of them,
     in words.
     """
@@ -605,8 +590,7 @@ class EmptyOptimizer(MissingMoments):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostMoments(EmptyOptimizer):
+class LostMoments(EmptyOptimizer, frozen=True):
     """An optimizer without moments that surely made steps, unless the script began another one."""
 
     severity = Severity.WARNING
@@ -630,8 +614,7 @@ class LostMoments(EmptyOptimizer):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroMoments(MissingMoments):
+class ZeroMoments(MissingMoments, frozen=True, kw_only=True):
     """An optimizer that made ``steps``, and has moments of zeros alone. ``sampled``: samples of
     them were read.
     """
@@ -665,8 +648,7 @@ class ZeroMoments(MissingMoments):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedSteps(OptimizerFinding):
+class RoundedSteps(OptimizerFinding, frozen=True, kw_only=True):
     """Steps in a ``dtype`` that counts to ``last`` alone, and that got there.
 
     ``parameters``: the number of those with such a step. ``steps``: the largest. ``effect``: of a
@@ -703,12 +685,10 @@ class RoundedSteps(OptimizerFinding):
         )
 
 
-class RoundedStepsSoFar(RoundedSteps):
+class RoundedStepsSoFar(RoundedSteps, frozen=True):
     """The same below the last number, or where a load or the optimizer itself leaves no effect of
     it.
     """
-
-    __slots__ = ()
 
     severity = Severity.NOTE
 

@@ -1,20 +1,15 @@
 """Findings about what a loader makes of a folder: tensors that it leaves out, configs that
 contradict the tensors.
-
-A kind without fields of its own is a plain class, because making a dataclass takes 0.3 ms of the
-start of ``check``.
 """
 
 from typing import ClassVar
 
 from ckptfix.checkpoint.keys import KeyMap
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, list_names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnusedKeys(Finding):
+class UnusedKeys(Finding, frozen=True, kw_only=True):
     """Keys that a loader does not look for.
 
     ``tensors``: those that stay unused, ``total``: all of the file. ``key``: one that the file has,
@@ -57,8 +52,7 @@ class UnusedKeys(Finding):
         return KeyMap(remove=self.remove, insert=self.insert, inner=self.inner, adapter=adapter)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadAdapter(UnusedKeys):
+class DeadAdapter(UnusedKeys, frozen=True):
     """An adapter with keys that PEFT does not look for: it loads without them, and warns at
     most.
     """
@@ -74,21 +68,17 @@ class DeadAdapter(UnusedKeys):
     effect: ClassVar[str] = "PEFT leaves {tensors} unused"
 
 
-class NamedAdapter(DeadAdapter):
+class NamedAdapter(DeadAdapter, frozen=True):
     """An adapter with the name ``default`` in its keys, which PEFT 0.21 loads by luck: it looks for
     that name.
     """
-
-    __slots__ = ()
 
     severity = Severity.WARNING
     effect = "PEFT before 0.21 and transformers leave {tensors} unused"
 
 
-class SeveralAdapters(DeadAdapter):
+class SeveralAdapters(DeadAdapter, frozen=True):
     """The tensors of several adapters in one file, each with the name of its adapter."""
-
-    __slots__ = ()
 
     action = Action.ASK
     option = "--adapter NAME"
@@ -102,8 +92,7 @@ class SeveralAdapters(DeadAdapter):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoubtfulAdapter(DeadAdapter):
+class DoubtfulAdapter(DeadAdapter, frozen=True, kw_only=True):
     """Keys that PEFT does not look for, where something else than PEFT may load them. ``reason``:
     what that is.
     """
@@ -122,10 +111,8 @@ class DoubtfulAdapter(DeadAdapter):
         )
 
 
-class ForeignAdapter(DoubtfulAdapter):
+class ForeignAdapter(DoubtfulAdapter, frozen=True):
     """Keys that transformers loads and PEFT does not."""
-
-    __slots__ = ()
 
     severity = Severity.NOTE
     effect = (
@@ -133,19 +120,15 @@ class ForeignAdapter(DoubtfulAdapter):
     )
 
 
-class AdapterOfWrapped(DoubtfulAdapter):
+class AdapterOfWrapped(DoubtfulAdapter, frozen=True):
     """Keys with wrappers inside, as of a base that was wrapped before it was adapted."""
-
-    __slots__ = ()
 
     severity = Severity.NOTE
     effect = "PEFT leaves {tensors} unused if its base is not wrapped"
 
 
-class UnusedAdapter(DeadAdapter):
+class UnusedAdapter(DeadAdapter, frozen=True):
     """Tensors of another adapter next to those that PEFT loads."""
-
-    __slots__ = ()
 
     severity = Severity.NOTE
     action = Action.TELL
@@ -159,8 +142,7 @@ class UnusedAdapter(DeadAdapter):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncompleteAdapter(Finding):
+class IncompleteAdapter(Finding, frozen=True, kw_only=True):
     """An adapter that lacks tensors. ``lacks``: what is missing, in words. ``effect``: of a load,
     ``remedy``: the next step.
     """
@@ -188,40 +170,31 @@ class IncompleteAdapter(Finding):
         return self.remedy
 
 
-class DoubtfulParts(IncompleteAdapter):
+class DoubtfulParts(IncompleteAdapter, frozen=True):
     """An adapter that may lack tensors: only the base model shows that."""
-
-    __slots__ = ()
 
     severity = Severity.WARNING
 
 
-class PassedOver(DoubtfulParts):
+class PassedOver(DoubtfulParts, frozen=True):
     """An adapter that PEFT loads, and the Trainer does not."""
 
-    __slots__ = ()
 
-
-class UnneededParts(IncompleteAdapter):
+class UnneededParts(IncompleteAdapter, frozen=True):
     """Missing tensors that a healthy run leaves out: the base has no such module, or DeepSpeed has
     the weights.
     """
 
-    __slots__ = ()
-
     severity = Severity.NOTE
 
 
-class UngatheredParts(UnneededParts):
+class UngatheredParts(UnneededParts, frozen=True):
     """Tensors that ZeRO-3 left in its ranks: a resume reads them from DeepSpeed's folder, PEFT
     finds none.
     """
 
-    __slots__ = ()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchedAdapter(Finding):
+class MismatchedAdapter(Finding, frozen=True, kw_only=True):
     """An adapter whose tensors have another rank than its config says. ``module``: the first of
     ``modules``.
     """
@@ -256,8 +229,7 @@ class MismatchedAdapter(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UntrainedAdapter(Finding):
+class UntrainedAdapter(Finding, frozen=True, kw_only=True):
     """An adapter whose matrices are as PEFT made them: it changes nothing. ``steps``: of the
     optimizer.
 
@@ -295,10 +267,8 @@ class UntrainedAdapter(Finding):
         )
 
 
-class NewAdapter(UntrainedAdapter):
+class NewAdapter(UntrainedAdapter, frozen=True):
     """The same without a counter that shows a step."""
-
-    __slots__ = ()
 
     severity = Severity.NOTE
 

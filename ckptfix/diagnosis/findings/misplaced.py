@@ -5,13 +5,11 @@ save than the rest.
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrongState(Finding):
+class WrongState(Finding, frozen=True, kw_only=True):
     """A state file with another kind of state than its name promises.
 
     ``holds``, ``expected``: both kinds, in words. ``effect``: what a load does with it.
@@ -42,8 +40,7 @@ class WrongState(Finding):
         return f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MisplacedEntry(WrongState):
+class MisplacedEntry(WrongState, frozen=True):
     """A model or another object that checkpoints next to this one have under another number, or not
     at all.
     """
@@ -65,8 +62,7 @@ class MisplacedEntry(WrongState):
         return f"{self.effect}: {remedy}. If the script {change} since this save, ignore this"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedEntry(MisplacedEntry):
+class ChangedEntry(MisplacedEntry, frozen=True):
     """An entry that differs from those in checkpoints next to this one: the script may have changed
     it.
     """
@@ -74,8 +70,7 @@ class ChangedEntry(MisplacedEntry):
     severity = Severity.NOTE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenamedState(MisplacedEntry):
+class RenamedState(MisplacedEntry, frozen=True):
     """A state that was saved under the name of another file of its kind, which is still there."""
 
     @property
@@ -88,8 +83,7 @@ class RenamedState(MisplacedEntry):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedEntry(MisplacedEntry):
+class RoundedEntry(MisplacedEntry, frozen=True):
     """A model in a lower precision than in the checkpoints before and after: somebody converted the
     file.
     """
@@ -109,8 +103,7 @@ class RoundedEntry(MisplacedEntry):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowerPrecision(RoundedEntry):
+class LowerPrecision(RoundedEntry, frozen=True):
     """A model in a lower precision at an end of the run: the script may have changed it."""
 
     severity = Severity.NOTE
@@ -124,8 +117,7 @@ class LowerPrecision(RoundedEntry):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnknownState(Finding):
+class UnknownState(Finding, frozen=True, kw_only=True):
     """A state file that no class of torch or accelerate loads, and a class of a script's own might.
 
     ``key``: the keys that lead to the state in a file that holds more. The other fields are those
@@ -160,8 +152,7 @@ class UnknownState(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmptyState(UnknownState):
+class EmptyState(UnknownState, frozen=True):
     """An empty dict as a scheduler's state, where no checkpoint next to this one shows whether it
     has one.
     """
@@ -169,10 +160,8 @@ class EmptyState(UnknownState):
     severity = Severity.NOTE
 
 
-class StatesWithoutStep(UnknownState):
+class StatesWithoutStep(UnknownState, frozen=True):
     """Random states without the step of the Accelerator, as accelerate 0.20 saved them."""
-
-    __slots__ = ()
 
     severity = Severity.NOTE
 
@@ -182,8 +171,7 @@ class StatesWithoutStep(UnknownState):
         return f"{self.effect}; a run without gradient accumulation does not need it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmptyExport(UnknownState):
+class EmptyExport(UnknownState, frozen=True):
     """Weights without a tensor next to the folder of DeepSpeed that holds them."""
 
     severity = Severity.NOTE
@@ -205,8 +193,7 @@ def _right_file(path: PurePosixPath, exchanged_with: str) -> str:
     return "copy the file again from where it came, or use an older checkpoint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedSaves(Finding):
+class MixedSaves(Finding, frozen=True, kw_only=True):
     """Two files with different progress: they may be of two saves.
 
     ``partner``: the other file. ``save``: the checkpoint next to this one from which the file
@@ -225,8 +212,7 @@ class MixedSaves(Finding):
     partner: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedRates(MixedSaves):
+class MixedRates(MixedSaves, frozen=True, kw_only=True):
     """An optimizer and its scheduler with different learning rates. ``group``: None where there is
     one param group.
     """
@@ -252,8 +238,7 @@ class MixedRates(MixedSaves):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnexplainedRates(MixedRates):
+class UnexplainedRates(MixedRates, frozen=True):
     """The same, where the checkpoints next to this one show that the script does not set the rates
     itself.
     """
@@ -261,8 +246,7 @@ class UnexplainedRates(MixedRates):
     severity = Severity.WARNING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangedRates(MixedSaves):
+class ExchangedRates(MixedSaves, frozen=True, kw_only=True):
     """A scheduler with the learning rates of another optimizer than in a checkpoint next to this
     one.
 
@@ -296,8 +280,7 @@ class ExchangedRates(MixedSaves):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedSteps(MixedSaves):
+class MixedSteps(MixedSaves, frozen=True, kw_only=True):
     """A scheduler of the Trainer with as many ``moves`` as in a checkpoint next to it, of another
     ``step``.
     """
@@ -329,10 +312,8 @@ class MixedSteps(MixedSaves):
         )
 
 
-class UncountedSteps(MixedSteps):
+class UncountedSteps(MixedSteps, frozen=True):
     """An optimizer with states that made no step by its own count."""
-
-    __slots__ = ()
 
     @property
     def advice(self) -> str:
@@ -343,10 +324,8 @@ class UncountedSteps(MixedSteps):
         )
 
 
-class PerhapsUncounted(UncountedSteps):
+class PerhapsUncounted(UncountedSteps, frozen=True):
     """The same where the schedule did not move: fp16 may have skipped every step."""
-
-    __slots__ = ()
 
     severity = Severity.NOTE
 

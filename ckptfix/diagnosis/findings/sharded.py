@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.storage.files import is_url
 from ckptfix.storage.paths import shell_path
@@ -26,8 +25,7 @@ class RenamedShard(NamedTuple):
         return "rename" if self.path.parent == PurePosixPath(self.name).parent else "move"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingShard(Finding):
+class MissingShard(Finding, frozen=True, kw_only=True):
     """A missing file that the index lists, or that the numbering of the shards implies.
 
     ``is_other_file``: the index lists a file that exists and is none of weights, such as
@@ -127,8 +125,7 @@ class MissingShard(Finding):
         return "; ".join([*steps, *self._rest])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexMismatch(Finding):
+class IndexMismatch(Finding, frozen=True, kw_only=True):
     """An index that disagrees with the headers about the files of tensors, or that loaders refuse.
 
     ``unlisted``: the number of tensors in shards that the index does not list.
@@ -268,15 +265,13 @@ class IndexMismatch(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartlyReadIndex(IndexMismatch):
+class PartlyReadIndex(IndexMismatch, frozen=True):
     """An index of which only old versions of transformers leave tensors out: a warning."""
 
     severity = Severity.WARNING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UndecidedIndex(IndexMismatch):
+class UndecidedIndex(IndexMismatch, frozen=True, kw_only=True):
     """A missing index with which a loader would take other weights than now, or fail.
 
     ``loads``: each of these loaders -> the file or index that it takes now.
@@ -305,8 +300,7 @@ class UndecidedIndex(IndexMismatch):
         return f"not written; {_keep(self.path, *self.loads.values())}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OddIndex(Finding):
+class OddIndex(Finding, frozen=True, kw_only=True):
     """An index that differs from the headers in a way that changes no load.
 
     ``computed``: listed keys that no shard holds and no load needs. ``unlisted``: the number of
@@ -397,12 +391,10 @@ class OddIndex(Finding):
         return "; ".join(filter(None, advice))
 
 
-class ForeignIndex(Finding):
+class ForeignIndex(Finding, frozen=True):
     """A file next to shards whose name ends like that of an index, and that is not one of
     weights.
     """
-
-    __slots__ = ()
 
     code = IndexMismatch.code
     severity = Severity.NOTE
@@ -424,8 +416,7 @@ class ForeignIndex(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftoverIndex(Finding):
+class LeftoverIndex(Finding, frozen=True, kw_only=True):
     """An index whose shards are gone, next to a complete file or index of another save, which its
     loaders take before.
 
@@ -474,8 +465,7 @@ class LeftoverIndex(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockingIndex(LeftoverIndex):
+class BlockingIndex(LeftoverIndex, frozen=True, kw_only=True):
     """An index whose shards are gone, and that a loader takes before the file of a later save.
 
     ``loaders``: these loaders. ``holds``: how many keys the index lists, 0 where the file lacks
@@ -505,8 +495,7 @@ class BlockingIndex(LeftoverIndex):
         return f"{self._left_over}; {taken}{resumed}{self._refusal}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrayShard(Finding):
+class StrayShard(Finding, frozen=True):
     """A file of data that the metadata does not list."""
 
     code = "stray-shard"
@@ -526,8 +515,7 @@ class StrayShard(Finding):
         return "loaders ignore it; delete it if the save that .metadata is of is the one you want"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrayStates(StrayShard):
+class StrayStates(StrayShard, frozen=True, kw_only=True):
     """A file in a folder of DeepSpeed under a name of no rank that ``zero_to_fp32`` takes by its
     ending.
 
@@ -550,8 +538,7 @@ class StrayStates(StrayShard):
         return f"move it out of {self.path.parent}/, or delete it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsedStates(StrayStates):
+class UsedStates(StrayStates, frozen=True):
     """Such a file from which ``zero_to_fp32`` takes buffers and shapes: right ones only of a copy
     of this save.
     """
@@ -559,15 +546,13 @@ class UsedStates(StrayStates):
     severity = Severity.WARNING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedStates(StrayStates):
+class RefusedStates(StrayStates, frozen=True):
     """Such a file with which ``zero_to_fp32`` fails, or joins wrong values."""
 
     severity = Severity.ERROR
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CountedStates(RefusedStates):
+class CountedStates(RefusedStates, frozen=True):
     """Such a file that ``load_checkpoint`` lists, too, and fails."""
 
     @property
@@ -576,8 +561,7 @@ class CountedStates(RefusedStates):
         return Resume.FAILS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaleShard(Finding):
+class StaleShard(Finding, frozen=True, kw_only=True):
     """A shard of another save next to a complete model. ``index``: the index or the file of that
     model.
     """
@@ -605,8 +589,7 @@ class StaleShard(Finding):
         return f"delete {self.path}, if {self.index} is the save that you want"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RivalShard(StaleShard):
+class RivalShard(StaleShard, frozen=True, kw_only=True):
     """A left-over safetensors shard with other values than the model that the index lists: a
     warning.
 
@@ -627,8 +610,7 @@ class RivalShard(StaleShard):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncompleteShards(StaleShard):
+class IncompleteShards(StaleShard, frozen=True, kw_only=True):
     """Shards without their index, of which some are gone, next to a complete model: a warning.
 
     Loaders pass over them, but nothing shows whether the save that was interrupted is the later
@@ -656,8 +638,7 @@ class IncompleteShards(StaleShard):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaleFamily(Finding):
+class StaleFamily(Finding, frozen=True, kw_only=True):
     """A model that is stored twice, as safetensors and as ``.bin`` or in one file and in shards,
     with other values.
 
@@ -700,8 +681,7 @@ class StaleFamily(Finding):
         ) + f"they are of two saves; {_keep(self.preferred, self.path)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecondFamily(Finding):
+class SecondFamily(Finding, frozen=True, kw_only=True):
     """A model that is stored twice, with equal values, or with other keys, dtypes or shapes.
 
     ``preferred``, ``loads``, ``unlisted``, ``refused_by``, ``tensors``: as in ``StaleFamily``.
@@ -786,8 +766,7 @@ class SecondFamily(Finding):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartialFamily(SecondFamily):
+class PartialFamily(SecondFamily, frozen=True, kw_only=True):
     """A model that is stored twice, once without many of its keys. ``partial``: that one, which a
     loader takes.
     """

@@ -2,13 +2,11 @@
 complete one.
 """
 
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaleSave(Finding):
+class StaleSave(Finding, frozen=True, kw_only=True):
     """A save with the bytes of an earlier one, though the run went on.
 
     ``save``: the earlier checkpoint. ``state``: what is equal, in words. ``counter``: what moved,
@@ -59,21 +57,17 @@ class StaleSave(Finding):
         )
 
 
-class DoubtfulSave(StaleSave):
+class DoubtfulSave(StaleSave, frozen=True):
     """The same where no value need change, or where the learning rate is not known.
 
     A rate may be too low. Weights of 16 bits may stay at any usual one.
     """
 
-    __slots__ = ()
-
     severity = Severity.NOTE
 
 
-class OldShard(StaleSave):
+class OldShard(StaleSave, frozen=True):
     """A shard with the weights of an earlier checkpoint, next to shards with new ones."""
-
-    __slots__ = ()
 
     @property
     def advice(self) -> str:
@@ -85,20 +79,16 @@ class OldShard(StaleSave):
         )
 
 
-class DoubtfulShard(OldShard):
+class DoubtfulShard(OldShard, frozen=True):
     """The same where the learning rate is not known, or the weights have 16 bits."""
-
-    __slots__ = ()
 
     severity = Severity.NOTE
 
 
-class CopiedSave(StaleSave):
+class CopiedSave(StaleSave, frozen=True):
     """Two checkpoints with equal counters and tensors: one is a copy, or nothing was trained
     between the two saves.
     """
-
-    __slots__ = ()
 
     severity = Severity.NOTE
 
@@ -114,8 +104,7 @@ class CopiedSave(StaleSave):
         return "nothing was trained between the two: one of them is enough"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnmarkedSave(InterruptedSave):
+class UnmarkedSave(InterruptedSave, frozen=True, kw_only=True):
     """A save without the file that its library writes last. ``known_by``: a checkpoint of the run
     that has it.
     """
@@ -142,12 +131,10 @@ class UnmarkedSave(InterruptedSave):
         )
 
 
-class PerhapsUnmarked(UnmarkedSave):
+class PerhapsUnmarked(UnmarkedSave, frozen=True):
     """The same where the library may write the file since a later checkpoint alone, or the run has
     fewer ranks.
     """
-
-    __slots__ = ()
 
     severity = Severity.NOTE
 

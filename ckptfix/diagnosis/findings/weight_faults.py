@@ -4,14 +4,12 @@ them.
 
 from typing import ClassVar
 
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.diagnosis.findings.load_faults import UnusedKeys
 from ckptfix.wording import series
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadWeights(UnusedKeys):
+class DeadWeights(UnusedKeys, frozen=True, kw_only=True):
     """Weights behind a prefix that their class does not have.
 
     ``model``: that class, ``version``: of transformers. ``reason``: what else may load the keys, ""
@@ -40,10 +38,8 @@ class DeadWeights(UnusedKeys):
         )
 
 
-class DoubtfulWeights(DeadWeights):
+class DoubtfulWeights(DeadWeights, frozen=True):
     """The same where something else than ``from_pretrained`` may load the keys."""
-
-    __slots__ = ()
 
     severity = Severity.NOTE
     action = Action.ASK
@@ -58,18 +54,14 @@ class DoubtfulWeights(DeadWeights):
         )
 
 
-class MixedWeights(DoubtfulWeights):
+class MixedWeights(DoubtfulWeights, frozen=True):
     """Weights behind several prefixes: no load finds all of them."""
-
-    __slots__ = ()
 
     severity = Severity.ERROR
 
 
-class WrappedWeights(DoubtfulWeights):
+class WrappedWeights(DoubtfulWeights, frozen=True):
     """Weights behind a prefix that the Trainer does not add: its resume leaves them out, too."""
-
-    __slots__ = ()
 
     severity = Severity.ERROR
 
@@ -79,10 +71,8 @@ class WrappedWeights(DoubtfulWeights):
         return Resume.FAILS_IF_NEW
 
 
-class ForeignWeights(DeadWeights):
+class ForeignWeights(DeadWeights, frozen=True):
     """Weights of which no key, or hardly one, is a key of their class, whatever is before them."""
-
-    __slots__ = ()
 
     action = Action.TELL
 
@@ -96,18 +86,15 @@ class ForeignWeights(DeadWeights):
         )
 
 
-class ForeignWeightsOfState(ForeignWeights):
+class ForeignWeightsOfState(ForeignWeights, frozen=True):
     """The same in a folder from which a run resumes: they are loaded into the model of its
     script.
     """
 
-    __slots__ = ()
-
     severity = Severity.NOTE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchedConfig(Finding):
+class MismatchedConfig(Finding, frozen=True, kw_only=True):
     """Weights of other sizes than the config says.
 
     ``setting``: the attribute of the config, ``value``: what it says. ``tensors``: what the file
@@ -160,20 +147,16 @@ class MismatchedConfig(Finding):
         return series([self.setting, *self.lists]) + each
 
 
-class DroppedLayers(MismatchedConfig):
+class DroppedLayers(MismatchedConfig, frozen=True):
     """More layers than the config says: a load leaves the last ones out."""
-
-    __slots__ = ()
 
     severity = Severity.WARNING
 
 
-class ConfigOfState(MismatchedConfig):
+class ConfigOfState(MismatchedConfig, frozen=True):
     """The same next to the states of a training: a resume loads into the model of the script, which
     may have removed layers of it.
     """
-
-    __slots__ = ()
 
     severity = Severity.NOTE
 

@@ -7,7 +7,8 @@ Source: ``_validate_launch_command`` and ``launch_command`` in ``accelerate/comm
 
 from collections.abc import Iterator
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.environment.advice import Advice, Topic
 from ckptfix.environment.facts import Facts
@@ -21,8 +22,7 @@ _OTHER_MACHINES = ("tpu", "tpu_use_cluster")
 _SEVERAL = ("MULTI_", "DEEPSPEED", "FSDP", "MEGATRON")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(Struct, frozen=True, kw_only=True):
     """Start of training on this machine. ``count``: processes here. ``asked``: processes that the
     numbers ask for.
 

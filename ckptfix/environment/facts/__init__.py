@@ -6,9 +6,8 @@ passed in by ``devices``.
 
 import os
 from collections.abc import Mapping
-from dataclasses import field
+from msgspec import Struct, field
 
-from ckptfix.dataclass import dataclass
 from ckptfix.environment.facts.installed import Software, read_software, with_modules
 from ckptfix.environment.facts.launch import (
     AccelerateConfig,
@@ -28,8 +27,7 @@ from ckptfix.hardware import Machine
 from ckptfix.storage.mounts import ObjectMount, object_mounts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class Facts(Struct, frozen=True, kw_only=True):
     """Facts of an environment. None: not asked for.
 
     ``config_variable_is_file``: ACCELERATE_CONFIG_FILE names an existing file. ``missing_script``:

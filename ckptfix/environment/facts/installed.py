@@ -13,15 +13,14 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
-from dataclasses import field, replace
 from importlib import import_module, metadata
 from pathlib import Path
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccelerateSource:
+class AccelerateSource(Struct, frozen=True, kw_only=True):
     """Names and options of the installed accelerate; empty where its source was not found.
 
     ``names``: what can be imported from it. ``modules``: the same of those of its modules that were
@@ -183,8 +182,7 @@ COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang", "nvcc", "hipcc", "ni
 Version = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Package:
+class Package(Struct, frozen=True, kw_only=True):
     """An installed package. ``unmet``: its requirements that this environment does not meet, with
     what is there.
     """
@@ -195,8 +193,7 @@ class Package:
     unmet: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Command(Struct, frozen=True, kw_only=True):
     """A command on the PATH. ``interpreter``: the Python that its first line names, "" when it
     names none.
 
@@ -210,8 +207,7 @@ class Command:
     is_ours: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Software:
+class Software(Struct, frozen=True, kw_only=True):
     """Python and its packages.
 
     ``requirements_read``: whether requirements could be compared at all. ``command``:

@@ -10,12 +10,13 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ckptfix.errors import UsageError
 
 _WRAPPERS = frozenset((
@@ -38,8 +39,7 @@ _SHELL = frozenset({"cd", "&&", "||", ";", "|", "&"})
 _NO_VALUE = frozenset({"h", "help", "q", "quiet", "m", "module"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Option(Struct, frozen=True, kw_only=True):
     """An option of a command. ``name``: without dashes, with underscores. ``value``: None without
     one.
     """
@@ -49,8 +49,7 @@ class Option:
     value: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(Struct, frozen=True, kw_only=True):
     """A command line, split at the training script.
 
     ``launcher``: "accelerate launch", or the program that it starts instead. ``prefix``: the words
@@ -299,8 +298,7 @@ VARIABLES = (
 _MAX_FILE = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NcclSetting:
+class NcclSetting(Struct, frozen=True, kw_only=True):
     """A setting of NCCL, and where it was found: "the environment" or a path."""
 
     name: str
@@ -308,8 +306,7 @@ class NcclSetting:
     source: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccelerateConfig:
+class AccelerateConfig(Struct, frozen=True, kw_only=True):
     """The config that ``accelerate launch`` would read.
 
     ``path``: where it looks. ``asked``: the path was given on the command line. ``exists``: a file

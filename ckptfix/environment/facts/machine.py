@@ -5,14 +5,13 @@ here.
 from collections.abc import Mapping
 from typing import Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
 
 Pair = tuple[int, int]
 """(index of the source device, index of the destination device)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class Device(Struct, frozen=True, kw_only=True):
     """A device as torch numbers it. ``pci``: its address, "" when torch does not say. ``memory``:
     bytes, 0 unknown.
     """
@@ -23,8 +22,7 @@ class Device:
     memory: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairVerdict:
+class PairVerdict(Struct, frozen=True, kw_only=True):
     """Verdict of the probe on the copies of one ordered pair: verdict and kind of damage, in the
     probe's words.
     """
@@ -34,8 +32,7 @@ class PairVerdict:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Torch:
+class Torch(Struct, frozen=True, kw_only=True):
     """Answers of torch from a process of its own.
 
     ``problem``: why it did not say all, "" when it did; ``stage``: what it was doing then

@@ -10,10 +10,10 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import field
 from pathlib import Path
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+
 from ckptfix.environment.facts.script_prepares import SourceLine, Uses
 from ckptfix.environment.facts.script_resumes import Resuming
 from ckptfix.environment.facts.script_scan import Scan
@@ -166,8 +166,7 @@ _MAX_SOURCE = 16 << 20
 _MAX_TEXT = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
+class Script(Struct, frozen=True, kw_only=True):
     """Actions of a script, as far as its text shows. ``problem``: why it, or a part of it, could
     not be read.
     """

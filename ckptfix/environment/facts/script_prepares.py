@@ -10,10 +10,10 @@ exclude each other, do not. Names are followed through assignments, attributes a
 import ast
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import field, replace
 from typing import TypeAlias
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 _MODEL_NAME = re.compile(
     r"(^|_)(model|net|network|teacher|student|generator|discriminator|actor|critic|unet|vae|policy)(_|\d|$)",
@@ -131,8 +131,7 @@ def _last_name(node: ast.expr) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceLine:
+class SourceLine(Struct, frozen=True, kw_only=True):
     """A line of a script. ``order``: sorts places. ``where``: in words. ``text``: the line."""
 
     order: tuple[int, int]
@@ -143,8 +142,7 @@ class SourceLine:
         return f"{self.where}: {self.text}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(Struct, frozen=True, kw_only=True):
     """A call of ``prepare``: the name of the accelerator, and the names of models and optimizers in
     its arguments.
     """
@@ -155,8 +153,7 @@ class Prepared:
     optimizers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedTwice:
+class PreparedTwice(Struct, frozen=True, kw_only=True):
     """A model that is passed to ``prepare`` twice: the name in the second call, and both calls."""
 
     name: str
@@ -164,8 +161,7 @@ class PreparedTwice:
     second: SourceLine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrappedEarly:
+class WrappedEarly(Struct, frozen=True, kw_only=True):
     """A model that is wrapped in DDP or DataParallel, and then passed to ``prepare``."""
 
     name: str
@@ -173,8 +169,7 @@ class WrappedEarly:
     prepared: SourceLine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uses:
+class Uses(Struct, frozen=True, kw_only=True):
     """Names and calls that a script uses, each with its places.
 
     ``taken``: names taken from accelerate. ``made_early`` and ``touched_early``: accelerators and
@@ -230,8 +225,7 @@ _LEAVES = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 _EXITS = ("sys.exit", "exit", "quit")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mark:
+class _Mark(Struct, frozen=True, kw_only=True):
     """Known facts of an object: where it was prepared, by which accelerator; or wrapped, without an
     ``owner``.
     """
@@ -244,8 +238,7 @@ class _Mark:
 _Marks: TypeAlias = dict[str, _Mark]
 
 
-@dataclass()
-class PrepareFlow:
+class PrepareFlow(Struct):
     """Follower of the statements of one or several trees. ``resolve``: the full name of an
     expression.
 

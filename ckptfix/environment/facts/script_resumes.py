@@ -9,9 +9,9 @@ it by its prepared self.
 import ast
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import field
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct, field
+
 from ckptfix.environment.facts.script_prepares import SourceLine, constant, texts
 
 _SCHEDULER = re.compile(
@@ -44,8 +44,7 @@ _ACCUMULATION = ("sync_gradients", "accum")
 """Whoever asks for one of these before a save, saves between two accumulation cycles."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resuming:
+class Resuming(Struct, frozen=True, kw_only=True):
     """Saves and loads of a script, each with its places.
 
     ``in_epoch``: saves inside a batch loop. ``in_cycle``: those that may cut an accumulation cycle.
@@ -69,8 +68,7 @@ class Resuming:
     options: tuple[SourceLine, ...] = ()
 
 
-@dataclass()
-class ResumeScan:
+class ResumeScan(Struct):
     """Reader of one or several trees. ``resolve`` and ``is_accelerator`` are those of
     ``PrepareFlow``.
     """

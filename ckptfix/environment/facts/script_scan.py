@@ -6,10 +6,9 @@ from elsewhere, or what a name holds after a branch, is not known: the checks sa
 
 import ast
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ckptfix.dataclass import dataclass
 from ckptfix.environment.facts.script_prepares import (
     Prepared,
     PrepareFlow,
@@ -71,7 +70,7 @@ _OTHER_PARSERS = (
 )
 
 
-@dataclass()
+@dataclass
 class Scan(ast.NodeVisitor):
     """Collects ``Uses`` over one or several trees (the cells of a notebook) in their order."""
 

@@ -4,11 +4,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from msgspec import Struct
+
 from ckptfix.checkpoint.entries import ModelFiles, group_files
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.file_damage import diagnose_files
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle
@@ -28,8 +29,7 @@ HEAD = "lm_head.weight"
 _MAX_CONFIG = 16 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tie:
+class Tie(Struct, frozen=True, kw_only=True):
     """Keys of one tensor. ``proof``: the evidence. ``is_proven``: by the bytes, not by the keys
     alone.
     """
@@ -39,8 +39,7 @@ class Tie:
     is_proven: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassPickle:
+class ClassPickle(Struct, frozen=True, kw_only=True):
     """A file of a role whose intact files hold classes. ``line``: what allows them, "" when nothing
     does.
     """
@@ -50,8 +49,7 @@ class ClassPickle:
     line: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
+class Folder(Struct, frozen=True, kw_only=True):
     """A checkpoint folder. ``names``: keys of its first model, without wrappers. ``config``: its
     ``config.json``.
     """
@@ -224,8 +222,7 @@ def _config(root: Path) -> "dict[str, object] | None":
 _MAX_FILE = 16 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMap:
+class DeviceMap(Struct, frozen=True, kw_only=True):
     """A device map. ``source``: the file or argument that holds it.
 
     ``entries``: module name -> device, in the map's own spelling. The name "" means the model

@@ -6,21 +6,20 @@ optimizers went (``follow``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
 from pathlib import Path
 
+from msgspec import Struct, field
+
 from ckptfix.checkpoint.entries import Entry, doubles
-from ckptfix.dataclass import dataclass
 from ckptfix.training.loading.load_report import Part
 from ckptfix.training.loading.targets import Fit, Target
-from ckptfix.wording import count_of
+from ckptfix.wording import Brief, count_of
 
 Relation = Sequence[Sequence[bool]]
 """``relation[entry][target]``: whether this entry fits this target."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class Assignment(Struct, frozen=True, kw_only=True):
     """``pairs``: target -> entry. ``by_position``: targets that others fit as well. ``left``:
     entries without target.
 
@@ -92,8 +91,7 @@ Reasons = Sequence[Sequence[str]]
 """``reasons[entry][target]``: why the entry does not fit the target, "" when it does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settlement:
+class Settlement(Struct, frozen=True, kw_only=True):
     """``assignment`` counts among all entries. ``aside``: entry -> the entry it is a proven double
     of.
     """
@@ -278,8 +276,7 @@ none is known.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(Brief, Struct, frozen=True, kw_only=True):
     """The targets of the entries of a part. ``pairs``: target -> entry, of those that get one.
 
     ``aside``: as in ``Settlement``. ``is_moved``: entries went to other positions than they were
@@ -293,7 +290,7 @@ class Placement:
     pairs: Mapping[int, int] = field(default_factory=dict)
     aside: Mapping[int, int] = field(default_factory=dict)
     is_moved: bool = False
-    fits: Mapping[int, Fit] = field(default_factory=dict, repr=False)
+    fits: Mapping[int, Fit] = field(default_factory=dict)
 
     def name(self, number: int) -> str:
         """Return what a target is called in messages."""
@@ -327,8 +324,7 @@ def went_elsewhere(
     return not (among_kept or among_all)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
+class Links(Struct, frozen=True, kw_only=True):
     """``reasons``: why an entry does not fit a target, with what its place says. ``by_order``: no
     manifest said it.
     """

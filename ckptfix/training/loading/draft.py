@@ -2,12 +2,12 @@
 policy.
 """
 
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, field
+
 from ckptfix.checkpoint.entries import Entry, changed_files
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.offloaded import Slot
 from ckptfix.training.loading.load_report import (
@@ -22,8 +22,7 @@ from ckptfix.training.loading.load_report import (
 from ckptfix.training.loading.targets import Fit, ModelTarget, Target
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadModel:
+class LoadModel(Struct, frozen=True, kw_only=True):
     """Load ``state``, in the model's own names, into a model; ``slots`` are its tensors on the meta
     device.
     """
@@ -34,31 +33,27 @@ class LoadModel:
     slots: dict[str, Slot]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadState:
+class LoadState(Struct, frozen=True, kw_only=True):
     """Call ``thing.load_state_dict(state)``."""
 
     thing: Any
     state: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetSampler:
+class SetSampler(Struct, frozen=True, kw_only=True):
     """Call ``dataloader.set_sampler(sampler)``."""
 
     dataloader: Any
     sampler: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetRandom:
+class SetRandom(Struct, frozen=True, kw_only=True):
     """Set the random number generators from what ``save_state`` wrote for this rank."""
 
     states: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetStep:
+class SetStep(Struct, frozen=True, kw_only=True):
     """Set ``accelerator.step``."""
 
     step: int
@@ -70,8 +65,7 @@ OF_A_RANK = (Part.RNG, Part.STEP, Part.DATALOADERS)
 Action = LoadModel | LoadState | SetSampler | SetRandom | SetStep
 
 
-@dataclass(slots=True)
-class Draft:
+class Draft(Struct):
     """The actions in their order with their reports, and why they may not be done.
 
     ``advice``: what to do where entries cannot be told apart, when that is not ``ckptfix check``.

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.storage.markers import (
     COMMITTED,
@@ -47,8 +48,7 @@ never loaded.
 _log = logging.getLogger("ckptfix")
 
 
-@dataclass(frozen=True, slots=True)
-class _Remote:
+class _Remote(Struct, frozen=True):
     """A checkpoint, or one file, in a store: its objects, and what the commit marker says of
     them.
     """

@@ -4,12 +4,13 @@ each object.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
 from ckptfix.errors import OperationError
 from ckptfix.reports import Serialized
 
@@ -46,8 +47,7 @@ class Requirement(Enum):
     IGNORE = "ignore"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPolicy:
+class LoadPolicy(Struct, frozen=True, kw_only=True):
     """The strictness of a load, part by part; strings such as ``"warn"`` are taken as well.
 
     The defaults require what stock ``load_state`` fails without. An optimizer is loaded only when
@@ -68,16 +68,14 @@ class LoadPolicy:
     trust: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            where = f"LoadPolicy({field.name}={value!r})"
-            if field.name != "trust":
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            where = f"LoadPolicy({name}={value!r})"
+            if name != "trust":
                 words = [
-                    one
-                    for one in Requirement
-                    if one is not Requirement.PARTIAL or field.name == "models"
+                    one for one in Requirement if one is not Requirement.PARTIAL or name == "models"
                 ]
-                object.__setattr__(self, field.name, _member(words, value, where))
+                force_setattr(self, name, _member(words, value, where))
             elif not isinstance(value, bool):  # "False" is true
                 raise ValueError(f"{where}: expected True or False")
 
@@ -114,8 +112,7 @@ class _Plain(Serialized):
         return self.as_json()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch(_Plain):
+class Mismatch(_Plain, Struct, frozen=True, kw_only=True):
     """A tensor in both the file and the model that does not fit: another shape, or numbers of
     another kind.
 
@@ -135,8 +132,7 @@ class Mismatch(_Plain):
         return f"{self.key!r} ({self.reason or shapes})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentReport(_Plain):
+class ComponentReport(_Plain, Struct, frozen=True, kw_only=True):
     """One object of the run, or one file of the checkpoint that no object got.
 
     ``index``: position of the object in its registry; None for a file left aside, and for parts of
@@ -185,8 +181,7 @@ class ComponentReport(_Plain):
         return f"{self.name} {self.status.value}{source}{position}{reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class LoadReport(_Plain):
+class LoadReport(_Plain, Struct, frozen=True, kw_only=True):
     """The components that one process loaded. ``str()`` is one line for each component.
 
     ``inexact``: why the run does not continue bit for bit; empty where it does.

@@ -6,11 +6,11 @@ A load restores what ``load_report.Part`` lists, in the order of ``commit``.
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import (
     Entry,

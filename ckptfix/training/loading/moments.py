@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from ckptfix.checkpoint.entries import Entry
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, without_private_wrappers
-from ckptfix.dataclass import dataclass
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.training.loading.assignment import Placement
 from ckptfix.training.loading.checking import SHAPED, class_problem, options_problem
@@ -24,8 +24,7 @@ from ckptfix.wording import count_of, list_names
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class Expected(Struct, frozen=True, kw_only=True):
     """A member that the other sequence should have. ``optional``: it may lack it. ``shape``: None
     when unknown.
     """
@@ -123,8 +122,7 @@ Number = tuple[int, int]
 """Group and position in the group of a parameter; or model and position in the model of a key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CarriedMoments:
+class CarriedMoments(Struct, frozen=True, kw_only=True):
     """A state for an optimizer's ``load_state_dict``, with the moments that belong to loaded
     parameters.
 
@@ -139,8 +137,7 @@ class CarriedMoments:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Own:
+class _Own(Struct, frozen=True, kw_only=True):
     """A parameter of this run. ``place``: where its key is in the order of the file; ``here``: in
     that of the model.
 

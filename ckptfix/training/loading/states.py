@@ -7,12 +7,13 @@ import importlib.util
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import Entry, component_at, single_entry
 from ckptfix.checkpoint.filenames import (
@@ -24,7 +25,6 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import Manifest
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.storage.files import on_disk
 from ckptfix.storage.paths import command
@@ -43,7 +43,7 @@ from ckptfix.training.loading.draft import Draft, LoadState, SetRandom, SetSampl
 from ckptfix.training.loading.load_report import LoadError, Part, Requirement, Status
 from ckptfix.training.loading.moments import CarriedMoments, carry
 from ckptfix.training.loading.targets import Target
-from ckptfix.wording import count_of
+from ckptfix.wording import Brief, count_of
 
 # Plans of what optimizers, schedulers, custom objects, dataloaders and the gradient scaler get.
 
@@ -51,8 +51,7 @@ Check = Callable[[Any, Entry, Target], str]
 """Returns why a state does not suit a target, "" when it does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedStates:
+class SavedStates(Brief, Struct, frozen=True, kw_only=True):
     """The states of a numbered part, read. ``problems``: why an entry cannot be read, "" when it
     can.
 
@@ -67,10 +66,10 @@ class SavedStates:
     part: Part
     entries: Sequence[Entry]
     targets: Sequence[Target]
-    states: list[Any] = field(default_factory=list, repr=False)
+    states: list[Any] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     reasons: list[list[str]] = field(default_factory=list)
-    carried: Mapping[tuple[int, int], CarriedMoments] = field(default_factory=dict, repr=False)
+    carried: Mapping[tuple[int, int], CarriedMoments] = field(default_factory=dict)
     withheld: Mapping[int, str] = field(default_factory=dict)
     remark: str = ""
 

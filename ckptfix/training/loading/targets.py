@@ -3,10 +3,11 @@ model.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field, replace
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import Shapes
 from ckptfix.checkpoint.keys import (
@@ -15,15 +16,13 @@ from ckptfix.checkpoint.keys import (
     inner_wrappers,
     without_private_wrappers,
 )
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.offloaded import offloaded_ties
 from ckptfix.training.loading.load_report import Mismatch
 from ckptfix.training.prepared import innermost, levels
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import Brief, count_of, list_names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Target:
+class Target(Struct, frozen=True, kw_only=True, eq=False):
     """One registered object. ``index``: its first position. ``thing``: as it is registered.
     ``inner``: unwrapped.
     """
@@ -44,8 +43,7 @@ class Target:
         return frozenset(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModelTarget(Target):
+class ModelTarget(Brief, Target, frozen=True, kw_only=True, eq=False):
     """A model. ``state``: its ``state_dict()``, called once. ``ties``: name -> names whose bytes
     cover its bytes.
 
@@ -53,8 +51,8 @@ class ModelTarget(Target):
     """
 
     state: Mapping[str, Any]
-    ties: Mapping[str, frozenset[str]] = field(repr=False)
-    meta: tuple[str, ...] = field(repr=False)
+    ties: Mapping[str, frozenset[str]]
+    meta: tuple[str, ...]
 
 
 def distinct(things: Iterable[Any]) -> tuple[Target, ...]:
@@ -134,8 +132,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * width
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class Fit(Struct, frozen=True, kw_only=True):
     """A map from the keys of a file to those of a model. ``is_exact``: they are the same, and in
     the same places.
 

@@ -10,13 +10,12 @@ import random
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import fields
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+from msgspec.structs import asdict
 
 Generator: TypeAlias = (
     "torch.Generator | np.random.Generator | np.random.RandomState | random.Random"
@@ -26,8 +25,7 @@ _BACKENDS = ("cuda", "xpu", "npu", "mlu", "musa", "hpu", "sdaa", "mps")
 """Modules of torch for accelerators, in the order in which accelerate looks for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorStates:
+class GeneratorStates(Struct, frozen=True):
     """States of the global generators of a process.
 
     ``device``: the state of the current accelerator device and the name of its backend, None where
@@ -45,7 +43,7 @@ class GeneratorStates:
         # As an array: torch takes 4 ms to write the five times 625 integers of a run state one by
         # one.
         python = (version, np.array(numbers, np.uint32), gauss)
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = asdict(self)
         return {name: plain(value) for name, value in {**values, "python": python}.items()}
 
     @classmethod
@@ -54,7 +52,7 @@ class GeneratorStates:
         value.
         """
         try:
-            values = {field.name: from_plain(value[field.name]) for field in fields(cls)}
+            values = {name: from_plain(value[name]) for name in cls.__struct_fields__}
             version, numbers, gauss = values["python"]
             # Run states of 0.5.0 have a tuple of integers.
             values["python"] = (version, tuple(np.asarray(numbers).tolist()), gauss)

@@ -16,7 +16,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from accelerate import data_loader as accelerate_loaders
@@ -27,6 +26,7 @@ from accelerate.data_loader import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
+from msgspec.structs import replace
 
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import UsageError

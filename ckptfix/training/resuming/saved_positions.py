@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ckptfix.dataclass import dataclass
+from msgspec import Struct
+
 from ckptfix.training.resuming.generators import GeneratorStates, from_plain, plain
 from ckptfix.training.resuming.worker_states import WorkerStates
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(Struct, frozen=True):
     """States of the global generators and of those that a loader, its sampler and its dataset
     hold.
     """
@@ -27,8 +27,7 @@ class Moment:
         return cls(GeneratorStates.from_plain(value["everywhere"]), from_plain(value["held"]))
 
 
-@dataclass(slots=True)
-class SaveMoment:
+class SaveMoment(Struct):
     """The global generators at a save. ``is_reached``: whether a loader has brought the run there
     again.
     """
@@ -37,8 +36,7 @@ class SaveMoment:
     is_reached: bool = False
 
 
-@dataclass(slots=True)
-class Position:
+class Position(Struct):
     """A loader at a save.
 
     ``fetched`` counts batches of the base loader that the script has got in the pass under way,

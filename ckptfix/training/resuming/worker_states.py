@@ -10,16 +10,16 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import pin_memory
 from torch.utils.data._utils.worker import _generate_state
 
-from ckptfix.dataclass import dataclass
 from ckptfix.training.resuming.generators import generators_in, set_state, state_of
 
 Report = dict[str, Any]
@@ -28,8 +28,7 @@ descriptor.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStates:
+class WorkerStates(Struct, frozen=True):
     """The workers of a loader at a save.
 
     ``states``: of each worker, where it has made a batch, the generators before the first batch

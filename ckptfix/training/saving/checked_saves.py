@@ -11,13 +11,13 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.state import PartialState
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import group_files
 from ckptfix.checkpoint.filenames import FileName, Role

@@ -7,13 +7,13 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import Role, model_file, parse_file_name
 from ckptfix.checkpoint.manifest import RANGE, Manifest, ManifestEntry, key_fingerprint

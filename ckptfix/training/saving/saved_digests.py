@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.manifest import RANGE, ManifestEntry, joined
 from ckptfix.diagnosis.contents import lasting_label, sealed_entry

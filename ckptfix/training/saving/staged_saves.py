@@ -16,10 +16,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import belongs
 from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
@@ -40,7 +42,6 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.latest import UNFINISHED, candidates
 from ckptfix.checkpoint.manifest import read_manifest
-from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.resumable import instead_of
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage.atomic import create_file, exchange, sync_folder, sync_tree
@@ -239,8 +240,7 @@ class How(Enum):
     UPLOAD = "upload"
 
 
-@dataclass(frozen=True, slots=True)
-class StagedSave:
+class StagedSave(Struct, frozen=True):
     """A save on its way: ``folder`` is written, ``target`` is what it becomes.
 
     ``processes``: of the run, where each adds its random states itself; those of ranks below it

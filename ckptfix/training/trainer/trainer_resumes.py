@@ -9,11 +9,11 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate.state import PartialState
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import (
     TRAINER,

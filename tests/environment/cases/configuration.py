@@ -1,6 +1,6 @@
 """Accelerate's config."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ckptfix.environment.facts.installed import AccelerateSource
 from ckptfix.environment.facts.launch import AccelerateConfig

@@ -1,6 +1,6 @@
 """Torch, the driver, and which devices are seen."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ckptfix.environment.facts.machine import Device
 from tests.environment.building import bus, facts, with_machine, with_torch

@@ -1,6 +1,6 @@
 """What makes copies between devices wrong, and what hides it."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ckptfix.environment.facts.launch import NcclSetting
 from ckptfix.environment.facts.machine import PairVerdict

@@ -1,6 +1,6 @@
 """Device maps."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ckptfix.environment.facts.weights import DeviceMap, Folder, Tie
 from tests.environment.building import facts

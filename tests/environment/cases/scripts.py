@@ -1,6 +1,6 @@
 """What a script's text shows."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ckptfix.environment.facts.script import Script
 from ckptfix.environment.facts.script_prepares import Uses

@@ -1,6 +1,6 @@
 """Python, packages, commands and compilers."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ckptfix.environment.facts.installed import Command, Package
 from tests.environment.building import PACKAGES, facts, script, with_software, with_torch
