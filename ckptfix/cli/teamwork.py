@@ -66,7 +66,8 @@ def run_shared(
         _say_alone()
     paths = [str(path) for path in params.get("paths", ())]
     # The only verb that writes into a checkpoint anyway.
-    is_default = partial is None and verb == "seal" and len(paths) == 1 and os.path.isdir(paths[0])
+    is_lone_seal = partial is None and verb == "seal" and len(paths) == 1 and not is_url(paths[0])
+    is_default = is_lone_seal and os.path.isdir(paths[0])
     default = default_folder(Path(paths[0])) if is_default else None
     if shard is None and partial is None and place is None:
         if default is None or not default.is_dir():

@@ -55,11 +55,15 @@ def test_the_help_of_a_verb_begins_with_its_summary(verb: str) -> None:
 
 
 def test_every_verb_is_in_a_group() -> None:
-    assert {
-        name.replace("_", "-")
+    """But for those of earlier versions, which are hidden."""
+    verbs = {
+        name.replace("_", "-"): getattr(
+            import_module(f"ckptfix.cli.{name}"), f"{name}_command", None
+        )
         for name in MODULES
-        if hasattr(import_module(f"ckptfix.cli.{name}"), f"{name}_command")
-    } == set(SUMMARIES)
+    }
+    assert {name for name, verb in verbs.items() if verb and not verb.hidden} == set(SUMMARIES)
+    assert {name for name, verb in verbs.items() if verb and verb.hidden} == {"merge"}
 
 
 @pytest.mark.parametrize("verb", sorted(set(SUMMARIES) - {"run", "help", "explain"}))
