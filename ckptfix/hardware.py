@@ -23,6 +23,9 @@ from typing import IO
 
 from msgspec import Struct, field
 
+Pair = tuple[int, int]
+"""(index of the source device, index of the destination device) of the current accelerator."""
+
 _ROOT = Path("/")
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 

@@ -195,6 +195,15 @@ def _makes_dataclasses(path: Path) -> bool:
     return "dataclasses.dataclass" in house.imported(path)
 
 
+def test_no_class_needs_python_3_11() -> None:
+    """In 3.10 a NamedTuple has no other base: ``verify``, ``seal`` and ``scrub`` ended there."""
+    for path in MODULES:
+        for node in ast.walk(house.tree(path)):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base) for base in node.bases]
+                assert "NamedTuple" not in bases or len(bases) == 1, f"{path}: {node.name}"
+
+
 def test_every_layer_is_known() -> None:
     folders = {
         path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"

@@ -5,6 +5,7 @@
 import ast
 import importlib
 import inspect
+import pydoc
 import subprocess
 import sys
 import warnings
@@ -13,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from msgspec import Struct
+from msgspec.structs import fields
 
 import ckptfix
 import ckptfix.devices
@@ -64,6 +67,18 @@ def test_type_checkers_see_the_same_names(package: Any) -> None:
         for name in names.split()
     }
     assert seen == resolved
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_help_shows_every_public_name(package: Any) -> None:
+    """Of a Struct it evaluates the types of all fields; one that was imported for type checkers
+    alone ended ``help(ckptfix)`` in a NameError.
+    """
+    for name in package.__all__:
+        value = getattr(package, name)
+        assert pydoc.render_doc(value)
+        if isinstance(value, type) and issubclass(value, Struct):
+            assert {field.name for field in fields(value)} == set(value.__struct_fields__)
 
 
 def test_every_verb_is_a_function_of_the_package() -> None:

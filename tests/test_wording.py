@@ -1,5 +1,6 @@
 import ast
 import re
+import tracemalloc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def test_a_whole_checkpoint_is_never_shown() -> None:
     held = Held("model", tuple(f"layers.{index}" for index in range(100_000)), bytes(1 << 20))
     assert repr(held).startswith("Held(label='model', names=('layers.0', 'layers.1', ")
     assert len(repr(held)) < 300
+
+
+def test_of_large_bytes_the_beginning_alone_is_shown() -> None:
+    held = Held("model", (), bytes(20 << 20))
+    tracemalloc.start()
+    shown = repr(held)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    assert shown.startswith(r"Held(label='model', names=(), data=b'\x00\x00")
+    assert shown.endswith("...)")
 
 
 _RETIRED = {

@@ -24,7 +24,7 @@ from ckptfix.wording import Line, line
 if TYPE_CHECKING:
     # A check of one checkpoint must start quickly.
     from ckptfix.cli.runs import Runs
-    from ckptfix.diagnosis.loads.outcome import Loaders
+    from ckptfix.diagnosis.loads.loaders import Loaders
 
 
 @click.command(
@@ -97,7 +97,7 @@ def check_command(
 
 
 def _loaders(is_of_many: bool) -> "Loaders":
-    from ckptfix.diagnosis.loads.outcome import Loaders
+    from ckptfix.diagnosis.loads.loaders import Loaders
 
     return Loaders(is_of_many=is_of_many)
 

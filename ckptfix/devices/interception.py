@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ckptfix.devices.torch_devices import Pair, device_type
+from ckptfix.devices.torch_devices import device_type
+from ckptfix.hardware import Pair
 
 Carry = Callable[[Pair, torch.Tensor, torch.Tensor], bool]
 """(pair, destination, source) -> whether the copy was done; if not, torch's own copy does it."""

@@ -10,8 +10,9 @@ import torch
 from msgspec import Struct
 
 from ckptfix.devices.staged_copies import Waiting, release_slots, staged_copy
-from ckptfix.devices.torch_devices import Pair, device, device_count, device_type
+from ckptfix.devices.torch_devices import device, device_count, device_type
 from ckptfix.errors import CkptfixError
+from ckptfix.hardware import Pair
 from ckptfix.wording import human_size
 
 

@@ -23,7 +23,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from msgspec import Struct
 
-from ckptfix.devices.torch_devices import Pair
+from ckptfix.hardware import Pair
 
 Mark = TypeVar("Mark")
 

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from msgspec import Struct, field
 
-from ckptfix.hardware import read_text
-
-Pair = tuple[int, int]
-"""(index of the source device, index of the destination device) of the current accelerator."""
-
+from ckptfix.hardware import Pair, read_text
 
 _OLDER = ("cuda", "xpu")
 """Accelerators to look for when torch has no ``torch.accelerator`` (it came with torch 2.6)."""

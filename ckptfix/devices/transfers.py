@@ -33,8 +33,9 @@ from ckptfix.devices.interception import (
 )
 from ckptfix.devices.routing import ROUTER, Count, Ways
 from ckptfix.devices.staged_copies import release_slots
-from ckptfix.devices.torch_devices import Pair, device_count, device_type, ordered_pairs
+from ckptfix.devices.torch_devices import device_count, device_type, ordered_pairs
 from ckptfix.errors import UsageError
+from ckptfix.hardware import Pair
 from ckptfix.wording import Brief, count_of
 
 if TYPE_CHECKING:

@@ -40,6 +40,7 @@ from ckptfix.diagnosis.findings.incomplete import (
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.findings.misplaced import RenamedState
 from ckptfix.diagnosis.hook_models import HookModel, diagnose_hook_models
+from ckptfix.diagnosis.loads.outcome import LoadOutcome
 from ckptfix.diagnosis.siblings import compared
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, Understood, understand
@@ -81,7 +82,7 @@ from ckptfix.wording import (
 
 if TYPE_CHECKING:
     # A check without load=True must start quickly.
-    from ckptfix.diagnosis.loads.outcome import Loaders, LoadOutcome
+    from ckptfix.diagnosis.loads.loaders import Loaders
 
 GENERIC = ("values of tensors", "checksums of ", "local headers of ", OF_ONE_SAVE)
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
@@ -132,7 +133,7 @@ class CheckReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     below: tuple["CheckReport", ...] = ()
     understood: Understood = field(default_factory=Understood)
     not_resumable: str = ""
-    load: "tuple[LoadOutcome, ...]" = ()
+    load: tuple[LoadOutcome, ...] = ()
 
     @property
     def status(self) -> int:
@@ -151,7 +152,7 @@ class CheckReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         return 3 if self.all_unfinished else max(status_of(self.all_findings), int(is_lost))
 
     @property
-    def all_load(self) -> "tuple[LoadOutcome, ...]":
+    def all_load(self) -> tuple[LoadOutcome, ...]:
         """The outcomes of the folder and of the models below, by their paths from the folder."""
         return self.load + tuple(
             outcome._replace(path=f"{relative(report.path, self.path)}/{outcome.path}")
@@ -383,7 +384,7 @@ def check(
         progress=progress,
     )
     if load is True:
-        from ckptfix.diagnosis.loads.outcome import Loaders
+        from ckptfix.diagnosis.loads.loaders import Loaders
 
         with Loaders() as loaders:
             return checked(loaders=loaders)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import groupby
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -55,7 +55,7 @@ class Change(Enum):
     EXTRA = "extra"
 
 
-class Judgement(NamedTuple, Generic[Key]):
+class Judgement(Struct, Generic[Key], frozen=True):
     """The outcome for one key. ``other``: the thing that it was swapped with, replaced by, or is
     now.
     """

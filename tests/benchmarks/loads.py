@@ -33,7 +33,8 @@ from ckptfix.checkpoint.entries import group_files
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.load_inputs import Load, loads_of
 from ckptfix.devices.reload.oracle import ask
-from ckptfix.diagnosis.loads.outcome import Asked, LoadOutcome
+from ckptfix.diagnosis.loads.loaders import Asked
+from ckptfix.diagnosis.loads.outcome import LoadOutcome
 from tests.tiny_adapters import bert, gpt2, llama, mixtral, peft, t5, tied_llama
 from tests.tiny_models import small
 

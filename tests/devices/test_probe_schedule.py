@@ -14,8 +14,9 @@ from ckptfix.devices.probe.measuring import Run, summarise
 from ckptfix.devices.probe.probe_report import STRICTEST, ProbeReport, Verdict
 from ckptfix.devices.probe.schedule import Measurements, Schedule, _in_covering_order
 from ckptfix.devices.probe.task import Ending, Failure, Task, TaskResult, Work
-from ckptfix.devices.torch_devices import Machine, Pair
+from ckptfix.devices.torch_devices import Machine
 from ckptfix.errors import OperationError
+from ckptfix.hardware import Pair
 
 
 class Clock:

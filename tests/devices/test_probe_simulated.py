@@ -23,8 +23,9 @@ from ckptfix.devices.probe.schedule import Schedule
 from ckptfix.devices.probe.task import Ending, Failure, Task, Work
 from ckptfix.devices.probe.trials import PairTrials, UnusableDevice
 from ckptfix.devices.probe.worker import InProcess, Runner
-from ckptfix.devices.torch_devices import Pair, this_machine
+from ckptfix.devices.torch_devices import this_machine
 from ckptfix.devices.transfers import safe_transfers
+from ckptfix.hardware import Pair
 from tests.simulated.library import Engine, Kind
 from tests.simulated.simulator import Simulator
 

@@ -18,8 +18,9 @@ from ckptfix.devices.reload import verifying
 from ckptfix.devices.reload.outputs import hop, host_bytes
 from ckptfix.devices.reload.reload_report import Outcome, ReloadReport, Subject
 from ckptfix.devices.reload.verifying import verify_reload
-from ckptfix.devices.torch_devices import Pair, ordered_pairs
+from ckptfix.devices.torch_devices import ordered_pairs
 from ckptfix.devices.transfers import safe_transfers, staged_pairs
+from ckptfix.hardware import Pair
 from tests.devices.reload_models import save_tied, save_transformer
 from tests.simulated.library import Kind
 from tests.simulated.models import THREE, Transformer, gpt2, qwen2, t5

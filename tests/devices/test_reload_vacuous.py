@@ -12,7 +12,8 @@ from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
 from ckptfix.devices.reload.arrivals import Hops, Tally
 from ckptfix.devices.reload.reload_report import Accelerators, Outcome, Subject
 from ckptfix.devices.reload.verifying import judge_pairs, verify_reload
-from ckptfix.devices.torch_devices import Pair, device_count
+from ckptfix.devices.torch_devices import device_count
+from ckptfix.hardware import Pair
 from tests.devices.reload_models import Head, eights, save_model
 from tests.devices.test_reload import outcomes, text_of
 

@@ -21,7 +21,8 @@ from ckptfix.devices.probe import cache
 from ckptfix.devices.probe.probe_report import ProbeReport, Verdict, seconds_since_boot
 
 if TYPE_CHECKING:
-    from ckptfix.devices.torch_devices import Machine, Pair
+    from ckptfix.hardware import Pair
+    from ckptfix.devices.torch_devices import Machine
 
 BUDGET = 30.0
 """Seconds of measuring that complete the full plan for three devices."""

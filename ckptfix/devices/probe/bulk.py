@@ -23,8 +23,9 @@ from ckptfix.devices.probe.probe_report import Kind
 from ckptfix.devices.probe.task import Announce, Failure
 from ckptfix.devices.probe.trials import REMEMBERED, Copy, prove_again, still_holds
 from ckptfix.devices.routing import bypassed
-from ckptfix.devices.torch_devices import Pair, device
+from ckptfix.devices.torch_devices import device
 from ckptfix.errors import CkptfixError
+from ckptfix.hardware import Pair
 from ckptfix.wording import human_size
 
 _WINDOWS = 1 << 14

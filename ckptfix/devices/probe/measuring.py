@@ -35,9 +35,10 @@ from ckptfix.devices.probe.probe_report import (
 from ckptfix.devices.probe.schedule import Bench, Measurements, Schedule
 from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Task, TaskResult
 from ckptfix.devices.probe.worker import InProcess, blinded
-from ckptfix.devices.torch_devices import Machine, Pair
+from ckptfix.devices.torch_devices import Machine
 from ckptfix.errors import OperationError
 from ckptfix.hardware import (
+    Pair,
     PciDevice,
     distance,
     is_virtual,
@@ -49,7 +50,7 @@ from ckptfix.hardware import (
 from ckptfix.wording import count_of
 
 if TYPE_CHECKING:
-    from ckptfix.devices.torch_devices import Pair
+    from ckptfix.hardware import Pair
 
 
 _PATIENCE = 5.0

@@ -6,15 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
+from ckptfix.hardware import Pair
 from ckptfix.wording import count_of
-
-if TYPE_CHECKING:
-    from ckptfix.devices.torch_devices import Pair
 
 _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 

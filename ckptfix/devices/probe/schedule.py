@@ -20,8 +20,9 @@ from msgspec import Struct, field
 from ckptfix.devices.probe.cases import Plan, Section
 from ckptfix.devices.probe.probe_report import SAMPLED, Kind, PairReport, ProbeReport, Verdict
 from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Failure, Task, TaskResult, Work
-from ckptfix.devices.torch_devices import Machine, Pair
+from ckptfix.devices.torch_devices import Machine
 from ckptfix.errors import OperationError
+from ckptfix.hardware import Pair
 
 _TELLING = 4 * 4096
 """Bytes from which the kind of damage is certain: in fewer, two lost pages are one."""

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field, to_builtins
 
+from ckptfix.hardware import Pair
+
 if TYPE_CHECKING:
     from ckptfix.devices.probe.payload import Damage
-    from ckptfix.devices.torch_devices import Pair
 
 
 Announce = Callable[[str | None], None]

@@ -24,8 +24,9 @@ from ckptfix.devices.probe.cases import Case, Route, exact_size
 from ckptfix.devices.probe.payload import Damage, Memory, bits, classify, compared, same
 from ckptfix.devices.probe.probe_report import Kind
 from ckptfix.devices.probe.task import Announce, Failure
-from ckptfix.devices.torch_devices import Pair, device
+from ckptfix.devices.torch_devices import device
 from ckptfix.errors import CkptfixError
+from ckptfix.hardware import Pair
 
 _SIZES = (65541, 1, 4097, 70001, (8 << 20) + 5, *(4096 + 5 * index for index in range(50)))
 _AGAIN = 3

@@ -36,7 +36,8 @@ from ckptfix.devices.probe.payload import Memory
 from ckptfix.devices.probe.task import Announce, Ending, Failure, Task, TaskResult, Work
 from ckptfix.devices.probe.trials import PairTrials, UnusableDevice, prove, side_streams_exist
 from ckptfix.devices.routing import bypassed
-from ckptfix.devices.torch_devices import Machine, Pair, device, device_type, this_machine
+from ckptfix.devices.torch_devices import Machine, device, device_type, this_machine
+from ckptfix.hardware import Pair
 
 ENOUGH = 6
 """Failures after which a pair needs no more copies."""

@@ -31,10 +31,11 @@ from ckptfix.devices.reload.outputs import CHUNK, Bytes, Mismatch, first_mismatc
 from ckptfix.devices.reload.reload_report import Outcome, Proofs, Subject
 from ckptfix.devices.reload.stored_weights import FileTensor, Weights, file_bytes
 from ckptfix.devices.reload.user_model import Built
-from ckptfix.devices.torch_devices import Pair, device
+from ckptfix.devices.torch_devices import device
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.values import ADVICE, ValueFinding, judge_values, trained_for
 from ckptfix.errors import OperationError
+from ckptfix.hardware import Pair
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.scanning import Scan, Scanner
 from ckptfix.tensors.stored import Contiguous, StoredTensor

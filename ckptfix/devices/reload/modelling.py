@@ -41,8 +41,9 @@ from ckptfix.devices.reload.outputs import ANYTHING, in_words, is_empty, nonfini
 from ckptfix.devices.reload.reload_report import Accelerators, Outcome, Proof, Proofs, Subject
 from ckptfix.devices.reload.three_way import Baseline, Runs, baseline, compare_split
 from ckptfix.devices.reload.user_model import Built, Inputs
-from ckptfix.devices.torch_devices import Pair, device
+from ckptfix.devices.torch_devices import device
 from ckptfix.diagnosis.values import ADVICE
+from ckptfix.hardware import Pair
 from ckptfix.wording import count_of, human_size, list_names
 
 _LOADED_FIRST = (

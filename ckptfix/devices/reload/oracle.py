@@ -27,7 +27,8 @@ import torch
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY
 from ckptfix.checkpoint.model_configs import ADAPTER, read_config
 from ckptfix.devices.reload.outputs import ANYTHING, in_words
-from ckptfix.diagnosis.loads.outcome import MEMORY, PATIENCE, Asked, LoadOutcome, Mismatch
+from ckptfix.diagnosis.loads.loaders import MEMORY, PATIENCE, Asked
+from ckptfix.diagnosis.loads.outcome import LoadOutcome, Mismatch
 from ckptfix.wording import count_of, human_size
 
 _DTYPES = {

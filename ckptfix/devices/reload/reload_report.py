@@ -12,7 +12,7 @@ from typing import ClassVar
 from msgspec import Struct
 
 from ckptfix.devices.probe.probe_report import matrix
-from ckptfix.devices.torch_devices import Pair
+from ckptfix.hardware import Pair
 from ckptfix.reports import Serialized
 from ckptfix.wording import (
     Line,

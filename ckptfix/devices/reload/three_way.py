@@ -36,8 +36,9 @@ from ckptfix.devices.reload.outputs import (
 from ckptfix.devices.reload.reload_report import Divergence, Outcome, Proofs, Subject
 from ckptfix.devices.reload.user_model import Built, Inputs
 from ckptfix.devices.routing import bypassed
-from ckptfix.devices.torch_devices import Pair, device
+from ckptfix.devices.torch_devices import device
 from ckptfix.devices.transfers import safe_transfers
+from ckptfix.hardware import Pair
 from ckptfix.wording import count_of
 
 

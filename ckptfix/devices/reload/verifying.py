@@ -37,8 +37,9 @@ from ckptfix.devices.reload.reload_report import (
 from ckptfix.devices.reload.stored_weights import Weights, find_weights
 from ckptfix.devices.reload.three_way import Runs
 from ckptfix.devices.reload.user_model import Built, Factory, build_from_factory
-from ckptfix.devices.torch_devices import Pair, ordered_pairs
+from ckptfix.devices.torch_devices import ordered_pairs
 from ckptfix.errors import ChangedError, UsageError
+from ckptfix.hardware import Pair
 from ckptfix.storage.files import on_disk
 from ckptfix.storage.paths import command
 from ckptfix.wording import count_of, list_names

@@ -1,0 +1,184 @@
+"""The process in which a library is asked about a load. Nothing here imports torch.
+
+``ckptfix.devices.reload.oracle`` answers there: it gets configs, and the dtype and shape of each
+tensor, as JSON.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptfix.checkpoint.entries import ModelFiles
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
+from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.config_faults import MissingHead
+from ckptfix.diagnosis.findings.load_faults import (
+    IncompleteAdapter,
+    MismatchedAdapter,
+    PassedOver,
+    UnusedKeys,
+)
+from ckptfix.diagnosis.findings.weight_faults import MismatchedConfig
+from ckptfix.diagnosis.loads.outcome import LoadOutcome, read_outcome
+from ckptfix.hardware import Child, ChildEnded
+
+PATIENCE = 120.0
+"""Seconds for one load: the import of torch and transformers takes 5, a load on the meta device
+0.05 to 0.4.
+"""
+
+MEMORY = 2 << 30
+"""Bytes of memory for the process: torch, transformers, PEFT and diffusers take 0.4 GB."""
+
+_BEGIN = """
+import sys
+sys.path[:] = sys.argv[1:]
+from ckptfix.hardware import end_with_parent
+end_with_parent()
+from ckptfix.devices.reload.oracle import main
+main()
+"""
+
+_TOLD_BY_A_LOAD = (UnusedKeys, IncompleteAdapter, MismatchedAdapter, MismatchedConfig, MissingHead)
+"""Findings about keys and shapes, of which the load by the library itself is the better judge."""
+
+_NOBODY = (
+    "from_pretrained of transformers, PEFT and diffusers needs weights under their names, without "
+    "a variant, and a config.json or adapter_config.json of theirs next to them"
+)
+
+
+class Asked(NamedTuple):
+    """A load that a library is asked about, in plain values.
+
+    ``path``: the file with the weights, or their index. ``tensors``: key -> dtype in safetensors'
+    words, and shape. ``home``: the folder from which a relative path in a config begins.
+    """
+
+    library: str
+    path: str
+    configs: Mapping[str, Config]
+    tensors: Mapping[str, tuple[str, Sequence[int]]]
+    home: str = ""
+
+
+class Loaders:
+    """The libraries, asked in a process of their own that ends with the block.
+
+    ``is_of_many``: of all checkpoints below a folder, where one that no library loads is nothing
+    that was asked for.
+    """
+
+    def __init__(self, *, is_of_many: bool = False) -> None:
+        offline = {
+            "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1",
+        }  # fmt: skip
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._is_of_many = is_of_many
+        self._child = Child(
+            (sys.executable, "-c", _BEGIN, *_path_of_imports()),
+            PATIENCE,
+            {**environment, **offline},
+        )
+
+    def __enter__(self) -> "Loaders":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._child.close()
+
+    def judged(
+        self,
+        folder: CheckpointFolder,
+        groups: Sequence[ModelFiles],
+        findings: tuple[Finding, ...],
+        *,
+        is_asked_below: bool,
+    ) -> tuple[tuple[LoadOutcome, ...], tuple[Finding, ...]]:
+        """Return the outcome of each load of a folder by a library, and the findings that the loads
+        do not contradict.
+
+        ``findings``: of its headers. ``is_asked_below``: the folder has no weights itself, and
+        models below have.
+        """
+        taken: dict[str, Load] = {}
+        for load in loads_of(folder, groups):
+            first = taken.setdefault(load.library, load)
+            if load.turn < first.turn:
+                taken[load.library] = load
+        outcomes = []
+        for load in taken.values():
+            outcome = self._outcome(load)
+            # What a load ignores may be layers that a finding is about, but no head that it lacks.
+            wrong = [
+                finding
+                for finding in findings
+                if not outcome.status
+                and (isinstance(finding, MissingHead) or not outcome.unexpected)
+                and _is_about(finding, load)
+            ]
+            findings = tuple(finding for finding in findings if finding not in wrong)
+            words = tuple(f"{finding} [{finding.code}]" for finding in wrong)
+            outcomes.append(outcome._replace(contradicts=words))
+        if not outcomes and not is_asked_below and not self._is_of_many:
+            path = str(groups[0].path) if groups else "this folder"
+            outcomes.append(LoadOutcome(path=path, library="", unchecked=_NOBODY))
+        return tuple(outcomes), findings
+
+    def _outcome(self, load: Load) -> LoadOutcome:
+        path = str(load.path)
+        answer = LoadOutcome(path=path, library=load.library, tensors=len(load.tensors))
+        if load.index_fault:
+            return answer._replace(refused=f"{load.path.name} {load.index_fault}")
+        if not load.is_whole:
+            return answer._replace(unchecked="not every header of its files can be read")
+        asked = Asked(
+            library=load.library,
+            path=load.path.name,
+            configs=load.configs,
+            tensors={key: (tensor.dtype, tensor.shape) for key, tensor in load.tensors.items()},
+            home=os.getcwd(),
+        )
+        try:
+            said = json.loads(self._child.ask(json.dumps(asked._asdict()).encode()))
+        except (ChildEnded, OSError) as error:
+            return answer._replace(unchecked=str(error))
+        return read_outcome(said)._replace(path=path)
+
+
+def _path_of_imports() -> list[str]:
+    """Return the folders from which the process imports: none of a model, which may hold a
+    ``transformers.py``.
+
+    They are those of this process without the current folder, in which ``python -m`` and an empty
+    part of PYTHONPATH look first, and without any that holds a config of a library, as each folder
+    does that is asked about.
+    """
+    configs = {*CONFIG_OF_LIBRARY.values(), "model_index.json"}
+    folders = [os.path.realpath(folder) for folder in sys.path]
+    own = str(Path(__file__).resolve().parents[3])
+    return [
+        *(
+            folder
+            for folder in folders
+            if folder != os.path.realpath("")
+            and not any(os.path.exists(f"{folder}/{name}") for name in configs)
+        ),
+        own,
+    ]
+
+
+def _is_about(finding: Finding, load: Load) -> bool:
+    """Return whether a finding about headers is one that the load by the library itself judges."""
+    is_of_load = finding.path in (load.path, *load.files)
+    return (
+        is_of_load
+        and isinstance(finding, _TOLD_BY_A_LOAD)
+        and not isinstance(finding, PassedOver)
+        and finding.severity is not Severity.NOTE
+    )
