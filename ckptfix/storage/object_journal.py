@@ -23,15 +23,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, convert, field, to_builtins
+from msgspec.structs import replace
 
 from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
 from ckptfix.storage.object_contents import Content, Source, size_of
 from ckptfix.storage.paths import JOURNAL, check_path, shell_path
 from ckptfix.storage.stores import ABSENT, Expected, ObjectInfo, Store
-from ckptfix.storage.transaction_plan import path_of, sha256_of, text, whole
+from ckptfix.storage.transaction_plan import LARGEST, path_of, text, whole
 from ckptfix.wording import moment
 
 LOCK = f"{JOURNAL}/lock"
@@ -61,14 +62,17 @@ class Rank(Enum):
     MANIFEST = 3
 
 
-class Change(Struct, frozen=True, kw_only=True):
+Whole = Annotated[int, Meta(ge=0, le=LARGEST)]
+
+
+class Change(Struct, frozen=True, kw_only=True, array_like=True):
     """Change of one name. ``old``: the object there, None for none. ``size``: of the new one, None:
     it is deleted.
     """
 
     path: PurePosixPath
     old: ObjectInfo | None
-    size: int | None
+    size: Whole | None
     rank: Rank = Rank.DATA
 
     @property
@@ -97,12 +101,12 @@ class ObjectPlan(Struct, frozen=True, kw_only=True):
 
     id: str
     target: str
-    summary: object
+    summary: Any
     created: float
+    undoes: Whole | None = None
     changes: tuple[Change, ...]
     before: Mapping[PurePosixPath, Content | None] = field(default_factory=dict)
     sources: Mapping[str, ObjectInfo] = field(default_factory=dict)
-    undoes: int | None = None
 
     @property
     def watched(self) -> tuple[PurePosixPath, ...]:
@@ -114,7 +118,7 @@ class ObjectPlan(Struct, frozen=True, kw_only=True):
         return f"{self.id}-{index}"
 
 
-class ObjectState(Struct, frozen=True, kw_only=True):
+class ObjectState(Struct, frozen=True, kw_only=True, rename={"stage": "state"}):
     """The state of a transaction. ``plan``: the sha256 of its plan; ``new`` and ``kept``: its
     objects by number.
 
@@ -123,11 +127,11 @@ class ObjectState(Struct, frozen=True, kw_only=True):
     """
 
     stage: Stage
-    plan: str = ""
-    new: Mapping[int, ObjectInfo] = field(default_factory=dict)
-    kept: Mapping[int, ObjectInfo] = field(default_factory=dict)
+    plan: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
+    new: Mapping[Whole, ObjectInfo] = field(default_factory=dict)
+    kept: Mapping[Whole, ObjectInfo] = field(default_factory=dict)
     after: Mapping[str, ObjectInfo | None] = field(default_factory=dict)
-    undoes: int | None = None
+    undoes: Whole | None = None
 
 
 class Found(NamedTuple):
@@ -251,12 +255,7 @@ def write_state(
     """
     body = {
         "version": _VERSION,
-        "state": state.stage.value,
-        "plan": state.plan,
-        "new": {str(index): _encode_info(info) for index, info in state.new.items()},
-        "kept": {str(index): _encode_info(info) for index, info in state.kept.items()},
-        "after": {key: _encode_info(info) for key, info in state.after.items()},
-        "undoes": state.undoes,
+        **to_builtins(state, str_keys=True),
         # Two runs that write the same state must not pass for each other.
         "token": secrets.token_hex(8),
     }
@@ -268,16 +267,10 @@ def read_state(store: Store, found: Found) -> ObjectState:
     key = f"{folder(found.number)}/state.json"
     with _journal_errors(store, key, found.number):
         body, _ = _opened(store, key, found.objects["state.json"])
-        return ObjectState(
-            stage=Stage(body["state"]),
-            plan=sha256_of(body["plan"]) if body["plan"] else "",
-            new={int(index): _existing(info) for index, info in body["new"].items()},
-            kept={int(index): _existing(info) for index, info in body["kept"].items()},
-            after={
-                _key(key, found.number): _decode_info(info) for key, info in body["after"].items()
-            },
-            undoes=None if body["undoes"] is None else whole(body["undoes"]),
-        )
+        state = _typed(body, ObjectState)
+        for name in state.after:
+            _ensure_key(name, found.number)
+        return state
 
 
 def write_plan(store: Store, number: int, plan: ObjectPlan) -> str:
@@ -285,18 +278,10 @@ def write_plan(store: Store, number: int, plan: ObjectPlan) -> str:
     literals = bytearray()
     body = {
         "version": _VERSION,
-        "id": plan.id,
-        "target": plan.target,
-        "summary": plan.summary,
-        "created": plan.created,
-        "undoes": plan.undoes,
-        "changes": [
-            [str(one.path), _encode_info(one.old), one.size, one.rank.value] for one in plan.changes
-        ],
+        **to_builtins(replace(plan, before={}), enc_hook=str),
         "before": [
             [str(path), _encode(content, literals)] for path, content in plan.before.items()
         ],
-        "sources": {key: _encode_info(info) for key, info in plan.sources.items()},
     }
     data = _sealed(body, bytes(literals))
     put_exactly(store, f"{folder(number)}/plan", data, ABSENT)
@@ -312,26 +297,10 @@ def read_plan(store: Store, found: Found, state: ObjectState) -> ObjectPlan:
         if "plan" not in found.objects:
             raise ValueError("it is missing")
         body, literals = _opened(store, key, found.objects["plan"], state.plan)
-        plan = ObjectPlan(
-            id=text(body["id"]),
-            target=text(body["target"]),
-            summary=body["summary"],
-            created=float(body["created"]),
-            undoes=None if body["undoes"] is None else whole(body["undoes"]),
-            changes=tuple(
-                Change(
-                    path=path_of(path),
-                    old=_decode_info(old),
-                    size=None if size is None else whole(size),
-                    rank=Rank(rank),
-                )
-                for path, old, size, rank in body["changes"]
-            ),
-            before=_decode_before(body["before"], literals, found.number),
-            sources={
-                _key(key, found.number): _existing(info) for key, info in body["sources"].items()
-            },
-        )
+        before = _decode_before(body["before"], literals, found.number)
+        plan = replace(_typed({**body, "before": {}}, ObjectPlan), before=before)
+        for name in plan.sources:
+            _ensure_key(name, found.number)
         _check_plan(plan)
         return plan
 
@@ -362,7 +331,8 @@ def _decode_before(
         nonlocal position
         if isinstance(piece, list):
             key, offset, length = piece
-            return Source(_key(key, number), whole(offset), whole(length))
+            _ensure_key(text(key), number)
+            return Source(key, whole(offset), whole(length))
         start, position = position, position + whole(piece)
         if position > len(literals):
             raise ValueError(f"it needs {position} literal bytes, there are {len(literals)}")
@@ -387,32 +357,22 @@ def _encode(content: Content | None, literals: bytearray) -> list[Any] | None:
     return encoded
 
 
-def _key(value: object, number: int) -> str:
-    """Return the key of an object that a transaction may read. Raises ValueError,
+_Record = TypeVar("_Record", ObjectPlan, ObjectState)
+
+
+def _typed(body: Mapping[str, object], kind: type[_Record]) -> _Record:
+    """Return a record, of which no field may be missing, or of another type. Raises ValueError,
     OperationError.
     """
-    if re.fullmatch(rf"{re.escape(folder(number))}/kept/[0-9]+", text(value)):
-        return text(value)
-    check_path(PurePosixPath(text(value)))
-    return text(value)
+    if missing := [name for name in kind.__struct_encode_fields__ if name not in body]:
+        raise ValueError(f"it has no {missing[0]!r}")
+    return convert(body, kind, str_keys=True, dec_hook=lambda _, value: path_of(value))
 
 
-def _encode_info(info: ObjectInfo | None) -> list[Any] | None:
-    return None if info is None else [info.size, info.etag, info.modified_ns]
-
-
-def _decode_info(value: Any) -> ObjectInfo | None:
-    if value is None:
-        return None
-    size, etag, modified = value
-    return ObjectInfo(whole(size), text(etag), whole(modified))
-
-
-def _existing(value: Any) -> ObjectInfo:
-    info = _decode_info(value)
-    if info is None:
-        raise ValueError("an object is missing in it")
-    return info
+def _ensure_key(key: str, number: int) -> None:
+    """Raise ValueError or OperationError for an object that a transaction may not read."""
+    if not re.fullmatch(rf"{re.escape(folder(number))}/kept/[0-9]+", key):
+        check_path(PurePosixPath(key))
 
 
 def _sealed(body: Mapping[str, object], literals: bytes = b"") -> bytes:

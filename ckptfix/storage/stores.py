@@ -20,7 +20,9 @@ from datetime import datetime, timezone
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import IO, Annotated, Any, ClassVar, Final, NamedTuple, TypeVar
+
+from msgspec import Meta
 
 from ckptfix.errors import ChangedError, FileChangedError, StoreError, UsageError
 from ckptfix.storage.parallel import Control, Progress, run_all
@@ -77,9 +79,9 @@ class ObjectInfo(NamedTuple):
     store has none.
     """
 
-    size: int
+    size: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     etag: str
-    modified_ns: int
+    modified_ns: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ObjectRange(NamedTuple):

@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
-from ckptfix.storage import stores
+from ckptfix.storage import object_journal, stores
 from ckptfix.storage.edits import Edit, Move, Remove, Replace
 from ckptfix.storage.object_journal import (
     LOCK,
@@ -658,6 +659,47 @@ def test_an_undo_refuses_after_another_write(
     with pytest.raises(ChangedError, match="nothing was undone"):
         undo(store)
     assert cloud.names() == before
+
+
+@pytest.mark.parametrize("name", ["plan", "state.json"])
+def test_no_field_of_a_journal_is_taken_for_another_type(
+    cloud: Cloud, store: SimulatedStore, name: str
+) -> None:
+    """Its sha256 is right: another program can have written it."""
+    commit(store)
+    (found,) = object_journal.found_transactions(store.list(".ckptfix"))
+    key = f"{PREFIX}.ckptfix/0001.objects/{name}"
+    head, _, literals = read(cloud.objects[key].body).partition(b"\n")[2].partition(b"\n")
+    body = json.loads(head)
+    fields = sorted(body.keys() - {"token", "version"})
+    assert fields == sorted(
+        (
+            object_journal.ObjectPlan if name == "plan" else object_journal.ObjectState
+        ).__struct_encode_fields__
+    )
+
+    def read_with(body: dict[str, Any]) -> object:
+        cloud.write(key, object_journal._sealed(body, literals))
+        here = object_journal.found_transactions(store.list(".ckptfix"))[0]
+        if name == "state.json":
+            return object_journal.read_state(store, here)
+        # The state names the sha256 of its plan.
+        state = object_journal.read_state(store, found)
+        return object_journal.read_plan(store, here, msgspec.structs.replace(state, plan=""))
+
+    assert read_with(body)
+    for field in fields:
+        with pytest.raises(JournalError, match="cannot be read"):
+            read_with({each: value for each, value in body.items() if each != field})
+        for value in (-1, 1 << 70, 1.5, True, "text", None, [None], {"../x": [0, "", 0]}):
+            # A summary is any value, and JSON has one kind of numbers.
+            is_right = field == "summary" or (field == "created" and type(value) is int)
+            if is_right or (
+                type(value) is type(body[field]) and not isinstance(value, list | dict)
+            ):
+                continue
+            with pytest.raises(JournalError, match="cannot be read"):
+                read_with({**body, field: value})
 
 
 @pytest.mark.parametrize("name", ["plan", "state.json"])
