@@ -12,7 +12,9 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
+
+from msgspec import Struct, ValidationError, convert, to_builtins
 
 from ckptfix.errors import FormatError
 from ckptfix.storage.files import AnyPath
@@ -58,7 +60,7 @@ class Uploaded(NamedTuple):
     etag: str = ""
 
 
-class Begun(NamedTuple):
+class Begun(Struct, frozen=True):
     """The record of an upload that has begun: its number, when and where, and the files that it
     will write.
     """
@@ -71,10 +73,10 @@ class Begun(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the record as it is stored."""
-        return _stored(self._asdict())
+        return _stored(self)
 
 
-class Commit(NamedTuple):
+class Commit(Struct, frozen=True):
     """The commit marker: the number of the upload, when it ended, and every object that it
     wrote.
     """
@@ -85,7 +87,10 @@ class Commit(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the marker as it is stored."""
-        return _stored(self._asdict())
+        return _stored(self)
+
+
+_Record = TypeVar("_Record", Begun, Commit)
 
 
 def begun_now(upload: str, files: Mapping[str, int]) -> Begun:
@@ -95,31 +100,12 @@ def begun_now(upload: str, files: Mapping[str, int]) -> Begun:
 
 def parse_begun(data: bytes) -> Begun:
     """Return the record of an upload that has begun. Raises FormatError."""
-    fields = _fields(data)
-    try:
-        files = {str(name): int(size) for name, size in fields["files"].items()}
-        return Begun(
-            str(fields["upload"]),
-            float(fields["started"]),
-            str(fields["host"]),
-            int(fields["pid"]),
-            files,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"the record of an upload cannot be understood: {error!r}") from None
+    return _parsed(data, Begun, "the record of an upload")
 
 
 def parse_commit(data: bytes) -> Commit:
     """Return a commit marker. Raises FormatError."""
-    fields = _fields(data)
-    try:
-        objects = {
-            str(name): Uploaded(int(size), str(sha256), str(etag))
-            for name, (size, sha256, etag) in fields["objects"].items()
-        }
-        return Commit(str(fields["upload"]), float(fields["ended"]), objects)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"the commit marker cannot be understood: {error!r}") from None
+    return _parsed(data, Commit, "the commit marker")
 
 
 def read_commit(folder: AnyPath) -> Commit | None:
@@ -173,18 +159,21 @@ def _size(path: AnyPath) -> int | None:
         return None
 
 
-def _stored(fields: Mapping[str, Any]) -> bytes:
-    return (json.dumps({"version": _VERSION, **fields}, indent=1) + "\n").encode()
+def _stored(record: Begun | Commit) -> bytes:
+    return (json.dumps({"version": _VERSION, **to_builtins(record)}, indent=1) + "\n").encode()
 
 
-def _fields(data: bytes) -> dict[str, Any]:
+def _parsed(data: bytes, kind: type[_Record], what: str) -> _Record:
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"a record of an upload is not JSON: {error}") from None
     if not isinstance(fields, dict) or fields.get("version") != _VERSION:
         raise FormatError(f"a record of an upload is of another version than {_VERSION}")
-    return fields
+    try:
+        return convert(fields, kind)
+    except ValidationError as error:
+        raise FormatError(f"{what} cannot be understood: {error}") from None
 
 
 def _read(path: AnyPath) -> bytes | None:
