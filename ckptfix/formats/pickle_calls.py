@@ -549,7 +549,9 @@ def _of_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
 
 
 def _of_tensor_v3(args: tuple[Any, ...], pickle: Pickle) -> str:
-    dtype = args[6].head[1] if type(args[6]) is Node else ""
+    # For None torch takes its default, and refuses a storage that is too small for that.
+    named = args[6] if type(args[6]) is Node else Node(Kind.GLOBAL, ("torch", "float32"))
+    dtype = named.head[1]
     if args[4] is True:
         # torch.save writes it, and torch.load then sets the storage in place: "a leaf Variable that
         # requires grad".
@@ -561,7 +563,9 @@ def _of_tensor_v3(args: tuple[Any, ...], pickle: Pickle) -> str:
             args[7] if len(args) > 7 else None, dtype.startswith("complex")
         )
         read_tensor(
-            Text("", 0, 0), Node(Kind.CALL, Node(Kind.GLOBAL, _REBUILD_V3), args[:7]), pickle.known
+            Text("", 0, 0),
+            Node(Kind.CALL, Node(Kind.GLOBAL, _REBUILD_V3), (*args[:6], named)),
+            pickle.known,
         )
     return problem
 

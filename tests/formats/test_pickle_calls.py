@@ -9,6 +9,7 @@ import io
 import pickle
 import random
 import re
+import zipfile
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -1017,3 +1018,21 @@ def test_an_object_that_deepspeed_cannot_make_is_refused(tmp_path: Path, name: s
     else:
         with pytest.raises(FormatError, match="the pickle"):
             parsed(tmp_path, archive)
+
+
+@pytest.mark.parametrize(("count", "is_refused"), [(2, True), (4, False)])
+def test_a_dtype_of_none_is_the_default_of_torch(
+    tmp_path: Path, count: int, is_refused: bool
+) -> None:
+    """Of 4 bytes torch makes no two numbers of float32: `check` called the file clean."""
+    whole, cut = tmp_path / "whole.bin", tmp_path / "pytorch_model.bin"
+    torch.save({"w": torch.ones(count, dtype=torch.uint16)[:2]}, whole)
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(cut, "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry).replace(b"ctorch\nuint16\n", b"N"))
+    if is_refused:
+        with pytest.raises(RuntimeError, match="not resizable"):
+            torch.load(cut, weights_only=True)
+    else:
+        assert torch.load(cut, weights_only=True)["w"].dtype is torch.float32
+    assert bool(check(cut).status) is is_refused
