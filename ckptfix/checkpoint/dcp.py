@@ -61,7 +61,6 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.files import (
     AnyPath,
     FileReader,
-    StorePath,
     folder_entries,
     is_listed,
     is_symlink,
@@ -537,9 +536,6 @@ def _siblings(folder: AnyPath) -> tuple[str, ...]:
 
 def _has_journal(folder: AnyPath) -> bool:
     try:
-        # The same call twice, as each has a type of its own for its result.
-        if isinstance(folder, StorePath):
-            return bool(journal_folders(folder))
         return bool(journal_folders(folder))
     except (JournalError, OSError):
         return True  # the contents of the parent folder are unknown

@@ -31,7 +31,7 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
 from ckptfix.errors import CkptfixError
-from ckptfix.storage.files import AnyPath, Openable, StorePath, absolute, folders_in, names_in
+from ckptfix.storage.files import AnyPath, Openable, StorePath, absolute, folders_next_to, names_in
 from ckptfix.storage.opened import opened_part
 
 COMPARED = (
@@ -337,8 +337,6 @@ class Siblings:
         if named is None:
             return _Run(home, (), ())
         stem, _ = named
-        if home.parent == home:  # a bucket: the folders in it are not next to it
-            return _Run(home, (), ())
         key = home.parent, stem
         with self._lock:
             run = self._runs.pop(key, None) or self._listed(home, stem)
@@ -351,7 +349,7 @@ class Siblings:
         listed: list[Numbered] = []
         # Whoever reads a checkpoint may not be allowed to list the folder above it.
         with suppress(CkptfixError, OSError):
-            numbered = ((split_number(name), name) for name in folders_in(home.parent))
+            numbered = ((split_number(name), name) for name in folders_next_to(home))
             listed = sorted(
                 (parts[1], name) for parts, name in numbered if parts and parts[0] == stem
             )

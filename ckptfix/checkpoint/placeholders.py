@@ -22,7 +22,7 @@ from ckptfix.errors import CkptfixError
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import PickledTensor
-from ckptfix.storage.files import folders_in, names_in
+from ckptfix.storage.files import folders_next_to, names_in
 from ckptfix.wording import count_of
 
 _BIAS_OF = {"weight": "bias", "in_proj_weight": "in_proj_bias"}
@@ -143,11 +143,9 @@ def deepspeed_next_to(folder: CheckpointFolder) -> str:
     """Return the last DeepSpeed checkpoint in the folders next to a folder, by their names, ""
     without one.
     """
-    if folder.root.parent == folder.root:  # a bucket: the folders in it are not next to it
-        return ""
     with suppress(OSError, CkptfixError):
         names = sorted(
-            folders_in(folder.root.parent), key=lambda name: (len(name), name), reverse=True
+            folders_next_to(folder.root), key=lambda name: (len(name), name), reverse=True
         )
         for name in names[:_MAX_FOLDERS]:
             below = sorted(

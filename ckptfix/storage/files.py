@@ -324,10 +324,6 @@ class StorePath:
         """Return the path of another name in the same folder."""
         return self.parent / name
 
-    def is_absolute(self) -> bool:
-        """Return True: a URL depends on no current folder."""
-        return True
-
     def absolute(self) -> "StorePath":
         """Return this path."""
         return self
@@ -627,6 +623,13 @@ def folders_in(folder: AnyPath) -> list[str]:
         return [*_names(folder)[1]]
     with os.scandir(folder) as listing:
         return [entry.name for entry in listing if entry.is_dir(follow_symlinks=False)]
+
+
+def folders_next_to(path: AnyPath) -> list[str]:
+    """Return the names of the folders in the folder of a path, its own among them; none next to a
+    bucket. Raises as ``folders_in`` does.
+    """
+    return [] if path.parent == path else folders_in(path.parent)
 
 
 def walk(

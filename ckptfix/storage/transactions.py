@@ -202,7 +202,7 @@ def _transactions_in(root: StorePath) -> tuple[TransactionInfo, ...]:
     return tuple(found[number] for number in sorted(found))
 
 
-_Root = TypeVar("_Root", Path, StorePath)
+_Root = TypeVar("_Root", Path, StorePath, AnyPath)
 
 
 def journal_folders(root: _Root) -> list[tuple[int, State, _Root]]:

@@ -14,7 +14,7 @@ from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint import folder, neighbours
 from ckptfix.checkpoint.filenames import FileName
 from ckptfix.checkpoint.neighbours import Siblings
-from ckptfix.storage.files import folders_in
+from ckptfix.storage.files import folders_next_to
 
 COUNT = 20
 
@@ -46,12 +46,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts[f"{root.name}/{path}"] += 1
         return component(root, path, name)
 
-    def listing(run: Path) -> list[str]:
+    def listing(home: Path) -> list[str]:
         counts["list"] += 1
-        return folders_in(run)
+        return folders_next_to(home)
 
     monkeypatch.setattr(folder, "scan_file", reading)
-    monkeypatch.setattr(neighbours, "folders_in", listing)
+    monkeypatch.setattr(neighbours, "folders_next_to", listing)
     return counts
 
 
