@@ -28,6 +28,7 @@ from ckptfix.storage.stores import (
     Store,
     Temporary,
     nanoseconds,
+    part_of_file,
     quoted,
     seconds_to_read,
     together,
@@ -211,16 +212,13 @@ class AzureStore(Store):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size <= _BLOCK:
-                info = self._put(key, file.read(), expected)
-                if progress:
-                    progress(size)
-                return info
+                return self._upload_whole(key, file, expected, progress)
             token, step = secrets.token_hex(8), max(_BLOCK, -(-size // _BLOCKS))
             # equally long, and no other upload has blocks of these names
             blocks = [f"{token}-{number:05}" for number in range(-(-size // step))]
 
             def send(number: int) -> None:
-                data = os.pread(file.fileno(), step, number * step)
+                data = part_of_file(file, path, number * step, min(step, size - number * step))
                 words: dict[str, Any] = {"block_id": blocks[number], "data": data}
                 words |= {"length": len(data), "validate_content": True, "up": len(data)}
                 self._persist(key, lambda: self.ask("stage_block", self._path(key), **words))

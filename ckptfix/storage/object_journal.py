@@ -31,8 +31,8 @@ from msgspec.structs import replace
 from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
 from ckptfix.storage.object_contents import Content, Source, size_of
 from ckptfix.storage.paths import JOURNAL, check_path, shell_path
-from ckptfix.storage.stores import ABSENT, Expected, ObjectInfo, Store
-from ckptfix.storage.transaction_plan import LARGEST, path_of, text, whole
+from ckptfix.storage.stores import ABSENT, Expected, ObjectInfo, Store, Whole
+from ckptfix.storage.transaction_plan import path_of, text, whole
 from ckptfix.wording import moment
 
 LOCK = f"{JOURNAL}/lock"
@@ -60,9 +60,6 @@ class Rank(Enum):
     DATA = 0
     INDEX = 1
     MANIFEST = 3
-
-
-Whole = Annotated[int, Meta(ge=0, le=LARGEST)]
 
 
 class Change(Struct, frozen=True, kw_only=True, array_like=True):

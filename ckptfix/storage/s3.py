@@ -33,6 +33,7 @@ from ckptfix.storage.stores import (
     Temporary,
     md5,
     nanoseconds,
+    part_of_file,
     quoted,
     seconds_to_read,
     together,
@@ -264,22 +265,14 @@ class S3Store(Store):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size <= PART:
-                data = file.read()
-                answer = self._put(key, data, expected)
-                if progress:
-                    progress(len(data))
-                return answer
+                return self._upload_whole(key, file, expected, progress)
             step = max(PART, -(-size // self.abilities.most_parts))
 
             def send(number: int, upload: Mapping[str, Any]) -> str:
-                begin = number * step
-                length = min(step, size - begin)
-                data = os.pread(file.fileno(), length, begin)
-                if len(data) != length:
-                    raise ChangedError(f"{path}: it became shorter while it was uploaded")
+                data = part_of_file(file, path, number * step, min(step, size - number * step))
                 name = self._persist(key, lambda: self._put_part(upload, number, data))
                 if progress:
-                    progress(length)
+                    progress(len(data))
                 return name
 
             return self._in_parts(key, size, -(-size // step), send, expected, {})

@@ -8,6 +8,7 @@ failure becomes an error that leads on.
 
 import asyncio
 import hashlib
+import os
 import random
 import re
 import tempfile
@@ -74,14 +75,18 @@ ABSENT: Final = Expected.ABSENT
 ANY: Final = Expected.ANY
 
 
+Whole = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""A number of bytes, of nanoseconds or of a transaction, as the records in a store have it."""
+
+
 class ObjectInfo(NamedTuple):
     """Facts about an object. ``etag``: what changes with its bytes, without quotes; "" where a
     store has none.
     """
 
-    size: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    size: Whole
     etag: str
-    modified_ns: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    modified_ns: Whole
 
 
 class ObjectRange(NamedTuple):
@@ -338,6 +343,16 @@ class Store:
         if progress:
             progress(size)
         return self._written(key, size)
+
+    def _upload_whole(
+        self, key: str, file: IO[bytes], expected: str | Expected, progress: Progress | None
+    ) -> ObjectInfo:
+        """Write a small file in one request."""
+        data = file.read()
+        info = self._put(key, data, expected)
+        if progress:
+            progress(len(data))
+        return info
 
     def _compose(
         self,
@@ -631,6 +646,14 @@ class Store:
             wait = min(patience.first_wait * 2**attempt, patience.longest_wait)
             time.sleep(wait * random.uniform(0.5, 1))
         raise AssertionError("the last attempt returns or raises")
+
+
+def part_of_file(file: IO[bytes], path: Path, offset: int, length: int) -> bytes:
+    """Return a part of a file that is uploaded. Raises ChangedError where the file ends before."""
+    data = os.pread(file.fileno(), length, offset)
+    if len(data) != length:
+        raise ChangedError(f"{path}: it became shorter while it was uploaded")
+    return data
 
 
 def together(

@@ -2,6 +2,7 @@
 raced at requests.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -158,3 +159,19 @@ def test_blocks_that_another_writer_threw_away(cloud: Cloud, tmp_path: Path) -> 
     cloud.strike = strike
     with pytest.raises(ChangedError, match="another program wrote"):
         store.upload("optimizer.bin", path, expected=store.list()["optimizer.bin"].etag)
+
+
+def test_a_file_that_becomes_shorter_replaces_nothing(cloud: Cloud, tmp_path: Path) -> None:
+    """The end of it was committed as it was read, and only then was its size compared."""
+    store, path = fresh(cloud), tmp_path / "model.safetensors"
+    path.write_bytes(bytes(100 << 10))
+    before = cloud.names()
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        if method == "stage_block" and is_after:
+            os.truncate(path, 40 << 10)
+
+    cloud.strike = strike
+    with pytest.raises(ChangedError, match="became shorter while it was uploaded"):
+        store.upload(SHARDS[0], path)
+    assert cloud.names() == before
