@@ -301,5 +301,5 @@ def test_a_folder_above_that_may_not_be_listed_shows_nothing(
     def refuse(folder: Path) -> list[str]:
         raise PermissionError(folder)
 
-    monkeypatch.setattr("ckptfix.checkpoint.neighbours.folders_in", refuse)
+    monkeypatch.setattr("ckptfix.checkpoint.neighbours.folders_next_to", refuse)
     assert missing(checkpoints) == [[], []]
