@@ -69,9 +69,9 @@ from ckptfix.storage.files import (
     real_path,
     stat_of,
 )
+from ckptfix.storage.journal import journal_folders
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import FileIdentity, open_reader
-from ckptfix.storage.transactions import journal_folders
 from ckptfix.wording import Brief
 
 METADATA_UNFINISHED = DcpPart.UNFINISHED_METADATA.value

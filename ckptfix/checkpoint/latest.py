@@ -59,10 +59,10 @@ from ckptfix.storage.files import (
     sparing,
     walk,
 )
+from ckptfix.storage.journal import is_partly_changed, transactions
 from ckptfix.storage.markers import read_commit, upload_problem
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.paths import JOURNAL, described
-from ckptfix.storage.transactions import is_partly_changed, transactions
 
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near its end"

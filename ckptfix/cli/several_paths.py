@@ -17,11 +17,11 @@ from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.files import AnyPath, StorePath, absolute, etag_of, is_url, unheld_below
+from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.opened import open_files
 from ckptfix.storage.parallel import in_turn
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.reading import identity
-from ckptfix.storage.transactions import State, transactions
 from ckptfix.wording import Line, count_of, line, unchecked_lines
 
 # One verb over several paths: each on its own, what was not checked once, and a summary of all.

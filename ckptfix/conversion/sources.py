@@ -32,10 +32,10 @@ from ckptfix.diagnosis.wrapped_keys import STATE_DICT
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
 from ckptfix.storage.files import AnyPath, names_in
+from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import MANIFEST, command, listed_files, shell_path
 from ckptfix.storage.reading import ABSENT, OpenFiles, Piece, identity, open_reader, page_buffer
-from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 from ckptfix.wording import count_of
 

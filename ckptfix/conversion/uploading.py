@@ -23,6 +23,7 @@ from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.files import is_url, local_path
 from ckptfix.storage.joined_team import ensure_seen
+from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.markers import DESTINATION, Uploaded
 from ckptfix.storage.mounts import object_mount_of
 from ckptfix.storage.opened import errors_with_place, with_place
@@ -37,7 +38,6 @@ from ckptfix.storage.staged import (
     sweep,
     temporary_name,
 )
-from ckptfix.storage.transactions import State, transactions
 from ckptfix.wording import Line, Printable, count_of, escape, human_size, line
 
 if TYPE_CHECKING:

@@ -63,11 +63,11 @@ from ckptfix.storage.files import (
     sparing,
     unheld_below,
 )
+from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, described
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of, target_of
-from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
 from ckptfix.wording import (
     Line,

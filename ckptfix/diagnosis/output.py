@@ -12,12 +12,12 @@ from ckptfix.checkpoint.latest import UNFINISHED, cut_upload
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import UsageError
 from ckptfix.storage.atomic import sync_tree
+from ckptfix.storage.journal import transactions
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, ensure_folder
 from ckptfix.storage.recipes import Range, Recipe, build
 from ckptfix.storage.staged import ensure_space, put_in_place, staging_for
-from ckptfix.storage.transactions import transactions
 
 
 @contextmanager

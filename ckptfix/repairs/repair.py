@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -69,6 +69,7 @@ from ckptfix.repairs.steps import (
 )
 from ckptfix.repairs.steps_to_edits import Compiled, compile_plan, free_space, space_needed
 from ckptfix.reports import Serialized
+from ckptfix.storage.backends import carriage, locked
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Edit
 from ckptfix.storage.files import (
@@ -81,14 +82,12 @@ from ckptfix.storage.files import (
     relative,
     store_of,
 )
-from ckptfix.storage.journal import RecoveryReport, carriage, commit
-from ckptfix.storage.journal import recover as recover_folder
-from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.journal import transactions
 from ckptfix.storage.opened import open_files, takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.reading import ensure_unchanged, unchanged
-from ckptfix.storage.transactions import transactions
+from ckptfix.storage.transactions import Backend, TransactionPlan, commit
 from ckptfix.wording import (
     Line,
     Printable,
@@ -99,9 +98,6 @@ from ckptfix.wording import (
     series,
     unchecked_lines,
 )
-
-if TYPE_CHECKING:
-    from ckptfix.storage.object_journal import StoreLock
 
 
 class RepairReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
@@ -306,12 +302,12 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
                 return self._execute_on_copy(self.output, progress)
             if self.draft.is_empty and not transactions(root):
                 return self._receipt(self.diagnosis)
-            with folder_lock(root, break_lock=break_lock) as lock:
-                recovered = _recovered(root)
-                if recovered is None:
-                    return self._apply(lock, progress, transfer=transfer)
+            with locked(root, "repair", break_lock=break_lock) as backend:
+                recovered = backend.recover()
+                if recovered is None or not recovered.has_changed:
+                    return self._apply(backend, progress, transfer=transfer)
                 again = _plan(self.target, self.policy, None, progress)
-                receipt = again._apply(lock, progress, transfer=transfer)
+                receipt = again._apply(backend, progress, transfer=transfer)
                 return replace(receipt, recovered=True, finished=recovered.finished is not None)
 
     def _execute_on_copy(self, output: Path, progress: Progress | None) -> RepairReceipt:
@@ -373,18 +369,19 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         )
 
     def _apply(
-        self, lock: "StoreLock | None", progress: Progress | None, *, transfer: bool
+        self, backend: Backend, progress: Progress | None, *, transfer: bool
     ) -> RepairReceipt:
-        """Do the edits of the steps and of the manifest. The caller holds the lock."""
+        """Do the edits of the steps and of the manifest."""
         root = self.target.root
         compiled = self.compiled
-        shares_blocks = bool(compiled.edits) and lock is None and supports_reflink(on_disk(root))
+        in_store = isinstance(root, StorePath)
+        shares_blocks = bool(compiled.edits) and not in_store and supports_reflink(on_disk(root))
         if shares_blocks and not self.policy.atomic:
             compiled = compile_plan(self.draft, new_files=True)
         if not compiled.edits:
             return self._receipt(self.diagnosis)
         edits = (*compiled.edits, *self._manifest_edits(compiled))
-        if lock is not None:
+        if in_store:
             _ensure_uploaded(self.target)
         else:
             _check_space(root, edits, shares_blocks)
@@ -392,25 +389,21 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
             ensure_unchanged(root, self.diagnosis.scanned)
         after = self.diagnosis
 
-        def verify() -> None:
+        def prove() -> None:
             nonlocal after
             after = self._proven(compiled)
 
-        number = commit(
-            root,
-            edits,
+        plan = TransactionPlan(
+            edits=edits,
             target=self.target.only or "",
             summary=[str(step) for step in self.steps],
-            verify=verify,
             known=self.diagnosis.scanned,
             # Digests of the repaired files must go before those files do.
             watched=(PurePosixPath(MANIFEST),),
             digests=self.diagnosis.digests,
             indexes=self._indexes,
-            lock=lock,
-            transfer=transfer,
-            progress=progress,
         )
+        number = commit(backend, plan, prove, transfer=transfer, progress=progress)
         return replace(self._receipt(after), transaction=number)
 
     def _receipt(self, after: Diagnosis) -> RepairReceipt:
@@ -478,11 +471,11 @@ def plan_repair(
         _check_copy(target, copy)  # before every byte of a large model is compared
         return _plan(target, policy, copy, progress)
     if recover and interrupted(target):
-        with folder_lock(target.root, break_lock=break_lock):
-            recovered = _recovered(target.root)
+        with locked(target.root, "repair", break_lock=break_lock) as backend:
+            recovered = backend.recover()
             return replace(
                 _plan(target, policy, None, progress),
-                recovered=recovered is not None,
+                recovered=recovered is not None and recovered.has_changed,
                 finished=recovered is not None and recovered.finished is not None,
             )
     return _plan(target, policy, None, progress)
@@ -550,14 +543,6 @@ def _check_copy(target: Target, output: Path | str) -> None:
 
         places_of(store.url, output)
         check_free(output)
-
-
-def _recovered(root: AnyPath) -> RecoveryReport | None:
-    """Roll back an interrupted run, or finish it in a store; None where there was none. The caller
-    holds the lock.
-    """
-    recovered = recover_folder(root)
-    return recovered if recovered and (recovered.rolled_back or recovered.finished) else None
 
 
 def _listing(action: StepAction) -> PurePosixPath | None:

@@ -21,9 +21,10 @@ from ckptfix.repairs.repair import RepairPlan, plan_repair
 from ckptfix.reports import plain
 from ckptfix.storage.atomic import create_file, read_file, sync_folder
 from ckptfix.storage.files import AnyPath, absolute, is_url, lies_in
+from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import cause, command, shell_path
-from ckptfix.storage.transactions import State, is_as_left, transactions
+from ckptfix.storage.undoable import is_as_left
 from ckptfix.wording import count_of
 
 _VERSION = 1

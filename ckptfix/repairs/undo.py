@@ -9,14 +9,13 @@ from msgspec import Struct
 from ckptfix.diagnosis.target import commands_for, find_target
 from ckptfix.errors import UsageError
 from ckptfix.reports import Serialized
+from ckptfix.storage import transactions as engine
+from ckptfix.storage.backends import locked
 from ckptfix.storage.files import AnyPath, Openable, store_of, walk
-from ckptfix.storage.journal import recover
-from ckptfix.storage.journal import undo as undo_transaction
-from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.journal import State, TransactionInfo, transactions
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command
-from ckptfix.storage.transactions import State, TransactionInfo, transactions
 from ckptfix.wording import Line, Printable, count_of, few, line, list_names
 
 
@@ -87,8 +86,8 @@ def undo(
         below = commands_for(_repaired_below(target.root), "undo") if target.only is None else ""
         why = f" in this folder itself, but below it; {below}" if below else ""
         raise UsageError(f"{target.path}: there is no repair to undo{why}")
-    with folder_lock(target.root, verb="undo", break_lock=break_lock) as lock:
-        recovered = recover(target.root, force=force, progress=progress)
+    with locked(target.root, "undo", break_lock=break_lock) as backend:
+        recovered = backend.recover(force=force, progress=progress)
         if recovered is not None and recovered.rolled_back is not None:
             return _receipt(
                 target.path, recovered.rolled_back, len(_done(target.root, wanted)), recovered=True
@@ -109,8 +108,8 @@ def undo(
                 f"{target.path}: repair {last.number} changed the folder before it was uploaded, "
                 "and is undone only there; next: ckptfix undo FOLDER, then upload it again"
             )
-        unproven = undo_transaction(
-            target.root, last.number, force=force, lock=lock, transfer=transfer, progress=progress
+        unproven = engine.undo(
+            backend, last.number, force=force, transfer=transfer, progress=progress
         )
     return _receipt(target.path, last, len(done) - 1, recovered=False, unproven=unproven)
 

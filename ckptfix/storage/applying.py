@@ -56,12 +56,11 @@ from ckptfix.storage.edits import (
     Truncate,
     edited_paths,
 )
+from ckptfix.storage.folder_journal import Metadata, Note, Workspace, opened
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command, forget
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Absent, Recipe, build, differing
-from ckptfix.storage.transaction_folder import Note, Workspace, opened
-from ckptfix.storage.transaction_plan import Metadata
 from ckptfix.wording import moment
 
 _BLOCK = 1 << 20

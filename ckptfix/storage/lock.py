@@ -7,27 +7,17 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckptfix.errors import JournalError, LockedError, OperationError
-from ckptfix.storage.files import AnyPath, StorePath
 from ckptfix.storage.paths import JOURNAL, shell_path
-
-if TYPE_CHECKING:
-    from ckptfix.storage.object_journal import StoreLock
 
 LOCK = "lock"
 """The name of the lock file in ``.ckptfix/``."""
 
 
 @contextmanager
-def folder_lock(
-    root: AnyPath, *, verb: str = "repair", break_lock: bool = False
-) -> Iterator["StoreLock | None"]:
+def folder_lock(root: Path, *, verb: str = "repair") -> Iterator[None]:
     """Hold the lock of the folder ``root``; readers do not need it.
-
-    Of a path in a store it is the lock there, which is yielded; ``verb`` is what it says there, and
-    ``break_lock`` takes it over from a run that was killed.
 
     The lock dies with the process that holds it, so a lock file that a killed run left behind locks
     nothing. At the end the lock file is removed, and ``.ckptfix/`` with it when it is empty.
@@ -36,12 +26,6 @@ def folder_lock(
     link or no directory, OperationError when the folder cannot be written to or its file system has
     no locks.
     """
-    if isinstance(root, StorePath):
-        from ckptfix.storage.object_journal import store_lock
-
-        with store_lock(root.files.store, verb, break_lock=break_lock) as lock:
-            yield lock
-        return
     try:
         fd = _acquire(root)
     except OSError as error:
@@ -54,7 +38,7 @@ def folder_lock(
             f"{root}: cannot lock this folder for writing: {error.strerror}{copy}"
         ) from error
     try:
-        yield None
+        yield
     finally:
         # While the descriptor is open nobody else gets the lock; whoever has opened the file
         # already finds that it is no longer there (see _acquire) and makes a new one.

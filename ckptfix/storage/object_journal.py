@@ -29,10 +29,10 @@ from msgspec import Meta, Struct, convert, field, to_builtins
 from msgspec.structs import replace
 
 from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
+from ckptfix.storage.folder_journal import path_of, text, whole
 from ckptfix.storage.object_contents import Content, Source, size_of
 from ckptfix.storage.paths import JOURNAL, check_path, shell_path
 from ckptfix.storage.stores import ABSENT, Expected, ObjectInfo, Store, Whole
-from ckptfix.storage.transaction_plan import path_of, text, whole
 from ckptfix.wording import moment
 
 LOCK = f"{JOURNAL}/lock"

@@ -1,482 +1,189 @@
-"""The transactions in a folder's journal, and the conditions under which a committed one can be
+"""Transactions on the files of one checkpoint: all edits happen, or none, and a committed one can be
 undone.
+
+One engine over two backends, which go in the direction that suits them. A folder is changed file by
+file, with a note before each, and goes back. A store has no rename: every new object is made aside
+and proven there, and once names are being replaced, it goes on to the end::
+
+    state      a folder                      a store                          the next run
+    building   plan and new files are made   new objects lie aside            deletes it
+    pending    edits happen                  names are replaced               rolls back | finishes
+    done       committed                     committed                        clears what is left
+
+Each state is durable before the step that it announces begins, so that no reader of a journal has
+to guess.
 """
 
-import os
-import re
-import stat
-from collections.abc import Callable, Iterator
-from enum import Enum
-from pathlib import Path, PurePosixPath
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import PurePosixPath
+from typing import NoReturn, Protocol
 
 from msgspec import Struct
 
-from ckptfix.errors import ChangedError, FileChangedError, JournalError, OperationError
-from ckptfix.storage.comparing import ends_digest, fingerprint, samples_digest
-from ckptfix.storage.copying import supports_reflink
-from ckptfix.storage.edits import (
-    Appended,
-    Patch,
-    Pieces,
-    Record,
-    Remove,
-    Replaced,
-    Truncate,
-    WayBack,
-    edited_paths,
-)
-from ckptfix.storage.files import AnyPath, StorePath, names_in
+from ckptfix.errors import UsageError
+from ckptfix.storage.comparing import Digests
+from ckptfix.storage.edits import Edit
+from ckptfix.storage.files import AnyPath
+from ckptfix.storage.journal import TransactionInfo, check_later
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
-from ckptfix.storage.reading import Piece
-from ckptfix.storage.recipes import (
-    Bytes,
-    Kept,
-    Part,
-    Recipe,
-    differing,
-    is_made,
-    parts_of,
-    read_bytes,
-)
-from ckptfix.storage.transaction_folder import Workspace, read_after, read_all_notes, read_samples
-from ckptfix.storage.transaction_plan import TransactionRecord, read_record
-from ckptfix.wording import human_size, moment
+from ckptfix.storage.reading import FileIdentity
 
 
-class Rebuilt(NamedTuple):
-    """A deleted file that an undo rebuilds: the place of its edit, its path and its recipe.
+class TransactionPlan(Struct, frozen=True, kw_only=True):
+    """Edits of a transaction, in their order, and what they were planned for.
 
-    ``bytes_of``: the current location of a part's bytes; ``cut``: of a stretch of the file, from
-    its offset and length. Both raise ChangedError where bytes are missing.
+    ``target`` is the path that the user named, ``summary`` any JSON value; ``watched`` are further
+    files (besides edited ones and those that recipes read) whose change makes an undo refuse.
+    ``known``: the files that the edits were planned for. ``digests``: of parts of files that
+    recipes read, where they were read already. ``indexes``: the files that list others, which
+    change after them.
     """
 
-    place: int
-    path: PurePosixPath
-    recipe: Recipe
-    bytes_of: Callable[[Part], Bytes]
-    cut: Callable[[int, int], Bytes]
+    edits: Sequence[Edit]
+    target: str
+    summary: object
+    watched: Iterable[PurePosixPath] = ()
+    known: Mapping[PurePosixPath, FileIdentity] = {}
+    digests: Mapping[PurePosixPath, Digests] = {}
+    indexes: Iterable[PurePosixPath] = ()
 
 
-def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuilt]:
-    """Yield every file that an undo rebuilds from ranges of other files; each is valid until the
-    next one.
+class RecoveryReport(Struct, frozen=True, kw_only=True):
+    """Result of a recovery: the transaction rolled back (None: none), and the number of left-overs
+    removed.
 
-    The current location of the bytes is computed as if edits were undone; nothing is changed.
-
-    Raises ChangedError, OperationError, OSError.
+    ``finished``: the transaction that was finished instead, in a store.
     """
 
-    def find(path: PurePosixPath) -> Pieces[Piece] | None:
-        return _file(locate(work.root, path))
+    rolled_back: TransactionInfo | None
+    leftovers: int
+    finished: TransactionInfo | None = None
 
-    def kept(index: int) -> Pieces[Piece] | None:
-        edit = record.edits[index]
-        if isinstance(edit, Truncate):
-            return Pieces((Piece(work.tail(index), 0, edit.old_size - edit.new_size),))
-        assert isinstance(edit, Remove | Replaced)
-        assert isinstance(edit.previous, Kept)
-        return _file(work.old(index, edit.previous))
-
-    def missing(path: PurePosixPath) -> ChangedError:
-        return ChangedError(f"{work.root / path} is missing, and an undo needs its bytes")
-
-    back = WayBack(find, kept, missing)
-
-    def bytes_of(part: Part) -> Bytes:
-        return back.cut(part.source, part.offset, part.length)
-
-    rebuilt = [number for number, edit in enumerate(record.edits) if _is_rebuilt(edit)]
-    for index in range(len(record.edits) - 1, min(rebuilt, default=len(record.edits)) - 1, -1):
-        edit = record.edits[index]
-        if isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Recipe):
-            made = back.made(edit.previous)
-            yield Rebuilt(index, edit.path, edit.previous, bytes_of, made.cut)
-        back.undo(index, edit)
+    @property
+    def has_changed(self) -> bool:
+        """True where names changed, so that what was planned before does not hold."""
+        return self.rolled_back is not None or self.finished is not None
 
 
-def _is_rebuilt(edit: Record) -> bool:
-    return isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Recipe)
-
-
-def _file(path: Path) -> Pieces[Piece] | None:
-    try:
-        return Pieces((Piece(path, 0, os.stat(path).st_size),))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-_NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})\.(building|pending|done)")
-
-
-class State(Enum):
-    """State of a transaction, the end of its folder's name."""
-
-    BUILDING = "building"  # garbage: the folder was not changed yet
-    PENDING = "pending"  # to be rolled back by the next run
-    DONE = "done"  # committed; can be undone
-
-
-class TransactionInfo(Struct, frozen=True, kw_only=True):
-    """One transaction as the journal describes it.
-
-    ``summary`` is the JSON value that the caller of ``commit`` gave; ``created`` is in seconds
-    since 1970; ``paths`` are the edited files, ``watched`` those and the files that an undo reads.
-    ``problem`` says why the journal cannot be read (None: it can). ``foreign``: a repair by another
-    user, who alone can read it; that is not a problem, but its contents are unknown. ``in_store``:
-    of objects; what is pending there is finished by the next run.
-    """
+class Attempt(Protocol):
+    """A transaction under way. ``number``: its number in the journal."""
 
     number: int
-    state: State
-    target: str = ""
-    summary: object = None
-    created: float = 0.0
-    paths: tuple[PurePosixPath, ...] = ()
-    watched: tuple[PurePosixPath, ...] = ()
-    problem: str | None = None
-    foreign: bool = False
-    in_store: bool = False
+
+    def made(self) -> AbstractContextManager[None]:
+        """Make every edit, and let the checkpoint be read as it is then, in a block.
+
+        At its end all is as it was made, or FileChangedError is raised: a save came between.
+        """
+
+    def commit(self) -> None:
+        """Announce that the transaction happens, durably."""
+
+    def roll_back(self, error: BaseException) -> NoReturn:
+        """Go back from wherever ``error`` stopped it, and raise what the caller is told.
+
+        RolledBackError or ChangedError: everything is as before; JournalError: the next recovery
+        goes on; interrupts are raised as they are.
+        """
+
+    def finish(self) -> None:
+        """Do what follows a commit. JournalError: the next recovery goes on."""
 
 
-def transactions(root: AnyPath) -> tuple[TransactionInfo, ...]:
-    """Return the transactions in the journal of ``root``, oldest first. Reads only; needs no lock.
+class Backend(Protocol):
+    """A checkpoint at its place, for whoever holds its lock."""
 
-    Raises JournalError when ``.ckptfix`` is a symbolic link or no directory, OSError when it cannot
-    be listed.
+    @property
+    def root(self) -> AnyPath:
+        """The path of the checkpoint."""
+
+    def transactions(self) -> tuple[TransactionInfo, ...]:
+        """Return the transactions in its journal, oldest first."""
+
+    def begin(self, plan: TransactionPlan, *, transfer: bool, progress: Progress | None) -> Attempt:
+        """Return an attempt. Raises OperationError where it cannot be made; nothing is changed."""
+
+    def recover(
+        self, *, force: bool = False, progress: Progress | None = None
+    ) -> RecoveryReport | None:
+        """Go on with what was cut short, and clean up; None when there was nothing to do.
+
+        Raises JournalError when the journal is damaged, or a file is neither as before nor as the
+        transaction left it; that file is then not touched. ``force`` accepts other modification
+        times of files whose size and ends are right.
+        """
+
+    def undo(
+        self, number: int, *, force: bool, transfer: bool, progress: Progress | None
+    ) -> tuple[PurePosixPath, ...]:
+        """Undo a committed transaction that no later one needs, as ``undo`` says."""
+
+
+def commit(
+    backend: Backend,
+    plan: TransactionPlan,
+    prove: Callable[[], None],
+    *,
+    transfer: bool = False,
+    progress: Progress | None = None,
+) -> int:
+    """Make all edits in order, call ``prove``, and return the number of the committed transaction.
+
+    The caller holds the lock and has recovered. When a save wrote a file of the plan by the time
+    that an edit takes it, or until the end, all is undone, and the save's files stay. ``transfer``
+    lets bytes go through this machine where a store cannot compose. ``progress`` gets the bytes
+    copied since its last call.
+
+    Raises OperationError when it failed before anything was touched, RolledBackError when an edit
+    or ``prove`` failed (``__cause__``) and all was undone, JournalError when the undoing failed
+    too: the next recovery finishes it. KeyboardInterrupt and the like are raised again after the
+    roll-back.
     """
-    if isinstance(root, StorePath):
-        return _transactions_in(root) if (root / JOURNAL).is_dir() else ()
-    return tuple(describe(folder, number, state) for number, state, folder in journal_folders(root))
+    attempt = backend.begin(plan, transfer=transfer, progress=progress)
+    carry_out(attempt, prove)
+    return attempt.number
 
 
-def is_partly_changed(root: AnyPath) -> bool:
-    """Return whether a repair or an undo has changed some files and others not yet: it runs, or was
-    killed.
-
-    Reads less than ``transactions``, and of a store what was listed. Raises OSError, and of a store
-    StoreError.
-    """
-    if not isinstance(root, StorePath):
-        try:
-            return any(state is State.PENDING for _, state, _ in journal_folders(root))
-        except JournalError:  # a link or a file, which is no journal of ours
-            return False
-    if root.key is None or not (root / JOURNAL).is_dir():
-        return False
-    from ckptfix.storage.object_journal import is_replacing
-
-    store = root.files.store.below(root.key)
-    return is_replacing(store, root.files.objects_below(root.key))
-
-
-def _transactions_in(root: StorePath) -> tuple[TransactionInfo, ...]:
-    """Return the transactions of a checkpoint in a store; those of a folder that was uploaded are
-    foreign there.
-    """
-    from ckptfix.storage.object_journal import recorded
-
-    files, key = root.files, root.key or ""
-    uploaded = (
-        TransactionInfo(number=number, state=state, foreign=True)
-        for number, state, _ in journal_folders(root)
-        if state is not State.BUILDING
-    )
-    found = {one.number: one for one in uploaded}
-    # A fleet is listed once, and nothing in it is changed.
-    known = files.objects_below(key) if files.whole is not None else None
-    for one in recorded(files.store.below(key), known):
-        plan = one.plan
-        found[one.number] = TransactionInfo(
-            number=one.number,
-            state=State(one.state),
-            target=plan.target if plan is not None else "",
-            summary=plan.summary if plan is not None else None,
-            created=plan.created if plan is not None else 0.0,
-            paths=tuple(change.path for change in plan.changes) if plan is not None else (),
-            watched=plan.watched if plan is not None else (),
-            problem=one.problem,
-            in_store=True,
-        )
-    return tuple(found[number] for number in sorted(found))
-
-
-_Root = TypeVar("_Root", Path, StorePath, AnyPath)
-
-
-def journal_folders(root: _Root) -> list[tuple[int, State, _Root]]:
-    """Return number, state and folder of each transaction, oldest first. Raises as ``transactions``
+def carry_out(attempt: Attempt, prove: Callable[[], None]) -> None:
+    """Take an attempt through its states: made, proven, committed, finished. Raises as ``commit``
     does.
     """
-    journal = root / JOURNAL
     try:
-        if not stat.S_ISDIR(journal.lstat().st_mode):
-            raise JournalError(f"{journal}: is a symbolic link or no directory; move it away first")
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    matches = [match for name in names_in(journal) if (match := _NAME.fullmatch(name))]
-    return sorted(
-        ((int(match[1]), State(match[2]), journal / match[0]) for match in matches),
-        key=lambda found: (found[0], found[1] is State.BUILDING),  # garbage blocks a roll-back
-    )
+        with attempt.made():
+            prove()
+        attempt.commit()
+    except BaseException as error:
+        attempt.roll_back(error)
+    attempt.finish()
 
 
-def check_real(folder: Path) -> None:
-    """Raise JournalError when a transaction is a symbolic link, which would lead out of the
-    journal, or a file.
+def undo(
+    backend: Backend,
+    number: int,
+    *,
+    force: bool = False,
+    transfer: bool = False,
+    progress: Progress | None = None,
+) -> tuple[PurePosixPath, ...]:
+    """Undo a committed transaction byte for byte, and forget it; return what ``force`` accepted
+    without a proof.
+
+    Every byte that comes back is compared with the digests in the journal first; of bytes that stay
+    in place, the size, both ends and pages between them. Times prove nothing. ``force`` accepts
+    another time of files of which a journal of 0.4.0 or older has no digest, and nothing else.
+
+    The caller holds the lock and has recovered. Raises UsageError when there is no such
+    transaction; ChangedError when a later transaction needs the current files, or when a file
+    differs from the transaction's result, or cannot be proven the same; JournalError when it could
+    not finish: the next recovery does.
     """
-    if not stat.S_ISDIR(os.lstat(folder).st_mode):
-        raise JournalError(
-            f"{folder}: is a symbolic link or no directory, which ckptfix never makes; to remove "
-            f"it: rm {shell_path(folder)}"
+    every = backend.transactions()
+    numbers = [info.number for info in every]
+    if number not in numbers:
+        known = ", ".join(map(str, numbers)) or "there is none"
+        raise UsageError(
+            f"{backend.root}: there is no transaction {number} to undo (known: {known})"
         )
-
-
-def describe(folder: Path, number: int, state: State) -> TransactionInfo:
-    """Read the description of one transaction from the journal."""
-    try:
-        check_real(folder)
-        if state is State.BUILDING:
-            return TransactionInfo(number=number, state=state)
-        record = read_record(folder)
-    except JournalError as error:
-        if state is State.DONE and isinstance(error.__cause__, PermissionError):
-            return TransactionInfo(number=number, state=state, foreign=True)
-        return TransactionInfo(number=number, state=state, problem=str(error))
-    edited = dict.fromkeys(path for edit in record.edits for path in edited_paths(edit))
-    return TransactionInfo(
-        number=number,
-        state=state,
-        target=record.target,
-        summary=record.summary,
-        created=record.created,
-        paths=tuple(edited),
-        watched=record.watched,
-    )
-
-
-class Allowed(NamedTuple):
-    """Accepted differences in an undo.
-
-    ``any_time``: times of files differ and their content was proven, or ``--force`` accepts it.
-    ``unproven``: the files of which ``--force`` accepts it.
-    """
-
-    any_time: bool
-    unproven: tuple[PurePosixPath, ...]
-
-
-def check_undoable(
-    root: Path, done: Path, number: int, record: TransactionRecord, *, force: bool
-) -> Allowed:
-    """Raise ChangedError, JournalError or OperationError when an undo would lose bytes or could not
-    finish.
-    """
-    _check_later(root, number, record)
-    _check_kept(root, done, record)
-    allowed = _check_unchanged(root, done, number, record, force)
-    _check_space(root, record)
-    _check_restored(root, done, number, record)
-    return allowed
-
-
-def _check_later(root: Path, number: int, record: TransactionRecord) -> None:
-    edited = {path for edit in record.edits for path in edited_paths(edit)}
-    for info in transactions(root):
-        if info.number <= number:
-            continue
-        if info.foreign or info.problem:
-            why = info.problem or "it belongs to another user, who alone can read and undo it"
-            raise ChangedError(
-                f"{root}: transaction {info.number} came later; undo {info.number} first ({why})"
-            )
-        changed, needed = (
-            set(record.watched).intersection(info.paths),
-            edited.intersection(info.watched),
-        )
-        if changed or needed:
-            what = f"changed {min(changed)} too" if changed else f"needs {min(needed)} as it is now"
-            raise ChangedError(
-                f"{root}: transaction {info.number} came later and {what}; undo {info.number} "
-                f"first: {command('undo', root, info.target)}"
-            )
-
-
-def _check_unchanged(
-    root: Path, done: Path, number: int, record: TransactionRecord, force: bool
-) -> Allowed:
-    """Compare every file with its recorded fingerprint. Its time proves nothing: a copy and
-    ``touch`` change it.
-    """
-    samples = read_samples(done)
-    any_time, unproven = False, dict[PurePosixPath, str]()
-    for path, left in read_after(done, record.watched).items():
-        full = locate(root, path)
-        now = fingerprint(full)
-        if left is None or now is None:
-            if left is not now:
-                what = "appeared" if now else "disappeared"
-                raise ChangedError(f"{root / path}: {what} since repair {number}; {_advice(root)}")
-            continue
-        if not left.same_content(now):
-            sizes = (
-                f"it has {now.size} bytes, {left.size} were left; " if now.size != left.size else ""
-            )
-            raise ChangedError(
-                f"{root / path}: changed since repair {number}: {sizes}the sha256 of its ends is "
-                f"{now.sha256[:12]}, was {left.sha256[:12]}; {_advice(root)}"
-            )
-        digest = samples_digest(full) if now.kind == "file" else ""
-        if samples.get(path, digest) != digest:
-            raise ChangedError(
-                f"{root / path}: changed since repair {number}: pages between its ends have "
-                f"another sha256 ({digest[:12]}, was {samples[path][:12]}); {_advice(root)}"
-            )
-        if now != left:
-            any_time = True
-            if digest and path not in samples:
-                unproven[path] = f"its time is {moment(now.mtime_ns)}, was {moment(left.mtime_ns)}"
-    if unproven and not force:
-        path, why = next(iter(unproven.items()))
-        raise ChangedError(
-            f"{root / path}: cannot be proven unchanged since repair {number}: {why}, and the "
-            "journal, written by ckptfix 0.4.0 or older, has no digest of its bytes; nothing was "
-            "undone; if you know that only its time changed, as in a copy: "
-            f"{command('undo', root, record.target, '--force')}"
-        )
-    return Allowed(any_time, tuple(unproven))
-
-
-def is_as_left(root: AnyPath, number: int) -> bool:
-    """Return whether all files of a committed transaction are still as it left them. Raises
-    OSError.
-    """
-    if isinstance(root, StorePath):
-        return False
-    for found, state, folder in journal_folders(root):
-        if found == number and state is State.DONE:
-            try:
-                _check_unchanged(root, folder, number, read_record(folder), force=False)
-            except (ChangedError, JournalError):
-                return False
-            return True
-    return False
-
-
-def _check_kept(root: Path, done: Path, record: TransactionRecord) -> None:
-    """Raise ChangedError when the journal lacks a byte that the repair kept in it.
-
-    ``cp -rL`` leaves out a kept link that leads to a neighbour, as it leads nowhere from within the
-    journal.
-    """
-    work = Workspace(root, done)
-    notes = read_all_notes(done, len(record.edits))
-    for index, (edit, note) in enumerate(zip(record.edits, notes, strict=True)):
-        if isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Kept):
-            path = work.old(index, edit.previous)
-            now = fingerprint(path)
-            is_whole = now is not None and now.same_content(note.old)
-        elif isinstance(edit, Truncate):
-            path = work.tail(index)
-            now = fingerprint(path)
-            is_whole = now is not None and now.size == edit.old_size - edit.new_size
-        else:
-            continue
-        if not is_whole:
-            raise ChangedError(
-                f"{path}: {'is missing' if now is None else 'changed'}, and an undo needs it for "
-                f"{edit.path}: a copy may have left it out; nothing was undone; undo the folder "
-                f"that this one was copied from, or {forget(root)}"
-            )
-
-
-def check_dropped(work: Workspace, record: TransactionRecord, progress: Progress | None) -> None:
-    """Compare every byte of the files that the commit deletes with what their recipes make.
-
-    A file that was written through a memory map, or replaced by one of its size and time (``tar``,
-    ``rsync -t``), looks as it was planned for. It was deleted, and no undo could rebuild it.
-
-    Raises ChangedError, OSError.
-    """
-    for rebuilt in rebuilt_files(work, record):
-        old = work.old(rebuilt.place, rebuilt.recipe)
-        if not is_made(rebuilt.recipe, old, rebuilt.bytes_of, progress):
-            raise FileChangedError(
-                work.root / next(differing(rebuilt.recipe, rebuilt.bytes_of), rebuilt.path)
-            )
-
-
-def _check_restored(root: Path, done: Path, number: int, record: TransactionRecord) -> None:
-    """Hash every byte of other files that goes into a restored file."""
-    work = Workspace(root, done)
-    notes = read_all_notes(done, len(record.edits))
-    for rebuilt in rebuilt_files(work, record):
-        path, recipe = rebuilt.path, rebuilt.recipe
-        for source in differing(recipe, rebuilt.bytes_of):
-            now = {
-                piece.path
-                for part in parts_of(recipe)
-                if part.source == source
-                for piece in rebuilt.bytes_of(part)
-                if isinstance(piece, Piece)
-            }
-            names = ", ".join(sorted(map(str, now)))
-            raise ChangedError(
-                f"{names}: changed since repair {number}: the bytes that {path} had in common with "
-                f"it have another sha256, so that an undo would restore {path} with other bytes; "
-                f"nothing was undone; bring back {names} as the repair left it, then: "
-                f"{command('undo', root, record.target)}; or {forget(root)}"
-            )
-        old = notes[rebuilt.place].old
-        if old is not None and _ends_of(rebuilt) != old.sha256:
-            raise ChangedError(
-                f"{root / path}: cannot be rebuilt: it was written while repair {number} ran, and "
-                f"ckptfix before 0.6.0 deleted it then; nothing was undone; {forget(root)}"
-            )
-
-
-def _ends_of(rebuilt: Rebuilt) -> str:
-    def read(offset: int, length: int) -> bytes:
-        return read_bytes(rebuilt.cut(offset, length))
-
-    return ends_digest(read, rebuilt.recipe.size)
-
-
-def _check_space(root: Path, record: TransactionRecord) -> None:
-    """Raise an error before any change: an undo that runs out of space halfway must wait for the
-    user.
-    """
-    needed = 1 << 16
-    in_place = any(isinstance(edit, Patch | Appended | Truncate) for edit in record.edits)
-    if in_place:
-        needed += sum(_linked_size(root, path) for path in record.watched)
-    for edit in record.edits:
-        if isinstance(edit, Truncate):
-            needed += edit.old_size - edit.new_size + 4096
-        elif isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Recipe):
-            needed += edit.previous.size + 4096
-    status = os.statvfs(root)
-    free = status.f_bavail * status.f_frsize
-    if needed > free and not supports_reflink(
-        root
-    ):  # where blocks are shared, a rebuilt file takes almost none
-        raise OperationError(
-            f"{root}: an undo writes {human_size(needed)}, {human_size(free)} are free on this "
-            f"disk; free some, then: {command('undo', root, record.target)}"
-        )
-
-
-def _advice(root: Path) -> str:
-    return f"nothing was undone; bring back what the repair left and undo again, or {forget(root)}"
-
-
-def _linked_size(root: Path, path: PurePosixPath) -> int:
-    """Return the size of a file that got a second name, and so is copied before it is changed in
-    place.
-    """
-    try:
-        status = os.lstat(locate(root, path))
-    except FileNotFoundError:
-        return 0
-    return status.st_size + 4096 if stat.S_ISREG(status.st_mode) and status.st_nlink > 1 else 0
+    check_later(backend.root, every, number)
+    return backend.undo(number, force=force, transfer=transfer, progress=progress)

@@ -31,6 +31,7 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.atomic import sync_folder
+from ckptfix.storage.backends import locked
 from ckptfix.storage.edits import Replace
 from ckptfix.storage.files import (
     AnyPath,
@@ -42,15 +43,14 @@ from ckptfix.storage.files import (
     on_disk,
     store_of,
 )
-from ckptfix.storage.journal import commit, recover
-from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.partial_results import PartialResults, default_folder
 from ckptfix.storage.paths import JOURNAL, MANIFEST, SIGNED, UNSIGNED, command, refusal
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
 from ckptfix.storage.staged import temporary_file
-from ckptfix.storage.transactions import State, transactions
+from ckptfix.storage.transactions import Backend, TransactionPlan, commit
 from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
 from ckptfix.verification.digests import compare
 from ckptfix.verification.download_digests import recorded_download, without_client
@@ -75,7 +75,6 @@ from ckptfix.verification.verify_report import Change, Downloaded, Item, Outcome
 from ckptfix.wording import Line, Printable, count_of, human_size, line
 
 if TYPE_CHECKING:
-    from ckptfix.storage.object_journal import StoreLock
     from ckptfix.storage.stores import Store
 
 
@@ -250,13 +249,13 @@ def seal(
     findings = _serious(shape)
     if any(map(forbids_seal, findings)) and not force:
         return SealReceipt(path=target.path, written=False, findings=findings)
-    with folder_lock(target.root, verb="seal") if teams.leads() else nullcontext() as lock:
+    with locked(target.root, "seal") if teams.leads() else nullcontext() as backend:
         if any(one.state is State.PENDING for one in transactions(target.root)):
             raise OperationError(
                 f"{target.root}: a repair was interrupted; next: {command('undo', target.root)}"
             )
-        if teams.leads():
-            recover(target.root)  # what a run left that was killed before it changed anything
+        if backend is not None:
+            backend.recover()  # what a run left that was killed before it changed anything
         old = readable_manifest(target.root)
         recorded = Recorded(old, target)
         hub = None
@@ -320,8 +319,8 @@ def seal(
         number = None
         with teams.as_one():  # nothing is written where one of several processes has failed
             contents.check_unchanged()
-        if teams.leads():
-            number = _write(target.root, manifest, new, lock) if new or manifest != old else None
+        if backend is not None:
+            number = _write(backend, manifest, new) if new or manifest != old else None
             # Of several processes that were interrupted.
             if isinstance(target.root, Path):
                 PartialResults(default_folder(target.root)).remove()
@@ -464,14 +463,12 @@ def _put(root: AnyPath, store: "Store", files: Mapping[str, bytes]) -> None:
         store.put(name, data, expected=expected)
 
 
-def _write(
-    root: AnyPath, manifest: Manifest, statements: Mapping[str, bytes], lock: "StoreLock | None"
-) -> int | None:
+def _write(backend: Backend, manifest: Manifest, statements: Mapping[str, bytes]) -> int | None:
     """Put the statements in their places, then the manifest by one rename, which lists them.
 
     Returns the number of the transaction, if there has to be one.
     """
-    data = manifest.to_bytes()
+    root, data = backend.root, manifest.to_bytes()
     if len(data) > MAX_MANIFEST:
         raise OperationError(
             f"{root}: the manifest would take {len(data)} bytes, {MAX_MANIFEST} are read at most"
@@ -499,9 +496,8 @@ def _write(
         f"write the digests of {count_of(len(manifest.sha256), 'file')} to {', '.join(files)}"
     ]
     # Hundreds of KiB may travel to a store that cannot compose objects.
-    return commit(
-        root, edits, target="", summary=summary, verify=lambda: None, lock=lock, transfer=True
-    )
+    plan = TransactionPlan(edits=edits, target="", summary=summary)
+    return commit(backend, plan, lambda: None, transfer=True)
 
 
 def _rename(root: Path, files: Mapping[str, bytes]) -> None:

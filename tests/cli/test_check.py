@@ -246,7 +246,7 @@ def test_a_small_folder_is_checked_without_what_takes_longer_to_import_than_it_t
         "torch",
     }
     assert not imported & heavy
-    assert "ckptfix.storage.journal" not in imported, "what writes a repair"
+    assert "ckptfix.storage.transactions" not in imported, "what writes a repair"
 
 
 @pytest.mark.parametrize(

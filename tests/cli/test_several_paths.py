@@ -21,8 +21,8 @@ from ckptfix import check
 from ckptfix.cli import run
 from ckptfix.cli.several_paths import Unchecked
 from ckptfix.diagnosis.check import CheckReport
+from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.lock import folder_lock
-from ckptfix.storage.transactions import State, transactions
 from tests.repairs.builders import snapshot, write_safetensors
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"

@@ -16,7 +16,6 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.repairs.repair import RepairReceipt
-from ckptfix.storage.journal import recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.verification.verify_report import Kind, Outcome
 from fixtures import golden_dcp
@@ -37,6 +36,7 @@ from tests.repairs.dcp_folders import (
 )
 from tests.sampling import PARTS, sampled
 from tests.storage.crash import Fault, points, strike
+from tests.storage.folders import recover
 
 COPIES = Policy(allow=frozenset({"identical-models"}))
 """FSDP adds no wrapper, so that nothing but the user's word says that an equal model is a second

@@ -318,9 +318,9 @@ def test_undo_of_a_repair_that_was_killed_before_it_began(tmp_path: Path) -> Non
     before = snapshot(tmp_path)
     child = os.fork()
     if child == 0:
-        import ckptfix.storage.journal as journal
+        from ckptfix.storage import folder_backend
 
-        journal.__dict__["Workspace"] = lambda *_: os._exit(9)
+        folder_backend.__dict__["Workspace"] = lambda *_: os._exit(9)
         repair(tmp_path, policy=ONCE)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

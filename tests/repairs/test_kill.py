@@ -15,10 +15,10 @@ import pytest
 
 from ckptfix import CkptfixError, Policy, UsageError, check, repair, undo
 from ckptfix.cli import run as cli
-from ckptfix.storage.journal import recover
 from ckptfix.storage.lock import folder_lock
 from tests.sampling import sampled
 from tests.storage.crash import Fault, Outcome, points, strike
+from tests.storage.folders import recover
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 Snapshot = dict[str, tuple[str, bytes, int]]

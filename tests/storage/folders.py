@@ -3,13 +3,16 @@
 import os
 import signal
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+from ckptfix.storage import transactions
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
-from ckptfix.storage.journal import commit, recover, undo
+from ckptfix.storage.folder_backend import FolderBackend
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
+from ckptfix.storage.transactions import RecoveryReport, TransactionPlan
 from tests.storage.crash import Outcome, in_child
 
 P = PurePosixPath
@@ -90,6 +93,30 @@ def snapshot(root: Path, *, times: bool = True) -> Snapshot:
 
 def without_journal(folder: Snapshot) -> Snapshot:
     return {name: value for name, value in folder.items() if not name.startswith(".ckptfix")}
+
+
+def commit(
+    root: Path,
+    edits: Sequence[Edit],
+    *,
+    target: str = "",
+    summary: object = None,
+    verify: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> int:
+    """Make the edits in one transaction; the caller holds the lock."""
+    plan = TransactionPlan(edits=edits, target=target, summary=summary, **options)
+    return transactions.commit(FolderBackend(root), plan, verify)
+
+
+def recover(root: Path, *, force: bool = False) -> RecoveryReport | None:
+    """Go on with what was cut short; the caller holds the lock."""
+    return FolderBackend(root).recover(force=force)
+
+
+def undo(root: Path, number: int, *, force: bool = False) -> tuple[PurePosixPath, ...]:
+    """Undo a transaction; the caller holds the lock."""
+    return transactions.undo(FolderBackend(root), number, force=force)
 
 
 def do(root: Path, edits: Sequence[Edit]) -> int:

@@ -10,9 +10,9 @@ import pytest
 
 from ckptfix.errors import JournalError, OperationError, RolledBackError
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
+from ckptfix.storage.folder_journal import Note
+from ckptfix.storage.folder_journal import add_note as real_add_note
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
-from ckptfix.storage.transaction_folder import Note
-from ckptfix.storage.transaction_folder import add_note as real_add_note
 from tests.storage.folders import P, do, make_folder, snapshot
 
 
@@ -68,7 +68,7 @@ def test_a_save_between_looking_and_writing_is_kept(
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(1, "no links here")
 
-    monkeypatch.setattr("ckptfix.storage.journal.add_note", add_note)
+    monkeypatch.setattr("ckptfix.storage.folder_backend.add_note", add_note)
     if not links:
         monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(RolledBackError):
@@ -86,7 +86,7 @@ def test_a_link_made_between_looking_and_writing_is_respected(
         real_add_note(folder, note)
         os.link(root / "zip", root.parent / "snapshot")
 
-    monkeypatch.setattr("ckptfix.storage.journal.add_note", add_note)
+    monkeypatch.setattr("ckptfix.storage.folder_backend.add_note", add_note)
     with pytest.raises(RolledBackError, match="zip"):
         do(root, (EDITS["patch"][1](root),))
     assert (root.parent / "snapshot").read_bytes() == b"zip" * 100

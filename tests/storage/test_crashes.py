@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.storage.edits import Edit, Move, Patch
-from ckptfix.storage.transactions import State, transactions
+from ckptfix.storage.journal import State, transactions
 from tests.sampling import is_exhaustive, sampled
 from tests.storage.crash import Fault, Outcome, points, strike
 from tests.storage.folders import (
@@ -200,7 +200,7 @@ def scene_is_new(scene: Scene) -> bool:
 def test_the_harness_finds_a_missing_journal(tmp_path: Path) -> None:
     """A control: the same edits without a journal do not survive."""
     from ckptfix.storage.applying import act, prepare
-    from ckptfix.storage.transaction_folder import Workspace
+    from ckptfix.storage.folder_journal import Workspace
 
     root = make_folder(tmp_path / "folder")
     old: Snapshot = snapshot(root, times=False)

@@ -14,11 +14,10 @@ import pytest
 from ckptfix.errors import ChangedError, RolledBackError
 from ckptfix.storage.comparing import Run, first_difference
 from ckptfix.storage.edits import Edit, Move, Remove, Replace
-from ckptfix.storage.journal import commit, undo
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.reading import identity, open_reader
 from ckptfix.storage.recipes import Literal, Range, Recipe
-from tests.storage.folders import P, snapshot, undo_last, without_journal
+from tests.storage.folders import P, commit, snapshot, undo, undo_last, without_journal
 
 LONG = bytes(range(251)) * 4_000
 MIDDLE = 500_000
@@ -102,7 +101,7 @@ def refuse(
 ) -> None:
     words = rf"{root / name} changed while it was read.*everything was rolled back"
     with folder_lock(root), pytest.raises(RolledBackError, match=words):
-        commit(root, edits, target="", summary=None, verify=verify, **options)  # type: ignore[arg-type]
+        commit(root, edits, target="", summary=None, verify=verify, **options)
 
 
 @pytest.mark.parametrize("offset", [0, MIDDLE, -1], ids=["header", "middle", "end"])
@@ -141,7 +140,7 @@ def test_the_same_edits_of_untouched_files_are_committed(
     before = without_journal(snapshot(root))
     edits, options = plan(root)
     with folder_lock(root):
-        commit(root, edits, target="", summary=None, verify=lambda: None, **options)  # type: ignore[arg-type]
+        commit(root, edits, target="", summary=None, verify=lambda: None, **options)
     assert without_journal(snapshot(root)) != before
     undo_last(root)
     assert without_journal(snapshot(root)) == before
@@ -153,7 +152,7 @@ def test_an_undo_decides_before_it_moves_a_file(root: Path) -> None:
     """
     edits, options = planned(root)
     with folder_lock(root):
-        commit(root, edits, target="", summary=None, verify=lambda: None, **options)  # type: ignore[arg-type]
+        commit(root, edits, target="", summary=None, verify=lambda: None, **options)
     steps = root / ".ckptfix/0001.done/steps"
     notes = [json.loads(line) for line in steps.read_bytes().splitlines()]
     notes[0]["old"]["sha256"] = "0" * 64  # the file that was deleted had other bytes

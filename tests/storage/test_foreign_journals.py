@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from ckptfix.errors import JournalError, OperationError
-from ckptfix.storage.journal import undo
+from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.lock import folder_lock
-from ckptfix.storage.transactions import State, transactions
-from tests.storage.folders import run_recovery, snapshot
+from tests.storage.folders import run_recovery, snapshot, undo
 
 NOTE: dict[str, Any] = {"old": None, "metadata": None, "new": None, "digest": "", "tail": ""}
 DATA = b"not the user's"

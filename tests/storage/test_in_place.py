@@ -12,10 +12,18 @@ import pytest
 
 from ckptfix.errors import JournalError, OperationError
 from ckptfix.storage.edits import Append, Edit, Patch, Truncate
-from ckptfix.storage.journal import recover
 from ckptfix.storage.lock import folder_lock
 from tests.storage.crash import Fault, intercepted, points, strike
-from tests.storage.folders import P, do, killed, run_recovery, snapshot, undo_last, without_journal
+from tests.storage.folders import (
+    P,
+    do,
+    killed,
+    recover,
+    run_recovery,
+    snapshot,
+    undo_last,
+    without_journal,
+)
 
 BODY = b"old header" + bytes(range(256)) * 1200 + b"the end"
 IN_PLACE: dict[str, Edit] = {
@@ -100,7 +108,7 @@ def test_the_room_for_the_copy_of_a_linked_file_is_asked_for_first(
     class Full:
         f_bavail, f_frsize = 1, len(BODY)
 
-    monkeypatch.setattr("ckptfix.storage.transactions.supports_reflink", lambda path: False)
+    monkeypatch.setattr("ckptfix.storage.undoable.supports_reflink", lambda path: False)
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
     before = snapshot(root)
     with pytest.raises(OperationError, match="free some"):

@@ -15,20 +15,22 @@ from hypothesis import strategies as st
 
 from ckptfix.errors import ChangedError, JournalError, OperationError, RolledBackError, UsageError
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
-from ckptfix.storage.journal import commit, recover, undo
+from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
-from ckptfix.storage.transactions import State, transactions
 from tests.sampling import examples
 from tests.storage.crash import Outcome, in_child, intercepted
 from tests.storage.folders import (
     BODY,
     P,
     all_edits,
+    commit,
     do,
     make_folder,
+    recover,
     run_recovery,
     snapshot,
+    undo,
     undo_last,
     without_journal,
 )

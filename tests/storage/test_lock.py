@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptfix.errors import JournalError, LockedError, OperationError
+from ckptfix.storage.journal import transactions
 from ckptfix.storage.lock import folder_lock
-from ckptfix.storage.transactions import transactions
 from tests.storage.crash import Outcome, in_child
 
 

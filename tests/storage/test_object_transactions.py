@@ -4,7 +4,7 @@ or the new one.
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,11 +22,10 @@ from ckptfix.storage.object_journal import (
     store_lock,
     write_state,
 )
-from ckptfix.storage.object_transactions import commit_objects, recover_objects
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
 from ckptfix.storage.stores import ObjectInfo, ObjectRange, Store
 from tests.sampling import is_exhaustive, sampled
-from tests.storage.objects import recover, undo
+from tests.storage.objects import backend_of, commit_edits, recover, undo
 from tests.stores.simulated_s3 import (
     Cloud,
     KillAt,
@@ -107,26 +106,20 @@ def edits() -> list[Edit]:
     return made
 
 
-@contextmanager
-def shown(staged: object) -> Iterator[None]:
-    yield
-
-
 def commit(
     store: Store, *, verify: Callable[[], None] = lambda: None, break_lock: bool = False
 ) -> int:
     infos = store.list()
-
-    def read_planned(key: str, offset: int, length: int) -> bytes:
-        return store.read(key, offset, length, etag=infos[key].etag)
-
     with store_lock(store, "repair", break_lock=break_lock) as lock:
-        recover_objects(store)
-        return commit_objects(
-            store, edits(), infos, lock=lock, target="", summary=["steps"], read=read_planned,
-            indexes=[INDEX, PurePosixPath("states/.metadata")], show=shown, verify=verify,
-            transfer=not store.abilities.composes,
-        )  # fmt: skip
+        backend_of(store, lock).recover()
+        return commit_edits(
+            store,
+            lock,
+            edits(),
+            listed=infos,
+            indexes=[INDEX, PurePosixPath("states/.metadata")],
+            prove=verify,
+        )
 
 
 @pytest.fixture
@@ -193,10 +186,7 @@ def test_two_repairs_are_undone_in_their_order(cloud: Cloud, store: SimulatedSto
     infos = store.list()
     path = PurePosixPath("states/__0_0.distcp")
     with store_lock(store, "repair") as lock:
-        number = commit_objects(
-            store, [Remove(path=path, previous=KEPT)], infos, lock=lock, target="", summary=[],
-            indexes=(), read=lambda *_: b"", show=shown, verify=lambda: None,
-        )  # fmt: skip
+        number = commit_edits(store, lock, [Remove(path=path, previous=KEPT)], listed=infos)
     assert number == 2
     assert PREFIX + str(path) not in cloud.objects
     undo(store, 2)
@@ -210,11 +200,7 @@ def test_an_earlier_repair_waits_for_a_later_one(store: SimulatedStore) -> None:
     commit(store)
     path = PurePosixPath("optimizer.bin")
     with store_lock(store, "repair") as lock:
-        commit_objects(
-            store, [Remove(path=path, previous=KEPT)], store.list(), lock=lock,
-            target="optimizer.bin", summary=[], indexes=(), read=lambda *_: b"", show=shown,
-            verify=lambda: None,
-        )  # fmt: skip
+        commit_edits(store, lock, [Remove(path=path, previous=KEPT)], target="optimizer.bin")
     with pytest.raises(
         ChangedError, match=r"undo 2 first: ckptfix undo s3://simulated/run/checkpoint_7/opt"
     ):
@@ -266,10 +252,7 @@ def test_the_copy_of_a_deleted_duplicate_goes_though_its_run_was_killed(
 
     cloud.strike = strike
     with suppress(Killed), store_lock(store, "repair") as lock:
-        commit_objects(
-            store, [duplicate], store.list(), lock=lock, target="", summary=[], indexes=(),
-            read=store.read, show=shown, verify=lambda: None,
-        )  # fmt: skip
+        commit_edits(store, lock, [duplicate])
     cloud.strike = lambda method, key, is_after: None
     assert any("/kept/" in key for key in cloud.journal())
     recover(store)
@@ -620,7 +603,7 @@ def test_a_lock_that_is_taken_over_stops_its_old_owner_between_two_names(
             commit(open_simulated(cloud, URL))
         return info
 
-    monkeypatch.setattr("ckptfix.storage.object_transactions.write_state", write)
+    monkeypatch.setattr("ckptfix.storage.object_backend.write_state", write)
     with pytest.raises(
         LockedError, match=r"another run took this lock over.*; next: wait until the other run"
     ):
@@ -733,11 +716,7 @@ def test_an_undo_that_would_restore_other_bytes_is_refused_before_anything(
     infos = store.list()
     for edit in (wrong, shifted):
         with store_lock(store, "repair") as lock, pytest.raises(OperationError, match="restore"):
-            commit_objects(
-                store, [edit], infos, lock=lock, target="", summary=[], indexes=(), show=shown,
-                read=lambda key, offset, length: store.read(key, offset, length),
-                verify=lambda: None,
-            )  # fmt: skip
+            commit_edits(store, lock, [edit], listed=infos)
     assert cloud.names() == old_names()
     assert cloud.journal() == []
 

@@ -12,11 +12,20 @@ import pytest
 
 from ckptfix.errors import JournalError, OperationError
 from ckptfix.storage.edits import Edit, Move, Patch, Remove, Replace
-from ckptfix.storage.journal import commit, recover, undo
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
 from tests.storage.crash import Fault, Outcome, in_child, intercepted, points, strike
-from tests.storage.folders import P, do, killed, run_recovery, snapshot, undo_last
+from tests.storage.folders import (
+    P,
+    commit,
+    do,
+    killed,
+    recover,
+    run_recovery,
+    snapshot,
+    undo,
+    undo_last,
+)
 
 SIZE = 400_000
 

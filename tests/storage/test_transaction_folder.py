@@ -10,7 +10,7 @@ import pytest
 
 from ckptfix.errors import JournalError
 from ckptfix.storage.edits import Move, Patch
-from ckptfix.storage.transaction_folder import Note, add_note, cut_notes, read_notes, start_notes
+from ckptfix.storage.folder_journal import Note, add_note, cut_notes, read_notes, start_notes
 from tests.storage.folders import P, do, killed, make_folder, run_recovery, snapshot, undo_last
 
 EDITS = (

@@ -10,11 +10,20 @@ import pytest
 
 from ckptfix.errors import ChangedError, JournalError
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
-from ckptfix.storage.journal import commit, undo
+from ckptfix.storage.journal import transactions
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
-from ckptfix.storage.transactions import transactions
-from tests.storage.folders import BODY, P, do, make_folder, snapshot, undo_last, without_journal
+from tests.storage.folders import (
+    BODY,
+    P,
+    commit,
+    do,
+    make_folder,
+    snapshot,
+    undo,
+    undo_last,
+    without_journal,
+)
 
 
 @pytest.fixture

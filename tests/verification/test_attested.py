@@ -34,7 +34,6 @@ from ckptfix import (
 )
 from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.storage.journal import recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.paths import MANIFEST, UNSIGNED
 from ckptfix.storage.reading import Piece
@@ -45,6 +44,7 @@ from ckptfix.verification.statements import FileStatement, TensorStatement, pars
 from ckptfix.verification.verify_report import Change, Kind, Outcome
 from tests.sampling import is_exhaustive, sampled
 from tests.storage.crash import Fault, points, strike
+from tests.storage.folders import recover
 from tests.stores.servers import upload_folder
 from tests.verification.sealed import KINDS, flip, place, state, wrong
 

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from ckptfix import ChangedError, Keys, Policy, check, repair, seal, undo, verify
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, missing_files, read_manifest
-from ckptfix.storage.journal import recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.verification.verify_report import Kind, Outcome
 from tests.repairs.builders import write_safetensors
 from tests.sampling import PARTS, sampled
 from tests.storage.crash import Fault, points, strike
+from tests.storage.folders import recover
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 SCENARIOS: dict[str, tuple[str, Policy]] = {

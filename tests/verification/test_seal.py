@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 
 from ckptfix import OperationError, UsageError, check, repair, seal, undo, verify
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, read_manifest
-from ckptfix.storage.journal import recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.paths import MANIFEST, UNSIGNED
 from ckptfix.verification.verify_report import Kind, Outcome
 from tests.storage.crash import Fault, points, strike
+from tests.storage.folders import recover
 from tests.verification.sealed import KINDS, flip, place, sealed, wrong
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"

@@ -1,18 +1,16 @@
-"""Transactions on the objects of one checkpoint in a store: all names change, or none, and it can
-be undone.
+"""Transactions in a store: every new object is composed at a key of its own, and proven there.
 
-Every new object is composed at a key of its own, and proven there. Only then the state becomes
-"commit", and each is copied over its name by a write that holds only while the name has its old
-object. No name is ever half new, and a run that is cut short is rolled back before "commit", and
-finished after it.
+Only then the state becomes "commit", and each is copied over its name by a write that holds only
+while the name has its old object. No name is ever half new, and a run that is cut short is rolled
+back before "commit", and finished after it (``transactions`` has the states).
 """
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -28,6 +26,8 @@ from ckptfix.errors import (
     UsageError,
 )
 from ckptfix.storage.edits import Edit, Remove, read_paths
+from ckptfix.storage.files import Prefix, Shown, StorePath
+from ckptfix.storage.journal import State, TransactionInfo, journal_folders, transactions
 from ckptfix.storage.object_contents import (
     Content,
     Contents,
@@ -56,9 +56,11 @@ from ckptfix.storage.object_journal import (
 )
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.parts import plan_parts
-from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
+from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
+from ckptfix.storage.reading import open_reader
 from ckptfix.storage.recipes import Recipe
 from ckptfix.storage.stores import ABSENT, ObjectInfo, ObjectRange, Piece, Store, together
+from ckptfix.storage.transactions import RecoveryReport, TransactionPlan, carry_out
 from ckptfix.wording import human_size, moment
 
 _AT_ONCE = 8
@@ -68,21 +70,6 @@ _BLOCK = 8 << 20
 
 Read = Callable[[str, int, int], bytes]
 """Reads bytes of an object as it was when the edits were planned: key, offset, length."""
-
-Shown = Callable[[Mapping[PurePosixPath, "Staged"]], AbstractContextManager[None]]
-"""Shows the changed names with their new objects, for the time of a proof."""
-
-
-class Staged(NamedTuple):
-    """The new object of a name, at a key of its own; ``key`` and ``info`` are None where the name
-    is deleted.
-
-    ``moved``: the name that has had exactly these bytes, None for new ones.
-    """
-
-    key: str | None
-    info: ObjectInfo | None
-    moved: PurePosixPath | None = None
 
 
 class Carriage(NamedTuple):
@@ -179,20 +166,14 @@ class Draft(Struct, frozen=True, kw_only=True):
 
 
 def draft_of(
-    number: int,
-    edits: Sequence[Edit],
-    infos: Mapping[str, ObjectInfo],
-    *,
-    target: str,
-    summary: object,
-    indexes: Iterable[PurePosixPath],
-    read: Read,
+    number: int, asked: TransactionPlan, infos: Mapping[str, ObjectInfo], read: Read
 ) -> Draft:
     """Return what a transaction with these edits writes, and its way back. Nothing is written.
 
     ``infos``: the objects that the edits were planned for. Raises OperationError where the edits
     are impossible, or do not lead back to every old byte.
     """
+    edits = asked.edits
     sizes = {key: info.size for key, info in infos.items()}
     after = contents_after(edits, sizes)
     kept_keys = {index: f"{folder(number)}/kept/{index}" for index in after.aside}
@@ -210,7 +191,7 @@ def draft_of(
         dropped,
         read,
     )
-    late = frozenset(indexes)
+    late = frozenset(asked.indexes)
     changes: list[Change] = []
     contents: dict[int, Content] = {}
     for path, content in after.by_path.items():
@@ -231,8 +212,8 @@ def draft_of(
     }
     plan = ObjectPlan(
         id=secrets.token_hex(8),
-        target=target,
-        summary=summary,
+        target=asked.target,
+        summary=asked.summary,
         created=time.time(),
         changes=tuple(changes),
         before={change.path: back.by_path[change.path] for change in changes},
@@ -277,133 +258,305 @@ def _check_way_back(
                 )
 
 
-def commit_objects(
-    store: Store,
-    edits: Sequence[Edit],
-    infos: Mapping[str, ObjectInfo],
-    *,
-    lock: StoreLock,
-    target: str,
-    summary: object,
-    indexes: Iterable[PurePosixPath],
-    read: Read,
-    show: Shown,
-    verify: Callable[[], None],
-    transfer: bool = False,
-    progress: Progress | None = None,
-) -> int:
-    """Make all edits, or none, and return the number of the transaction. The caller holds the lock.
+class ObjectBackend:
+    """A checkpoint in a store, for whoever holds its lock (``store_lock``).
 
-    ``infos``: the objects that the edits were planned for, by key. ``indexes``: names that change
-    after the others. ``show`` and ``verify``: the proof of the new objects, before any name
-    changes. ``transfer``: let the bytes of a store that cannot compose go through this machine.
-
-    Raises UsageError where that was not asked for; ChangedError, StoreError, RolledBackError when
-    nothing was changed; JournalError when names were being replaced: the next ``recover_objects``
-    finishes that.
+    ``files``: its objects, as they were listed when a transaction was planned.
     """
-    listed = store.list()
-    number = _next_number(store, listed)
-    draft = draft_of(
-        number, edits, infos, target=target, summary=summary, indexes=indexes, read=read
-    )
-    _carry_out(
-        store, number, draft, lock, listed, show, verify, transfer=transfer, progress=progress
-    )
-    return number
 
+    def __init__(self, files: Prefix, lock: StoreLock) -> None:
+        self.root = StorePath(files, files.url)
+        self._files, self._lock = files, lock
 
-def _carry_out(
-    store: Store,
-    number: int,
-    draft: Draft,
-    lock: StoreLock,
-    listed: Mapping[str, ObjectInfo],
-    show: Shown,
-    verify: Callable[[], None],
-    *,
-    transfer: bool,
-    progress: Progress | None,
-) -> None:
-    plan = draft.plan
-    _check_pins(store, plan, listed)
-    _check_carriage(store, number, draft, transfer)
-    begun: ObjectInfo | None = None
-    try:
-        begun = write_state(
-            store, number, ObjectState(stage=Stage.STAGING, undoes=plan.undoes), ABSENT
+    def transactions(self) -> tuple[TransactionInfo, ...]:
+        """Return the transactions in its journal, oldest first."""
+        return transactions(self.root)
+
+    def begin(
+        self, plan: TransactionPlan, *, transfer: bool = False, progress: Progress | None = None
+    ) -> "ObjectAttempt":
+        """Plan the new objects, and the way back. Nothing is written.
+
+        Raises UsageError where bytes must travel and ``transfer`` does not allow it; ChangedError
+        where an object is not the one that the edits were planned for.
+        """
+        store, root = self._files.store, self.root
+        listed = store.list()
+
+        def read(key: str, offset: int, length: int) -> bytes:
+            with open_reader(root / key) as reader:
+                return reader.read(offset, length)
+
+        number = _next_number(store, listed)
+        draft = draft_of(number, plan, self._files.objects_below(""), read)
+        return self._attempt(number, draft, listed, transfer=transfer, progress=progress)
+
+    def _attempt(
+        self,
+        number: int,
+        draft: Draft,
+        listed: Mapping[str, ObjectInfo],
+        *,
+        transfer: bool,
+        progress: Progress | None,
+    ) -> "ObjectAttempt":
+        _check_pins(self._files.store, draft.plan, listed)
+        _check_carriage(self._files.store, number, draft, transfer)
+        return ObjectAttempt(self._files, self._lock, number, draft, progress)
+
+    def recover(
+        self, *, force: bool = False, progress: Progress | None = None
+    ) -> RecoveryReport | None:
+        """Finish the transaction that was cut short in "commit", delete one that was staging, and
+        clean up. An undo counts as rolled back: what it undid is as it was.
+
+        Raises JournalError when the journal is damaged, or a name has an object that neither the
+        transaction nor the time before it explains; that object is then not touched.
+        """
+        store = self._files.store
+        uploaded = [
+            number for number, state, _ in journal_folders(self.root) if state is State.PENDING
+        ]
+        if uploaded:
+            raise JournalError(
+                f"{self.root / JOURNAL}: repair {uploaded[0]} was cut short in a folder, which was "
+                "uploaded then; next: download the checkpoint, run ckptfix undo there, and upload "
+                "it again"
+            )
+        last: tuple[int, ObjectPlan] | None = None
+        leftovers = 0
+        for found in found_transactions(store.list(JOURNAL)):
+            if not found.has_begun:
+                leftovers += _delete_transaction(store, found)
+                continue
+            state = read_state(store, found)
+            if state.stage is Stage.STAGING:
+                with suppress(StoreError):  # a credential may not be allowed to list uploads
+                    leftovers += store.abandoned(folder(found.number))
+                leftovers += _delete_transaction(store, found)
+                continue
+            # Of kept copies only the plan says which an undo needs; 0.5.0 let all of them be.
+            is_clean = set(found.objects) <= {"state.json", "plan"}
+            if state.stage is Stage.DONE and state.undoes is None and is_clean:
+                continue
+            plan = (
+                read_plan(store, found, state)
+                if "plan" in found.objects or state.undoes is None
+                else None
+            )
+            if state.stage is Stage.COMMIT:
+                assert plan is not None
+                _finish(store, found.number, plan, state, found.objects["state.json"], progress)
+                last = (found.number, plan)
+            else:
+                leftovers += _clean(store, found, {} if plan is None else plan.before, state.undoes)
+                if state.undoes is not None:  # who asks for that undo again must not get one more
+                    last = (found.number, plan or _forgotten(state.undoes))
+        if last is None:  # no name changed: what was planned still holds
+            return RecoveryReport(rolled_back=None, leftovers=leftovers) if leftovers else None
+        self._files.refresh()
+        number, plan = last
+        info = TransactionInfo(
+            number=number,
+            state=State.DONE,
+            target=plan.target,
+            summary=plan.summary,
+            created=plan.created,
+            in_store=True,
         )
-        digest = write_plan(store, number, plan)
-        kept = _compose_all(
-            store,
-            {
-                index: (f"{folder(number)}/kept/{index}", content)
-                for index, content in draft.kept.items()
-            },
-            draft,
-            progress,
+        is_undo = plan.undoes is not None
+        return RecoveryReport(
+            rolled_back=info if is_undo else None,
+            leftovers=leftovers,
+            finished=None if is_undo else info,
         )
-        new = _compose_all(
-            store,
-            {
-                index: (f"{folder(number)}/new/{index}", content)
-                for index, content in draft.contents.items()
-            },
-            draft,
-            progress,
-        )
-        with show(_staged(number, draft, new)):
-            verify()
-        _check_pins(store, plan, store.list())
-        lock.check()
-        state = ObjectState(stage=Stage.COMMIT, plan=digest, new=new, kept=kept, undoes=plan.undoes)
-        committed = write_state(store, number, state, begun.etag)
-    except BaseException as error:
-        _roll_back(store, number, begun, error)
-        raise
-    try:
-        _finish(store, number, plan, state, committed, progress, lock)
-    except LockedError:  # the run that took it over finishes this
-        raise
-    except CkptfixError as error:
-        if store.abilities.atomic:  # none of it was sent
-            raise RolledBackError(f"{error}; nothing was changed") from error
-        if isinstance(error, JournalError):
-            raise
-        raise JournalError(
-            f"{error}; the names of {store.name()} are being replaced, and only some are new; "
-            f"next, to finish: ckptfix {'undo' if plan.undoes is not None else 'repair'} "
-            f"{shell_path(store.url)}"
-        ) from error
 
+    def undo(
+        self,
+        number: int,
+        *,
+        force: bool = False,
+        transfer: bool = False,
+        progress: Progress | None = None,
+    ) -> tuple[PurePosixPath, ...]:
+        """Restore every byte by a transaction of its own, which forgets both at its end.
 
-def _roll_back(store: Store, number: int, begun: ObjectInfo | None, error: BaseException) -> None:
-    """Delete what was staged, and raise an OperationError as one that says so; nothing else was
-    touched.
-
-    ``begun``: the state that this run wrote. Another one is there when the answer to the commit was
-    lost, or another run took over: whatever it is then, the next run goes on from there.
-    """
-    words = "nothing was changed"
-    try:
-        found = _transaction(store, number)
-        if found is not None and begun is not None and found.has_begun:
-            if found.objects["state.json"].etag != begun.etag:
-                # An interrupt: whoever stops it says what is there now.
-                if not isinstance(error, Exception):
-                    return
-                raise JournalError(
-                    f"{error}; nothing was changed yet; the next run finishes or rolls back"
+        Raises ChangedError when an object is not the one that the undone transaction left;
+        otherwise as ``commit`` does.
+        """
+        store = self._files.store
+        listed = store.list()
+        every = {found.number: found for found in found_transactions(listed) if found.has_begun}
+        if number not in every:
+            raise UsageError(f"{store.name()}: there is no transaction {number} to undo")
+        state = read_state(store, every[number])
+        plan = read_plan(store, every[number], state)
+        for key, was in state.after.items():
+            now = listed.get(key)
+            if (now is None) != (was is None) or (
+                now is not None and was is not None and now.etag != was.etag
+            ):
+                raise ChangedError(
+                    f"{_written_by_another(store, key, was, now)} since repair {number}; nothing "
+                    f"was undone; next: bring back what repair {number} left there, then run the "
+                    f"same command again; or {forget_objects(store, number)}"
                 )
-            _delete_transaction(store, found)
-    except CkptfixError as second:
-        if isinstance(second, JournalError):
-            raise second from error
-        words += f"; the next run deletes the new objects below {store.name(folder(number))}"
-    if isinstance(error, ChangedError):
-        raise ChangedError(f"{error}; {words}") from error
-    if isinstance(error, CkptfixError):
-        raise RolledBackError(f"{error}; {words}") from error
+        contents: dict[int, Content] = {}
+        changes: list[Change] = []
+        for change in plan.changes:
+            content = plan.before[change.path]
+            if content is not None:
+                contents[len(changes)] = content
+            size = None if content is None else size_of(content)
+            changes.append(replace(change, old=listed.get(change.key), size=size))
+        for content in contents.values():
+            for piece in content:
+                if isinstance(piece, Source) and piece.key not in listed:
+                    raise ChangedError(
+                        f"{store.name(piece.key)} is missing, and an undo needs its bytes; nothing "
+                        f"was undone; {forget_objects(store, number)}"
+                    )
+        for index, info in state.kept.items():
+            key = f"{folder(number)}/kept/{index}"
+            if key in listed and listed[key].etag != info.etag:
+                raise ChangedError(
+                    f"{_written_by_another(store, key, info, listed[key])}; nothing was undone; "
+                    f"{forget_objects(store, number)}"
+                )
+        back = ObjectPlan(
+            id=secrets.token_hex(8),
+            target=plan.target,
+            summary=plan.summary,
+            created=time.time(),
+            changes=tuple(changes),
+            undoes=number,
+        )
+        draft = Draft(plan=back, contents=contents, kept={}, pins=listed)
+        attempt = self._attempt(max(every) + 1, draft, listed, transfer=transfer, progress=progress)
+        carry_out(attempt, lambda: None)
+        return ()
+
+
+class ObjectAttempt:
+    """A transaction under way in a store."""
+
+    def __init__(
+        self,
+        files: Prefix,
+        lock: StoreLock,
+        number: int,
+        draft: Draft,
+        progress: Progress | None,
+    ) -> None:
+        self.number = number
+        self._files, self._store, self._lock = files, files.store, lock
+        self._draft, self._progress = draft, progress
+        # The states that this run wrote.
+        self._begun: ObjectInfo | None = None
+        self._committed: ObjectInfo | None = None
+        self._state = ObjectState(stage=Stage.STAGING, undoes=draft.plan.undoes)
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Compose every new object aside, and show it at its name in the block."""
+        store, number, draft = self._store, self.number, self._draft
+        self._begun = write_state(store, number, self._state, ABSENT)
+        digest = write_plan(store, number, draft.plan)
+        kept = self._composed("kept", draft.kept)
+        new = self._composed("new", draft.contents)
+        self._state = replace(self._state, stage=Stage.COMMIT, plan=digest, new=new, kept=kept)
+        # An undo restores what the journal proves, and reads nothing.
+        if draft.plan.undoes is not None:
+            yield
+            return
+        with self._files.showing("", _shown(number, draft, new)):
+            yield
+        # Also of a read while it was planned: what could not be read decides nothing.
+        self._files.raise_failure()
+
+    def _composed(self, where: str, contents: Mapping[int, Content]) -> dict[int, ObjectInfo]:
+        """Compose objects at keys of their own, several at once; return them by number."""
+        store, draft = self._store, self._draft
+        made: dict[int, ObjectInfo] = {}
+
+        def compose(index: int) -> None:
+            key, content = f"{folder(self.number)}/{where}/{index}", contents[index]
+            info = store.compose(key, _pieces(content, draft.pins), like=_like(content, draft))
+            if info.size != size_of(content):
+                raise OperationError(
+                    f"{store.name(key)}: has {info.size} bytes, {size_of(content)} were composed"
+                )
+            made[index] = info
+            if self._progress is not None:
+                self._progress(info.size)
+
+        together(sorted(contents), compose, _AT_ONCE)
+        return made
+
+    def commit(self) -> None:
+        """Set the state to "commit", where this run still has the lock, and no name changed."""
+        assert self._begun is not None
+        _check_pins(self._store, self._draft.plan, self._store.list())
+        self._lock.check()
+        self._committed = write_state(self._store, self.number, self._state, self._begun.etag)
+
+    def roll_back(self, error: BaseException) -> NoReturn:
+        """Delete what was staged; nothing else was touched.
+
+        Another state than this run wrote is there when the answer to the commit was lost, or
+        another run took over: whatever it is then, the next run goes on from there.
+        """
+        store, number, words = self._store, self.number, "nothing was changed"
+        try:
+            found = _transaction(store, number)
+            if found is not None and self._begun is not None and found.has_begun:
+                if found.objects["state.json"].etag != self._begun.etag:
+                    # An interrupt: whoever stops it says what is there now.
+                    if not isinstance(error, Exception):
+                        raise error
+                    raise JournalError(
+                        f"{error}; nothing was changed yet; the next run finishes or rolls back"
+                    )
+                _delete_transaction(store, found)
+        except CkptfixError as second:
+            if isinstance(second, JournalError):
+                raise second from error
+            words += f"; the next run deletes the new objects below {store.name(folder(number))}"
+        if isinstance(error, ChangedError):
+            raise ChangedError(f"{error}; {words}") from error
+        if isinstance(error, CkptfixError):
+            raise RolledBackError(f"{error}; {words}") from error
+        raise error
+
+    def finish(self) -> None:
+        """Copy each new object over its name, and list the prefix anew."""
+        store, plan = self._store, self._draft.plan
+        assert self._committed is not None
+        try:
+            _finish(
+                store, self.number, plan, self._state, self._committed, self._progress, self._lock
+            )
+        except LockedError:  # the run that took it over finishes this
+            raise
+        except CkptfixError as error:
+            if store.abilities.atomic:  # none of it was sent
+                raise RolledBackError(f"{error}; nothing was changed") from error
+            if isinstance(error, JournalError):
+                raise
+            raise JournalError(
+                f"{error}; the names of {store.name()} are being replaced, and only some are new; "
+                f"next, to finish: ckptfix {'undo' if plan.undoes is not None else 'repair'} "
+                f"{shell_path(store.url)}"
+            ) from error
+        if plan.undoes is not None:
+            return
+        try:
+            self._files.refresh()
+        except CkptfixError as error:
+            raise OperationError(
+                f"{error}; repair {self.number} of {self._files.url} is complete; next: "
+                f"{command('check', self._files.url)}"
+            ) from error
 
 
 def _transaction(store: Store, number: int) -> Found | None:
@@ -471,30 +624,6 @@ def _check_carriage(store: Store, number: int, draft: Draft, transfer: bool) -> 
     )
 
 
-def _compose_all(
-    store: Store,
-    objects: Mapping[int, tuple[str, Content]],
-    draft: Draft,
-    progress: Progress | None,
-) -> dict[int, ObjectInfo]:
-    """Compose objects at keys of their own, several at once; return them by number."""
-    made: dict[int, ObjectInfo] = {}
-
-    def compose(index: int) -> None:
-        key, content = objects[index]
-        info = store.compose(key, _pieces(content, draft.pins), like=_like(content, draft))
-        if info.size != size_of(content):
-            raise OperationError(
-                f"{store.name(key)}: has {info.size} bytes, {size_of(content)} were composed"
-            )
-        made[index] = info
-        if progress is not None:
-            progress(info.size)
-
-    together(sorted(objects), compose, _AT_ONCE)
-    return made
-
-
 def _like(content: Content, draft: Draft) -> str | None:
     """Return the object that passes on its storage class and metadata: the one with most of the
     bytes.
@@ -523,22 +652,21 @@ def _pieces(content: Content, pins: Mapping[str, ObjectInfo]) -> list[Piece]:
     ]
 
 
-def _staged(
-    number: int, draft: Draft, new: Mapping[int, ObjectInfo]
-) -> dict[PurePosixPath, Staged]:
-    staged: dict[PurePosixPath, Staged] = {}
+def _shown(number: int, draft: Draft, new: Mapping[int, ObjectInfo]) -> dict[str, Shown | None]:
+    """Return what each changed name shows for a proof: its new object, None where it goes."""
+    shown: dict[str, Shown | None] = {}
     for index, change in enumerate(draft.plan.changes):
         if change.size is None:
-            staged[change.path] = Staged(None, None)
+            shown[change.key] = None
             continue
         [*sources] = draft.contents[index]
         moved = None
         if len(sources) == 1 and isinstance(sources[0], Source):
             whole = draft.pins.get(sources[0].key)
             if whole is not None and sources[0] == Source(sources[0].key, 0, whole.size):
-                moved = PurePosixPath(sources[0].key)
-        staged[change.path] = Staged(f"{folder(number)}/new/{index}", new[index], moved)
-    return staged
+                moved = sources[0].key
+        shown[change.key] = Shown(f"{folder(number)}/new/{index}", new[index], moved)
+    return shown
 
 
 def _finish(
@@ -726,142 +854,6 @@ def _next_number(store: Store, listed: Mapping[str, ObjectInfo]) -> int:
     return found[-1].number + 1 if found else 1
 
 
-class Recovered(NamedTuple):
-    """Result of ``recover_objects``: the transaction that it finished, None for none, and how many
-    left-overs went.
-
-    An undo counts as finished here when only its cleaning up was left.
-    """
-
-    finished: tuple[int, ObjectPlan] | None
-    leftovers: int
-
-
-def recover_objects(store: Store, *, progress: Progress | None = None) -> Recovered:
-    """Finish the transaction that was cut short in "commit", delete one that was staging, and clean
-    up.
-
-    The caller holds the lock. Raises JournalError when the journal is damaged, or a name has an
-    object that neither the transaction nor the time before it explains; that object is then not
-    touched.
-    """
-    finished, leftovers = None, 0
-    listed = store.list(JOURNAL)
-    for found in found_transactions(listed):
-        if not found.has_begun:
-            leftovers += _delete_transaction(store, found)
-            continue
-        state = read_state(store, found)
-        if state.stage is Stage.STAGING:
-            with suppress(StoreError):  # a credential may not be allowed to list uploads
-                leftovers += store.abandoned(folder(found.number))
-            leftovers += _delete_transaction(store, found)
-            continue
-        # Of kept copies only the plan says which an undo needs; 0.5.0 let all of them be.
-        is_clean = set(found.objects) <= {"state.json", "plan"}
-        if state.stage is Stage.DONE and state.undoes is None and is_clean:
-            continue
-        plan = (
-            read_plan(store, found, state)
-            if "plan" in found.objects or state.undoes is None
-            else None
-        )
-        if state.stage is Stage.COMMIT:
-            assert plan is not None
-            _finish(store, found.number, plan, state, found.objects["state.json"], progress)
-            finished = (found.number, plan)
-        else:
-            leftovers += _clean(store, found, {} if plan is None else plan.before, state.undoes)
-            if state.undoes is not None:  # who asks for that undo again must not get one more
-                finished = (found.number, plan or _forgotten(state.undoes))
-    return Recovered(finished, leftovers)
-
-
 def _forgotten(undoes: int) -> ObjectPlan:
     """Return what is known of an undo that was cut short after its plan was deleted."""
     return ObjectPlan(id="", target="", summary=None, created=0.0, changes=(), undoes=undoes)
-
-
-def undo_objects(
-    store: Store,
-    number: int,
-    *,
-    lock: StoreLock,
-    transfer: bool = False,
-    progress: Progress | None = None,
-) -> None:
-    """Restore every byte from before a transaction, and forget it. The caller holds the lock and
-    has recovered.
-
-    Raises UsageError when there is no such transaction; ChangedError when an object is not the one
-    that it left; otherwise as ``commit_objects`` does.
-    """
-    listed = store.list()
-    every = found_transactions(listed)
-    found = next((one for one in every if one.number == number and one.has_begun), None)
-    if found is None:
-        raise UsageError(f"{store.name()}: there is no transaction {number} to undo")
-    state = read_state(store, found)
-    plan = read_plan(store, found, state)
-    _check_later(store, plan, [one for one in every if one.number > number])
-    for key, was in state.after.items():
-        now = listed.get(key)
-        if (now is None) != (was is None) or (
-            now is not None and was is not None and now.etag != was.etag
-        ):
-            raise ChangedError(
-                f"{_written_by_another(store, key, was, now)} since repair {number}; nothing was "
-                f"undone; next: bring back what repair {number} left there, then run the same "
-                f"command again; or {forget_objects(store, number)}"
-            )
-    pins = dict(listed)
-    contents: dict[int, Content] = {}
-    changes: list[Change] = []
-    for one in plan.changes:
-        content = plan.before[one.path]
-        if content is not None:
-            contents[len(changes)] = content
-        size = None if content is None else size_of(content)
-        changes.append(Change(path=one.path, old=listed.get(one.key), size=size, rank=one.rank))
-    for content in contents.values():
-        for piece in content:
-            if isinstance(piece, Source) and piece.key not in pins:
-                raise ChangedError(
-                    f"{store.name(piece.key)} is missing, and an undo needs its bytes; nothing was "
-                    f"undone; {forget_objects(store, number)}"
-                )
-    for index, info in state.kept.items():
-        key = f"{folder(number)}/kept/{index}"
-        if key in pins and pins[key].etag != info.etag:
-            raise ChangedError(
-                f"{_written_by_another(store, key, info, pins[key])}; nothing was undone; "
-                f"{forget_objects(store, number)}"
-            )
-    back = ObjectPlan(
-        id=secrets.token_hex(8),
-        target=plan.target,
-        summary=plan.summary,
-        created=time.time(),
-        changes=tuple(changes),
-        undoes=number,
-    )
-    draft = Draft(plan=back, contents=contents, kept={}, pins=pins)
-    _carry_out(
-        store, max(one.number for one in every) + 1, draft, lock, listed,
-        lambda staged: nullcontext(), lambda: None, transfer=transfer, progress=progress,
-    )  # fmt: skip
-
-
-def _check_later(store: Store, plan: ObjectPlan, later: Iterable[Found]) -> None:
-    mine = {change.key for change in plan.changes} | set(plan.sources)
-    for one in later:
-        theirs = read_plan(store, one, read_state(store, one))
-        changed = mine.intersection(change.key for change in theirs.changes)
-        needed = set(theirs.sources).intersection(change.key for change in plan.changes)
-        if changed or needed:
-            what = f"changed {min(changed)} too" if changed else f"needs {min(needed)} as it is now"
-            url = f"{store.url}/{theirs.target}" if theirs.target else store.url
-            raise ChangedError(
-                f"{store.name()}: transaction {one.number} came later and {what}; undo "
-                f"{one.number} first: ckptfix undo {shell_path(url)}"
-            )
