@@ -54,9 +54,11 @@ MUTANTS = (
         ("test_crashes.py::test_repair_killed_at_every_call",),
     ),
     Mutant(
-        "journal: a file that was saved in the meantime is moved all the same",
-        "            _check_still(source, note.old)\n",
-        "",
+        # A move looks twice, so that neither look alone is missed.
+        "journal: a file that was saved in the meantime is appended to all the same",
+        "                _check_same(fd, work.at(edit.path), note.old)\n                _append(fd, "
+        "edit)\n",
+        "                _append(fd, edit)\n",
         ("test_applying.py::test_a_save_between_looking_and_writing_is_kept",),
     ),
     Mutant(
