@@ -198,9 +198,9 @@ def digest_of(root: AnyPath, pieces: Sequence[Piece]) -> str:
     Raises OSError.
     """
     digest = hashlib.sha1(usedforsecurity=False)
-    for path, runs in _by_file(pieces):
+    for path, of_file in groupby(pieces, key=attrgetter("path")):
         with open_reader(root / path) as reader:
-            places = [(run.offset_a, run.length) for run in runs]
+            places = [(piece.offset, piece.length) for piece in of_file]
             digest.update(f"{path}\0{reader.size}\0{places}\0".encode())
             # Just written, as by a save, they are in memory: the calls take a third of the time.
             if not reader.is_cached(places[0][0]):

@@ -18,6 +18,7 @@ from accelerate.state import PartialState
 from safetensors.torch import load_file, save_file
 
 from ckptfix import check
+from ckptfix.diagnosis.loads import diagnose_loads
 from ckptfix.errors import UsageError
 from ckptfix.storage.staged import SAVING
 from ckptfix.training.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
@@ -190,6 +191,36 @@ def test_a_model_for_from_pretrained(
         message.startswith(f"{tmp_path / '0'} (step 1): model.safetensors: ")
         for message in messages
     )
+
+
+@pytest.mark.usefixtures("guarded")
+def test_a_change_after_clean_saves_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[int] = []
+    diagnose = diagnose_loads
+
+    def counted(loads: Any) -> Any:
+        judged.append(len(loads))
+        return diagnose(loads)
+
+    monkeypatch.setattr(checked_saves, "diagnose_loads", counted)
+    run = Run(llama())
+    for number in range(3):
+        run.step()
+        run.model.save_pretrained(str(tmp_path / f"{number}"))
+    # Headers and configs of the later ones were the same.
+    assert judged == [1]
+    assert warnings(caplog) == []
+    run.model.config.num_hidden_layers += 1
+    run.model.save_pretrained(str(tmp_path / "layers"))
+    run.model.config.num_hidden_layers -= 1
+    state = {f"module.{key}": value for key, value in run.model.state_dict().items()}
+    run.model.save_pretrained(str(tmp_path / "keys"), state_dict=state)
+    assert [message.partition(" (step 3): ")[0] for message in warnings(caplog)] == [
+        str(tmp_path / "layers"),
+        str(tmp_path / "keys"),
+    ]
 
 
 class WrappedKeys(transformers.Trainer):  # type: ignore[misc]

@@ -536,7 +536,10 @@ def _missing(
     modules = {parameter.module for parameter in parameters}
     if targets := _texts(load.config.get("target_modules")):
         wanted = {target for target in targets if len(target) <= _MAX_KEY}
-        matched = {suffix for module in modules for suffix in _suffixes(module) if suffix in wanted}
+        # Nearly all targets are last segments, and those of all modules are few.
+        matched = wanted.intersection(module.rpartition(".")[2] for module in modules)
+        if matched != wanted:
+            matched = {end for module in modules for end in _suffixes(module) if end in wanted}
         unmatched = wanted - matched
         absent = [target for target in targets if target in unmatched]
         if not modules and not load.config.get("trainable_token_indices"):

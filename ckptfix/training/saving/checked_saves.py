@@ -23,7 +23,12 @@ from ckptfix.checkpoint.entries import group_files
 from ckptfix.checkpoint.filenames import FileName, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.keys import adapter_name, without_adapter_name
-from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, adapters_without_config, loads_of
+from ckptfix.checkpoint.load_inputs import (
+    CONFIG_OF_LIBRARY,
+    Load,
+    adapters_without_config,
+    loads_of,
+)
 from ckptfix.checkpoint.samples import digest_of, is_table, must_change, samples_of, weights_in
 from ckptfix.checkpoint.second_prepare import LEAST_RATE
 from ckptfix.diagnosis.findings.base import Finding, Severity
@@ -82,6 +87,13 @@ _last: "weakref.WeakKeyDictionary[Any, _Last]" = weakref.WeakKeyDictionary()
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Those of them of which a save was checked."""
 
+_clean: "weakref.WeakKeyDictionary[Any, dict[PurePosixPath, list[Load]]]" = (
+    weakref.WeakKeyDictionary()
+)
+"""One of them -> the loads of its last save, by sub-folder, where the rules found nothing and read
+no sample. They took half of the time of 8 shards, 4 ms, to say the same of the same headers.
+"""
+
 _too_long: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Those of them whose check reached a limit: each later one would cost as much."""
 
@@ -129,12 +141,12 @@ class _Budget:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._end = perf_counter() + self._seconds
-        self._left = _BYTES
+        self.left = _BYTES
 
     def take(self, size: int = 0) -> None:
         """Take bytes that are about to be read. Raises _LimitReached."""
-        self._left -= size
-        if self._left < 0:
+        self.left -= size
+        if self.left < 0:
             raise _LimitReached(f"more than {_BYTES / 1e6:g} MB to read")
         if perf_counter() > self._end:
             raise _LimitReached(f"more than {1000 * self._seconds:g} ms")
@@ -155,6 +167,7 @@ def forget() -> None:
     _said.clear()
     _last.clear()
     _seen.clear()
+    _clean.clear()
     _too_long.clear()
 
 
@@ -211,7 +224,7 @@ def _check(
     scans = dict(_scans(folder, below, budget))
     for where, scan in scans.items():
         place = f"{name}/{where}" if where.name else str(name)
-        for finding in _findings(scan, max((*steps.values(), step or 0)), budget):
+        for finding in _findings(scan, max((*steps.values(), step or 0)), where, subject, budget):
             trained = _trained(models)
             # Another model than that of this save may have made the steps. A Trainer has one.
             if trained or step is not None or not isinstance(finding, UntrainedAdapter):
@@ -265,17 +278,31 @@ def _header_size(path: Path, name: FileName) -> int:
     return min(int.from_bytes(read_start(path, 8) or b"", "little"), path.stat().st_size)
 
 
-def _findings(scan: CheckpointFolder, steps: int, budget: _Budget) -> Iterator[Finding]:
+def _findings(
+    scan: CheckpointFolder, steps: int, where: PurePosixPath, subject: object, budget: _Budget
+) -> Iterator[Finding]:
     """Yield the findings about loads that are worth a warning."""
     groups = group_files(scan)
     loads = [*loads_of(scan, groups, libraries=JUDGED, count_steps=lambda: steps)]
     loads += adapters_without_config(scan, groups, loads)
+    judged = [load._replace(sample=_unread, steps=min(load.steps, 1)) for load in loads]
+    if judged == _clean.get(subject, {}).get(where):
+        return
+    before = budget.left
     metered = [load._replace(sample=_metered(load.sample, budget)) for load in loads]
-    for finding in diagnose_loads(metered).findings:
+    findings = diagnose_loads(metered).findings
+    if not findings and budget.left == before:
+        with suppress(TypeError):  # no weak reference to it
+            _clean.setdefault(subject, {})[where] = judged
+    for finding in findings:
         # A resume reads DeepSpeed's own folder, so check gives a note. Who takes the adapter alone
         # has nothing.
         if finding.severity is not Severity.NOTE or isinstance(finding, UngatheredParts):
             yield finding
+
+
+def _unread(key: str, size: int) -> None:
+    """Stand in for the samples of a load in a comparison of two."""
 
 
 def _metered(
