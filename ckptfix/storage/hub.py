@@ -30,6 +30,7 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import shell_path
 from ckptfix.storage.stores import (
     Abilities,
+    Composition,
     Expected,
     ObjectInfo,
     ObjectRange,
@@ -270,16 +271,11 @@ class HubStore(Store):
                 progress(info.size)
             return info
 
-    def _compose(
-        self,
-        key: str,
-        pieces: Sequence[Piece],
-        expected: str | Expected,
-        like: str | None,
-        mark: str,
-    ) -> ObjectInfo:
+    def _compose(self, key: str, made: Composition) -> ObjectInfo:
         with self._changing(key) as commit:
-            return self._change(commit, key, self._composed(commit, key, pieces), expected)
+            return self._change(
+                commit, key, self._composed(commit, key, made.pieces), made.expected
+            )
 
     def _composed(self, commit: _Commit, key: str, pieces: Sequence[Piece]) -> _New:
         """Return an object of pieces: a complete one as it is, any other in a file of this

@@ -391,16 +391,12 @@ class ObjectBackend:
             raise UsageError(f"{store.name()}: there is no transaction {number} to undo")
         state = read_state(store, every[number])
         plan = read_plan(store, every[number], state)
-        for key, was in state.after.items():
-            now = listed.get(key)
-            if (now is None) != (was is None) or (
-                now is not None and was is not None and now.etag != was.etag
-            ):
-                raise ChangedError(
-                    f"{_written_by_another(store, key, was, now)} since repair {number}; nothing "
-                    f"was undone; next: bring back what repair {number} left there, then run the "
-                    f"same command again; or {forget_objects(store, number)}"
-                )
+        if (changed := _changed(store, state.after, listed)) is not None:
+            raise ChangedError(
+                f"{changed} since repair {number}; nothing was undone; next: bring back what "
+                f"repair {number} left there, then run the same command again; or "
+                f"{forget_objects(store, number)}"
+            )
         contents: dict[int, Content] = {}
         changes: list[Change] = []
         for change in plan.changes:
@@ -567,19 +563,24 @@ def _transaction(store: Store, number: int) -> Found | None:
 def _check_pins(store: Store, plan: ObjectPlan, listed: Mapping[str, ObjectInfo]) -> None:
     """Raise ChangedError when a name or a source is not the object that the plan is for."""
     pins: dict[str, ObjectInfo | None] = {change.key: change.old for change in plan.changes}
-    for key, was in (pins | dict(plan.sources)).items():
+    if (changed := _changed(store, pins | dict(plan.sources), listed)) is not None:
+        verb = "undo" if plan.undoes is not None else "repair"
+        raise ChangedError(
+            f"{changed}; next: when nothing writes there: ckptfix {verb} {shell_path(store.url)}"
+        )
+
+
+def _changed(
+    store: Store,
+    expected: Mapping[str, ObjectInfo | None],
+    listed: Mapping[str, ObjectInfo],
+) -> str | None:
+    """Return in words the first key that does not have its object any more, None for none."""
+    for key, was in expected.items():
         now = listed.get(key)
-        if (now is None) != (was is None) or (
-            now is not None and was is not None and now.etag != was.etag
-        ):
-            raise ChangedError(
-                f"{_written_by_another(store, key, was, now)}; next: {_when_idle(store, plan)}"
-            )
-
-
-def _when_idle(store: Store, plan: ObjectPlan) -> str:
-    verb = "undo" if plan.undoes is not None else "repair"
-    return f"when nothing writes there: ckptfix {verb} {shell_path(store.url)}"
+        if (now.etag if now is not None else None) != (was.etag if was is not None else None):
+            return _written_by_another(store, key, was, now)
+    return None
 
 
 def _written_by_another(

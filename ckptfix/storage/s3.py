@@ -23,6 +23,7 @@ from ckptfix.storage.stores import (
     ABSENT,
     ANY,
     Abilities,
+    Composition,
     Contents,
     Expected,
     ObjectInfo,
@@ -277,16 +278,9 @@ class S3Store(Store):
 
             return self._in_parts(key, size, -(-size // step), send, expected, {})
 
-    def _compose(
-        self,
-        key: str,
-        pieces: Sequence[Piece],
-        expected: str | Expected,
-        like: str | None,
-        mark: str,
-    ) -> ObjectInfo:
-        parts = plan_parts(pieces, self.abilities)
-        words = self._words_of(like, mark)
+    def _compose(self, key: str, made: Composition) -> ObjectInfo:
+        parts = plan_parts(made.pieces, self.abilities)
+        words = self._words_of(made.like, made.mark)
 
         def send(number: int, upload: Mapping[str, Any]) -> str:
             part = parts[number]
@@ -308,10 +302,9 @@ class S3Store(Store):
                 ) from None
 
         if len(parts) == 1 and not parts[0].is_copied and not words:
-            return self._put(key, b"".join(map(self._bytes_of, parts[0].pieces)), expected)
-        return self._in_parts(
-            key, sum(part.length for part in parts), len(parts), send, expected, words
-        )
+            return self._put(key, b"".join(map(self._bytes_of, parts[0].pieces)), made.expected)
+        size = sum(part.length for part in parts)
+        return self._in_parts(key, size, len(parts), send, made.expected, words)
 
     def _in_parts(
         self, key: str, size: int, count: int, send: Callable[[int, Mapping[str, Any]], str],

@@ -104,6 +104,15 @@ Piece = bytes | ObjectRange
 """A piece of a new object: new bytes, or bytes of an existing object of the same bucket."""
 
 
+class Composition(NamedTuple):
+    """An object that a store makes of pieces; the fields are the arguments of ``compose``."""
+
+    pieces: Sequence[Piece]
+    expected: "str | Expected"
+    like: str | None
+    mark: str
+
+
 Names = list[str]
 Contents = list[bytes]
 
@@ -354,19 +363,12 @@ class Store:
             progress(len(data))
         return info
 
-    def _compose(
-        self,
-        key: str,
-        pieces: Sequence[Piece],
-        expected: str | Expected,
-        like: str | None,
-        mark: str,
-    ) -> ObjectInfo:
+    def _compose(self, key: str, made: Composition) -> ObjectInfo:
         """Write an object whose bytes come and go through this machine."""
         with tempfile.NamedTemporaryFile(prefix="ckptfix-") as file:
-            self._bring(pieces, file)
+            self._bring(made.pieces, file)
             file.flush()
-            return self._upload(key, Path(file.name), expected, None)
+            return self._upload(key, Path(file.name), made.expected, None)
 
     def _bring(self, pieces: Sequence[Piece], file: IO[bytes]) -> None:
         """Write the bytes of pieces to a file of this machine."""
@@ -555,7 +557,9 @@ class Store:
         ``mark()`` returns of the new object, in a store that composes. Raises ChangedError when a
         range is of another object.
         """
-        return self._write(key, expected, lambda: self._compose(key, pieces, expected, like, mark))
+        return self._write(
+            key, expected, lambda: self._compose(key, Composition(pieces, expected, like, mark))
+        )
 
     def keeps_conditions(self, key: str) -> bool:
         """Return whether the store refuses a write whose condition does not hold. ``key``: where no

@@ -40,10 +40,10 @@ from ckptfix.storage.paths import JOURNAL, MANIFEST, cause, list_folder, shell_p
 from ckptfix.storage.stores import (
     ABSENT,
     ANY,
+    Composition,
     Expected,
     ObjectInfo,
     ObjectRange,
-    Piece,
     Store,
     is_url,
     open_store,
@@ -136,15 +136,8 @@ class MountedFolder(Store):
 
         return self._save(key, fill, expected)
 
-    def _compose(
-        self,
-        key: str,
-        pieces: Sequence[Piece],
-        expected: str | Expected,
-        like: str | None,
-        mark: str,
-    ) -> ObjectInfo:
-        return self._save(key, lambda file: self._bring(pieces, file), expected)
+    def _compose(self, key: str, made: Composition) -> ObjectInfo:
+        return self._save(key, lambda file: self._bring(made.pieces, file), made.expected)
 
     def _save(
         self, key: str, fill: Callable[[IO[bytes]], object], expected: str | Expected
