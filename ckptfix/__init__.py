@@ -39,9 +39,9 @@ if TYPE_CHECKING:  # for type checkers; a test compares it with _MODULES
         RolledBackError as RolledBackError,
         UsageError as UsageError,
     )
+    from ckptfix.repairs.receipt import RepairReceipt as RepairReceipt
     from ckptfix.repairs.repair import (
         RepairPlan as RepairPlan,
-        RepairReceipt as RepairReceipt,
         plan_repair as plan_repair,
         repair as repair,
     )
@@ -71,7 +71,8 @@ _MODULES = {
     "diagnosis.check": "check CheckReport",
     "diagnosis.policy": "Policy Keys",
     "diagnosis.findings.base": "Finding Severity",
-    "repairs.repair": "plan_repair RepairPlan repair RepairReceipt",
+    "repairs.receipt": "RepairReceipt",
+    "repairs.repair": "plan_repair RepairPlan repair",
     "repairs.undo": "undo UndoReceipt",
     "verification.seal": "seal SealReceipt",
     "verification.signatures": "KeySigning SigstoreSigning Trust",

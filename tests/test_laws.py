@@ -24,7 +24,7 @@ from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.keys import WRAPPERS
 from ckptfix.errors import RolledBackError
-from ckptfix.repairs.repair import RepairReceipt
+from ckptfix.repairs.receipt import RepairReceipt
 from tests.repairs.builders import RANDOM_STATES, write_safetensors
 
 Tensors = dict[str, bytes]

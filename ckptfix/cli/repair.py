@@ -18,7 +18,8 @@ from ckptfix.cli.several_paths import (
 from ckptfix.cli.verb_options import BREAK_LOCK, PATH, TRANSFER, LocalFile, Verb
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError
-from ckptfix.repairs.repair import RepairReceipt, plan_repair
+from ckptfix.repairs.receipt import RepairReceipt
+from ckptfix.repairs.repair import plan_repair
 from ckptfix.repairs.saved_plans import SavedPlan, apply_command, read_plan, save_plan
 from ckptfix.storage.opened import open_files
 from ckptfix.wording import line

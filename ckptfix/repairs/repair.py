@@ -1,29 +1,24 @@
-"""Repair of a checkpoint: ``plan_repair`` and ``RepairPlan.execute`` plan, journal, act, prove and
-commit.
+"""Repair of a checkpoint, from the top to the bytes.
 
-Planning reads and changes nothing. Executing leaves the old folder or the new one, never a mixture.
+1. ``repair`` plans (``plan_repair``) and executes (``RepairPlan.execute``).
+2. ``plan_repair`` first goes on with what an earlier run left (``Backend.recover``). Then ``_plan``
+   scans, diagnoses, chooses steps, and compiles them into edits of files. It changes nothing.
+3. ``execute`` locks the checkpoint, recovers again, and hands the edits to
+   ``storage.transactions.commit`` with a proof: the checkpoint is read once more as it will be.
+4. ``commit`` makes the edits, calls the proof, and commits. Whatever stops it before that leaves the
+   old checkpoint, whatever stops it after that the new one, never a mixture: its states, and who
+   goes on from each, are in ``storage.transactions``.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import ClassVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import (
-    FileName,
-    FolderName,
-    Role,
-    model_file,
-    parse_file_name,
-    parse_folder_name,
-)
 from ckptfix.checkpoint.folder import scan_folder
-from ckptfix.checkpoint.keys import fitting
 from ckptfix.checkpoint.latest import cut_upload
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.diagnosis.check import (
@@ -34,20 +29,14 @@ from ckptfix.diagnosis.check import (
     missing_here,
     models_below,
     resume_problem,
-    status_of,
-    with_below,
 )
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
-from ckptfix.diagnosis.findings.base import Finding, finding_lines, salvage_lines
+from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import (
-    DoubledModel,
     IdenticalModels,
     IdenticalStates,
-    NestedPrefix,
 )
-from ckptfix.diagnosis.findings.load_faults import DeadAdapter
-from ckptfix.diagnosis.findings.weight_faults import DeadWeights
 from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
@@ -57,18 +46,15 @@ from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.repairs.manifest_edits import manifest_edits
 from ckptfix.repairs.plan import Plan, make_plan
 from ckptfix.repairs.proof import prove_repair
+from ckptfix.repairs.receipt import RepairReceipt, plan_lines
 from ckptfix.repairs.steps import (
-    DropEntry,
-    Renumber,
     RewriteNames,
-    Safety,
     Step,
     StepAction,
     Unplanned,
     WriteIndex,
 )
 from ckptfix.repairs.steps_to_edits import Compiled, compile_plan, free_space, space_needed
-from ckptfix.reports import Serialized
 from ckptfix.storage.backends import carriage, locked
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Edit
@@ -92,129 +78,89 @@ from ckptfix.wording import (
     Line,
     Printable,
     count_of,
-    few,
     human_size,
     line,
-    series,
-    unchecked_lines,
 )
 
 
-class RepairReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
-    """Receipt of a repair: its plan, and the outcome.
+@takes_urls("path")
+def repair(
+    path: Openable,
+    *,
+    policy: Policy | None = None,
+    dry_run: bool = False,
+    output: str | os.PathLike[str] | None = None,
+    transfer: bool = False,
+    break_lock: bool = False,
+    progress: Progress | None = None,
+) -> RepairReceipt:
+    """Plan a repair and execute it: ``plan_repair``, then ``RepairPlan.execute``, with the errors
+    of both.
 
-    ``found``: the findings before it; ``left``: those after it, in a dry run all of them.
-    ``transaction``: the number that ``undo`` undoes, None when nothing was changed. ``recovered``:
-    an interrupted run was rolled back first, or in a store ``finished``. ``below``: the reports of
-    the sub-folders that hold models of the checkpoint, such as ``unet``; each has a repair of its
-    own.
+    ``dry_run``: change nothing, and return what would be done. ``transfer`` and ``break_lock``: as
+    of ``execute``.
     """
-
-    json_keys: ClassVar = (
-        "path status dry_run output recovered transaction found steps unplanned left=_left_now "
-        "not_checked=_unchecked below? advice"
+    plan = plan_repair(
+        path, policy, output=output, recover=not dry_run, break_lock=break_lock, progress=progress
     )
+    if dry_run:
+        return plan.preview()
+    return plan.execute(transfer=transfer, break_lock=break_lock, progress=progress)
 
-    path: AnyPath
-    found: tuple[Finding, ...]
-    steps: tuple[Step, ...]
-    unplanned: tuple[Unplanned, ...]
-    left: tuple[Finding, ...]
-    not_checked: tuple[str, ...]
-    transaction: int | None = None
-    recovered: bool = False
-    finished: bool = False
-    dry_run: bool = False
-    output: AnyPath | str | None = None
-    below: tuple[CheckReport, ...] = ()
 
-    @property
-    def status(self) -> int:
-        """Exit status: 0 when no error or warning is left and every requested repair was done, else
-        1.
-        """
-        is_below = any(status_of(report.all_findings) for report in self.below)
-        return int(status_of(self.left) or bool(self.unplanned) or is_below)
+def plan_repair(
+    path: Openable,
+    policy: Policy | None = None,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    recover: bool = False,
+    break_lock: bool = False,
+    progress: Progress | None = None,
+) -> "RepairPlan":
+    """Plan the repair of a checkpoint folder or file in place, or of a copy that is written to
+    ``output``.
 
-    @property
-    def where(self) -> AnyPath | str:
-        """The checkpoint that was checked last: the copy, once it is written."""
-        return self.path if self.dry_run else self.output or self.path
+    Every byte of what a step deletes is compared first; ``progress`` is called with byte counts.
+    ``recover``: roll back an interrupted earlier run first, which is the only change; without it,
+    ``execute`` does that and plans again. ``break_lock``: as of ``execute``.
 
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """The steps before the script resumes, and when the repair is wrong, in words; mostly
-        empty.
-        """
-        advice = _before_resuming(self.steps, self.found)
-        fixed = {code for step in self.steps for code in step.fixes}
-        if fixed & {DeadAdapter.code, DeadWeights.code}:
-            advice = (
-                *advice,
-                (
-                    "wrong if a script loads the file itself with load_state_dict: it needs the "
-                    "old keys, and with strict=False it says nothing without them"
-                ),
+    Raises UsageError for an invalid path or policy, OperationError for a folder that cannot be
+    repaired now, OSError when it cannot be read.
+    """
+    output = local_path(output)
+    if isinstance(path, str) and is_url(path):
+        with ExitStack() as opened:
+            place = opened.enter_context(open_files(path))
+            plan = plan_repair(
+                place,
+                policy,
+                output=output,
+                recover=recover,
+                break_lock=break_lock,
+                progress=progress,
             )
-        # Before a repair the finding says so, and a repaired copy has nothing to undo.
-        if self.transaction is not None and DoubledModel.code in fixed:
-            return (
-                *advice,
-                (
-                    "undo the repair if the script prepares an equal model on purpose (a loss "
-                    "wrapper, an EMA)"
-                ),
+            return replace(plan, opened=opened.pop_all())
+    target = find_target(path)
+    if inside := interrupted_inside(target):
+        raise OperationError(f"{target.path}: {inside[0]}; {inside[0].advice_at(str(target.path))}")
+    policy = policy or Policy()
+    if output is not None:
+        if pending := interrupted(target):
+            raise OperationError(
+                f"{target.path}: {pending[0]}; {pending[0].advice_at(str(target.path))}"
             )
-        return advice
-
-    def lines(self) -> Iterator[Line]:
-        """Yield the plan, the outcome, the findings that are left, and the command to undo."""
-        yield from plan_lines(self.path, self.steps, self.unplanned)
-        yield from self.outcome_lines()
-
-    def outcome_lines(self, *, is_verbose: bool = False) -> Iterator[Line]:
-        """Yield the outcome, the findings that are left, and the command to undo.
-
-        ``is_verbose``: every sentence about what was not checked.
-        """
-        if self.recovered:
-            yield line(
-                f"an interrupted earlier run was {'finished' if self.finished else 'rolled back'} "
-                "first"
+        copy = output if isinstance(output, str) and is_url(output) else Path(output)
+        _check_copy(target, copy)  # before every byte of a large model is compared
+        return _plan(target, policy, copy, progress)
+    if recover and interrupted(target):
+        with locked(target.root, "repair", break_lock=break_lock) as backend:
+            recovered = backend.recover()
+            return replace(
+                _plan(target, policy, None, progress),
+                recovered=recovered is not None and recovered.has_changed,
+                finished=recovered is not None and recovered.finished is not None,
             )
-        if self.dry_run:
-            yield line("dry run: nothing was changed")
-        elif self.steps:
-            where = self.output or self.path
-            yield line(
-                f"done and verified: {count_of(len(self.steps), 'step')} in {where}",
-                colour="green",
-            )
-        elif self.output is not None:
-            yield line(f"an unchanged copy is in {self.output}")
-        yield from finding_lines(self.left, str(self.where))
-        yield from salvage_lines(self.left, str(self.path))
-        for report in self.below:
-            if report.status:
-                yield from report.verdict_lines(is_below=True)
-        if self.transaction is not None:
-            yield line(f"to undo: {command('undo', self.path)}")
-        yield from (line(words, colour="yellow") for words in self.advice)
-        details = "" if is_verbose else f"ckptfix check -v {shell_path(self.where)}"
-        yield from unchecked_lines(self._unchecked(), details=details)
-
-    def _left_now(self) -> list[dict[str, object]]:
-        """Return the findings that are left, with commands for their folder."""
-        return [finding.as_json(str(self.output or self.path)) for finding in self.left]
-
-    def _unchecked(self) -> tuple[str, ...]:
-        # Of a copy in a store the sub-folders, which nothing changes, were checked at their source.
-        where = self.path if isinstance(self.where, str) else self.where
-        return tuple(with_below(self.not_checked, where, self.below))
-
-
-Receipt = RepairReceipt
-"""The name of ``RepairReceipt`` in ckptfix 0.4."""
+    return _plan(target, policy, None, progress)
 
 
 class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
@@ -426,84 +372,60 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         )
 
 
-def plan_repair(
-    path: Openable,
-    policy: Policy | None = None,
+def _plan(
+    target: Target,
+    policy: Policy,
+    output: Path | str | None,
+    progress: Progress | None,
     *,
-    output: str | os.PathLike[str] | None = None,
-    recover: bool = False,
-    break_lock: bool = False,
-    progress: Progress | None = None,
-) -> RepairPlan:
-    """Plan the repair of a checkpoint folder or file in place, or of a copy that is written to
-    ``output``.
-
-    Every byte of what a step deletes is compared first; ``progress`` is called with byte counts.
-    ``recover``: roll back an interrupted earlier run first, which is the only change; without it,
-    ``execute`` does that and plans again. ``break_lock``: as of ``execute``.
-
-    Raises UsageError for an invalid path or policy, OperationError for a folder that cannot be
-    repaired now, OSError when it cannot be read.
-    """
-    output = local_path(output)
-    if isinstance(path, str) and is_url(path):
-        with ExitStack() as opened:
-            place = opened.enter_context(open_files(path))
-            plan = plan_repair(
-                place,
-                policy,
-                output=output,
-                recover=recover,
-                break_lock=break_lock,
-                progress=progress,
-            )
-            return replace(plan, opened=opened.pop_all())
-    target = find_target(path)
-    if inside := interrupted_inside(target):
-        raise OperationError(f"{target.path}: {inside[0]}; {inside[0].advice_at(str(target.path))}")
-    policy = policy or Policy()
-    if output is not None:
-        if pending := interrupted(target):
+    neighbours: Neighbours | None = None,
+) -> "RepairPlan":
+    with paused_gc(), _undisturbed(target.path):
+        folder = scan_folder(target.root, target.only)
+        has_journal = bool(transactions(target.root))
+        bare = judge_bare(folder, resume_problem) if not has_journal else None
+        if bare is not None and bare.unfinished:
+            raise OperationError(f"{target.path}: nothing was changed: {bare.unfinished[0]}")
+        if (bare is None or output is not None) and not has_journal:
+            ensure_checkpoint(folder, "repair")
+        near = neighbours or Siblings().of(target.root)
+        diagnosis = diagnose(
+            folder, prove=True, drops=policy.drops, neighbours=near, progress=progress
+        )
+        if diagnosis.unfinished:
             raise OperationError(
-                f"{target.path}: {pending[0]}; {pending[0].advice_at(str(target.path))}"
+                f"{target.path}: nothing was changed: a repair reads every file first, and "
+                f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: "
+                f"{diagnosis.unfinished[0]}"
             )
-        copy = output if isinstance(output, str) and is_url(output) else Path(output)
-        _check_copy(target, copy)  # before every byte of a large model is compared
-        return _plan(target, policy, copy, progress)
-    if recover and interrupted(target):
-        with locked(target.root, "repair", break_lock=break_lock) as backend:
-            recovered = backend.recover()
-            return replace(
-                _plan(target, policy, None, progress),
-                recovered=recovered is not None and recovered.has_changed,
-                finished=recovered is not None and recovered.finished is not None,
+        if bare is not None:
+            diagnosis = replace(
+                diagnosis,
+                findings=(*bare.beyond(diagnosis.findings), *diagnosis.findings),
+                not_checked=tuple(
+                    words for words in diagnosis.not_checked if not words.startswith(GENERIC)
+                ),
             )
-    return _plan(target, policy, None, progress)
-
-
-@takes_urls("path")
-def repair(
-    path: Openable,
-    *,
-    policy: Policy | None = None,
-    dry_run: bool = False,
-    output: str | os.PathLike[str] | None = None,
-    transfer: bool = False,
-    break_lock: bool = False,
-    progress: Progress | None = None,
-) -> RepairReceipt:
-    """Plan a repair and execute it: ``plan_repair``, then ``RepairPlan.execute``, with the errors
-    of both.
-
-    ``dry_run``: change nothing, and return what would be done. ``transfer`` and ``break_lock``: as
-    of ``execute``.
-    """
-    plan = plan_repair(
-        path, policy, output=output, recover=not dry_run, break_lock=break_lock, progress=progress
-    )
-    if dry_run:
-        return plan.preview()
-    return plan.execute(transfer=transfer, break_lock=break_lock, progress=progress)
+        with unchanged(target.root, diagnosis.scanned):
+            draft = make_plan(diagnosis, policy)
+            # No object can be changed in place.
+            compiled = compile_plan(
+                draft, new_files=policy.atomic or store_of(target.root) is not None
+            )
+        return RepairPlan(
+            target=target,
+            policy=policy,
+            output=output,
+            diagnosis=diagnosis,
+            missing=missing_here(target, diagnosis, near) if bare is None else (),
+            draft=draft,
+            compiled=compiled,
+            pending=interrupted(target),
+            recovered=False,
+            carriage=carriage(target.root, compiled.edits, is_copy=isinstance(output, str)),
+            at_once=(store := store_of(target.root)) is not None and store.abilities.atomic,
+            neighbours=near,
+        )
 
 
 def _ensure_uploaded(target: Target) -> None:
@@ -571,62 +493,6 @@ def _undisturbed(path: AnyPath) -> Iterator[None]:
         ) from error
 
 
-def _plan(
-    target: Target,
-    policy: Policy,
-    output: Path | str | None,
-    progress: Progress | None,
-    *,
-    neighbours: Neighbours | None = None,
-) -> RepairPlan:
-    with paused_gc(), _undisturbed(target.path):
-        folder = scan_folder(target.root, target.only)
-        has_journal = bool(transactions(target.root))
-        bare = judge_bare(folder, resume_problem) if not has_journal else None
-        if bare is not None and bare.unfinished:
-            raise OperationError(f"{target.path}: nothing was changed: {bare.unfinished[0]}")
-        if (bare is None or output is not None) and not has_journal:
-            ensure_checkpoint(folder, "repair")
-        near = neighbours or Siblings().of(target.root)
-        diagnosis = diagnose(
-            folder, prove=True, drops=policy.drops, neighbours=near, progress=progress
-        )
-        if diagnosis.unfinished:
-            raise OperationError(
-                f"{target.path}: nothing was changed: a repair reads every file first, and "
-                f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: "
-                f"{diagnosis.unfinished[0]}"
-            )
-        if bare is not None:
-            diagnosis = replace(
-                diagnosis,
-                findings=(*bare.beyond(diagnosis.findings), *diagnosis.findings),
-                not_checked=tuple(
-                    words for words in diagnosis.not_checked if not words.startswith(GENERIC)
-                ),
-            )
-        with unchanged(target.root, diagnosis.scanned):
-            draft = make_plan(diagnosis, policy)
-            # No object can be changed in place.
-            compiled = compile_plan(
-                draft, new_files=policy.atomic or store_of(target.root) is not None
-            )
-        return RepairPlan(
-            target=target,
-            policy=policy,
-            output=output,
-            diagnosis=diagnosis,
-            missing=missing_here(target, diagnosis, near) if bare is None else (),
-            draft=draft,
-            compiled=compiled,
-            pending=interrupted(target),
-            recovered=False,
-            carriage=carriage(target.root, compiled.edits, is_copy=isinstance(output, str)),
-            at_once=(store := store_of(target.root)) is not None and store.abilities.atomic,
-            neighbours=near,
-        )
-
-
 def _unanswered(diagnosis: Diagnosis, policy: Policy) -> tuple[Finding, ...]:
     """Return the findings without those about equal entries that the user declared intentional."""
     answered = {
@@ -656,102 +522,3 @@ def _moved(report: CheckReport, source: AnyPath, output: AnyPath) -> CheckReport
     """Return the report of a model in a sub-folder, with the name of that folder in the copy."""
     below = tuple(_moved(one, source, output) for one in report.below)
     return replace(report, path=output / relative(report.path, source), below=below)
-
-
-def plan_lines(
-    path: AnyPath | str, steps: tuple[Step, ...], stays: tuple[Unplanned, ...]
-) -> Iterator[Line]:
-    """Yield the steps of a repair of ``path``, and the findings that stay, with the reasons."""
-    yield line(f"plan for {path}:" if steps else f"nothing to repair in {path}", bold=True)
-    for (_, codes, safety), group in groupby(steps, key=_kind):
-        asked = " (asked for)" if safety is Safety.LOSSY else ""
-        yield from few(
-            [f"  {step}  [{', '.join(codes)}]{asked}" for step in group], "steps like these"
-        )
-    for _, same in groupby(stays, key=lambda stay: (stay.code, stay.reason)):
-        yield from few([f"  not done: {stay}" for stay in same], "files that stay", colour="yellow")
-
-
-def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
-    return type(step.action), step.fixes, step.safety
-
-
-def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
-    """Return the advice for a script that registered an object twice: it fails until it is
-    fixed.
-    """
-    last: dict[Role, FileName | FolderName] = {}
-    dropped: dict[Role, set[int]] = {}
-    moved: list[tuple[int, PurePosixPath]] = []
-    for action in (step.action for step in steps):
-        if not isinstance(action, DropEntry | Renumber):
-            continue
-        path = action.path if isinstance(action, DropEntry) else action.source
-        name = parse_file_name(path.name) or parse_folder_name(path.name)
-        if name is not None:
-            last[name.role] = max(last.get(name.role, name), name, key=lambda one: one.index)
-            if isinstance(action, DropEntry):
-                dropped.setdefault(name.role, set()).add(name.index)
-            elif name.role is Role.MODEL:
-                moved.append((name.index, action.target))
-    if not dropped:
-        return _before_loading(steps, found)
-    if moved and Role.MODEL in dropped:
-        # Models are loaded first and in order, so that this comes before a missing file.
-        failure = f"finds another model in {min(moved)[1]}"
-    else:
-        # Later entries move down, so that the highest numbers are missing. load_state misses the
-        # first of these.
-        missing = [
-            _looked_for(last[role].at(last[role].index + 1 - len(dropped[role])))
-            for role in Role
-            if role in dropped
-        ]
-        failure = f"looks for {series(missing)}, which a repaired folder does not hold"
-    return (
-        (
-            f"the script passed an object to prepare() twice: unchanged, it {failure}, and "
-            "load_state fails"
-        ),
-        (
-            "before you resume, prepare each object once, or start the script with: ckptfix run "
-            "SCRIPT"
-        ),
-    )
-
-
-def _before_loading(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
-    """Return the advice after a repair removed nested wrappers: the models that load the keys, and
-    when to undo.
-    """
-    targets = {
-        key_map.insert
-        for step in steps
-        if NestedPrefix.code in step.fixes and isinstance(step.action, RewriteNames)
-        for key_map in step.action.maps.values()
-    }
-    if not targets:
-        return ()
-    assumed = any(isinstance(one, NestedPrefix) and one.assumed for one in found)
-    wrong = (
-        "; if a module of the model is itself called 'module', undo this repair" if assumed else ""
-    )
-    return (
-        (
-            f"the keys now fit {' or '.join(map(fitting, sorted(targets)))}; the script wrapped "
-            f"the model twice: unchanged, it looks for the old keys, and loading fails{wrong}"
-        ),
-        (
-            "before you resume, wrap the model only that way, or start the script with: ckptfix "
-            "run SCRIPT"
-        ),
-    )
-
-
-def _looked_for(name: FileName | FolderName) -> str:
-    """Return the file that accelerate reports as missing: of a model the last of the names that it
-    tries.
-    """
-    if isinstance(name, FileName) and name.suffix == ".safetensors":
-        return str(model_file(".bin", name.index))
-    return str(name)

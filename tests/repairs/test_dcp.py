@@ -15,7 +15,7 @@ from ckptfix import Keys, Policy, check, repair, seal, undo, verify
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.repairs.repair import RepairReceipt
+from ckptfix.repairs.receipt import RepairReceipt
 from ckptfix.storage.lock import folder_lock
 from ckptfix.verification.verify_report import Kind, Outcome
 from fixtures import golden_dcp

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint._nested_dict as nested_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 
 from ckptfix import Keys, Policy, check, repair, seal, undo, verify
-from ckptfix.repairs.repair import RepairReceipt
+from ckptfix.repairs.receipt import RepairReceipt
 from ckptfix.verification.verify_report import Outcome
 from tests.repairs.dcp_folders import (
     MODEL,

@@ -16,7 +16,8 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli import run as cli
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import ChangedError, JournalError, LockedError, OperationError
-from ckptfix.repairs.repair import RepairReceipt, plan_repair
+from ckptfix.repairs.receipt import RepairReceipt
+from ckptfix.repairs.repair import plan_repair
 from ckptfix.storage import object_copies, store_files, stores
 from ckptfix.storage.files import StorePath
 from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now
