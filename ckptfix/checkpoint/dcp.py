@@ -69,7 +69,7 @@ from ckptfix.storage.files import (
     real_path,
     stat_of,
 )
-from ckptfix.storage.journal import journal_folders
+from ckptfix.storage.journal import transactions
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.wording import Brief
@@ -536,7 +536,7 @@ def _siblings(folder: AnyPath) -> tuple[str, ...]:
 
 def _has_journal(folder: AnyPath) -> bool:
     try:
-        return bool(journal_folders(folder))
+        return bool(transactions(folder))
     except (JournalError, OSError):
         return True  # the contents of the parent folder are unknown
 

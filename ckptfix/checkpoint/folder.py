@@ -5,6 +5,7 @@ The scan reads every header and no tensor bytes. Nothing is unpickled, and no ba
 scan.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +45,7 @@ from ckptfix.storage.files import (
     FileReader,
     folder_entries,
     is_dir,
-    is_file,
+    is_listed,
     same_place,
     stat_of,
 )
@@ -362,6 +363,24 @@ def _read(
         return None, _judged(reader, name, problem)
 
 
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+def _is_lost(folder: AnyPath, path: str) -> bool:
+    """Return whether no file is at a path from a folder; False where that cannot be found out, as
+    next to a prefix that was opened, or in a folder of another user.
+    """
+    there = folder / path
+    if not is_listed(there):
+        return False
+    try:
+        return not stat.S_ISREG(stat_of(there).st_mode)
+    except OSError as error:
+        return error.errno in _NOT_THERE
+    except ValueError:  # a zero byte
+        return True
+
+
 def _located(
     folder: AnyPath, name: FileName, index: WeightsIndex
 ) -> tuple[Content | None, Problem | None]:
@@ -380,7 +399,7 @@ def _located(
         names = {key: os.path.basename(path) for key, path in index.weight_map.items()}
         spelled = tuple(path for path in paths if "/" in path)
         return replace(index, weight_map=names, spelled=spelled), None
-    lost = [path for path in paths if not is_file(folder / path)]
+    lost = [path for path in paths if _is_lost(folder, path)]
     if lost:
         more = (
             f" and {count_of(len(lost) - 1, 'more shard')}, which do"

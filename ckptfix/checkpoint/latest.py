@@ -32,10 +32,10 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import (
     NotAsSaved,
-    is_repaired,
-    missing_files,
+    not_as_saved,
     read_losses,
     read_manifest,
+    unexplained,
 )
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, lost_models, may_hold_weights
 from ckptfix.checkpoint.placeholders import files_with_placeholders
@@ -59,7 +59,7 @@ from ckptfix.storage.files import (
     sparing,
     walk,
 )
-from ckptfix.storage.journal import is_partly_changed, transactions
+from ckptfix.storage.journal import is_partly_changed
 from ckptfix.storage.markers import read_commit, upload_problem
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.paths import JOURNAL, described
@@ -307,7 +307,7 @@ def gone_since_upload(root: AnyPath) -> list[NotAsSaved]:
         for name, one in (commit.objects.items() if commit is not None else ())
         if not name.startswith(f"{JOURNAL}/") and not lexists(root / name)
     ]
-    return [] if gone and transactions(root) else gone
+    return unexplained(root, gone, by_manifest=False)
 
 
 def incomplete(
@@ -321,8 +321,8 @@ def incomplete(
     ``reads_files``: off for a caller that has a finding for each damaged file. ``scan``: returns
     the folder with all headers, for a caller that needs them, too.
 
-    With the manifest of a save, every file of that save must exist with its size; a folder that was
-    repaired since counts as complete. Without one, as stock accelerate leaves it, sealed or not,
+    With the manifest of a save, every file of that save must exist with its size, but for what a
+    repair changed. Without one, as stock accelerate leaves it, sealed or not,
     there must be weights of a model and the main process's state of the generators, which it writes
     after all but the custom objects; no file may be empty, and those of weights and states must be
     intact by their headers and hold what their names say. A folder that ``salvage`` wrote with
@@ -339,8 +339,9 @@ def incomplete(
         if partly_repaired(checkpoint) is not None:
             return HALF_REPAIRED
         if manifest is not None and manifest.is_of_a_save:
-            missing = [] if is_repaired(checkpoint) else missing_files(checkpoint, manifest)
-            return "; ".join(missing[:3]) or None
+            lacking = not_as_saved(checkpoint, manifest)
+            missing = unexplained(checkpoint, lacking, by_manifest=True)
+            return "; ".join(map(str, missing[:3])) or None
         if manifest is None and (gone := gone_since_upload(checkpoint)):
             return "; ".join(map(str, gone[:3]))
         losses = read_losses(checkpoint)

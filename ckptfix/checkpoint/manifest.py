@@ -12,13 +12,15 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
-from ckptfix.errors import FormatError
+from ckptfix.errors import FormatError, JournalError
 from ckptfix.storage.files import AnyPath, names_in, stat_of
+from ckptfix.storage.journal import State, TransactionInfo, transactions
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.reading import open_reader, read_start
 from ckptfix.wording import count_of
@@ -218,15 +220,73 @@ def missing_files(folder: AnyPath, manifest: Manifest) -> list[str]:
 
 
 def is_repaired(folder: AnyPath) -> bool:
-    """Return whether a folder was repaired since its save.
-
-    Versions that did not update sizes left those of the save. Raises OSError when its journal
-    cannot be listed.
+    """Return whether a checkpoint was repaired since its save, here or where it comes from. Raises
+    OSError when its journal cannot be listed.
     """
     try:
-        return any(name.endswith(".done") for name in names_in(folder / JOURNAL))
+        names = names_in(folder / JOURNAL)
     except (FileNotFoundError, NotADirectoryError):
         return False
+    # Of objects only the state tells a repair from one that was begun.
+    return any(name.endswith(".done") for name in names) or (
+        any(name.endswith(".objects") for name in names) and bool(_repairs(folder))
+    )
+
+
+def taken_by_repairs(folder: AnyPath) -> frozenset[str] | None:
+    """Return the names that repairs since the save took away; None where a journal cannot be read,
+    as that of another user. Raises OSError.
+    """
+    return _names_of(_repairs(folder))[1]
+
+
+def unexplained(
+    folder: AnyPath, lacking: Iterable[NotAsSaved], *, by_manifest: bool
+) -> list[NotAsSaved]:
+    """Return the files that no repair explains, of those that are not as they were saved. Raises
+    OSError.
+
+    ``by_manifest``: the manifest says so. Of repairs that kept it up to date it tells itself;
+    versions before 0.5 left the sizes of the save in it.
+    """
+    lacking = list(lacking)
+    if not lacking:
+        return []
+    changed, taken = _names_of(_repairs(folder, besides_manifest=by_manifest))
+    if changed is None or taken is None:
+        return []
+    return [file for file in lacking if file.name not in (taken if file.have is None else changed)]
+
+
+def has_stale_sizes(folder: AnyPath, manifest: Manifest) -> bool:
+    """Return whether a repair changed files of the save and left their sizes in the manifest, as
+    versions before 0.5 did. Raises OSError.
+    """
+    changed, _ = _names_of(_repairs(folder, besides_manifest=True))
+    return changed is None or not changed.isdisjoint(manifest.files)
+
+
+def _repairs(folder: AnyPath, *, besides_manifest: bool = False) -> list[TransactionInfo]:
+    try:
+        done = [info for info in transactions(folder) if info.state is State.DONE]
+    except JournalError:  # a link or a file, which is no journal of ours
+        return []
+    own = PurePosixPath(MANIFEST)
+    return [info for info in done if not (besides_manifest and own in info.paths)]
+
+
+def _names_of(
+    repairs: Iterable[TransactionInfo],
+) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+    """Return the names that repairs changed, and those that they took away."""
+    changed: set[str] = set()
+    taken: set[str] = set()
+    for info in repairs:
+        if info.foreign or info.problem:
+            return None, None
+        changed |= set(map(str, info.paths))
+        taken = (taken - set(map(str, info.paths))) | set(map(str, info.gone))
+    return frozenset(changed), frozenset(taken)
 
 
 def _entry(value: Any) -> ManifestEntry:

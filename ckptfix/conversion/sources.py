@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import NameScope
 from ckptfix.checkpoint.keys import collapse, common_wrappers, dotted, is_nested
-from ckptfix.checkpoint.manifest import Manifest, is_repaired, missing_files
+from ckptfix.checkpoint.manifest import Manifest, not_as_saved, unexplained
 from ckptfix.conversion.checksums import Part, combined, damaged
 from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
 from ckptfix.conversion.target_names import LeftOut
@@ -278,7 +278,7 @@ def ensure_complete(root: AnyPath, manifest: Manifest) -> tuple[LeftOut, ...]:
     Returns the other missing files of the manifest: the user's own. Repairs by old versions left
     the sizes of the save in the manifest: then only names are compared.
     """
-    wrong = [] if is_repaired(root) else missing_files(root, manifest)
+    wrong = list(map(str, unexplained(root, not_as_saved(root, manifest), by_manifest=True)))
     gone = [
         name
         for name in manifest.digests

@@ -63,7 +63,7 @@ from ckptfix.storage.files import (
     sparing,
     unheld_below,
 )
-from ckptfix.storage.journal import State, transactions
+from ckptfix.storage.journal import State, is_elsewhere, transactions
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, described
@@ -836,7 +836,10 @@ def interrupted_inside(target: Target) -> tuple[Finding, ...]:
 def _pending(folder: AnyPath, path: PurePosixPath) -> tuple[Finding, ...]:
     return tuple(
         InterruptedRepair(
-            path=path / JOURNAL, transaction=transaction.number, in_store=transaction.in_store
+            path=path / JOURNAL,
+            transaction=transaction.number,
+            in_store=transaction.in_store,
+            elsewhere=is_elsewhere(folder, transaction),
         )
         for transaction in transactions(folder)
         if transaction.state is State.PENDING or transaction.problem

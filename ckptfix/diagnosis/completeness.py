@@ -40,10 +40,11 @@ from ckptfix.checkpoint.latest import (
 from ckptfix.checkpoint.manifest import (
     REPORT,
     Manifest,
-    is_repaired,
+    has_stale_sizes,
     not_as_saved,
     read_losses,
     read_manifest,
+    unexplained,
 )
 from ckptfix.checkpoint.model_configs import (
     ADAPTER,
@@ -687,10 +688,10 @@ def _without_tag(folder: CheckpointFolder) -> Iterator[LostTag]:
 def _missing(
     folder: CheckpointFolder, manifest: Manifest | None, explained: Collection[PurePosixPath]
 ) -> Iterator[Finding]:
-    if is_repaired(folder.root):
-        return
     lacking = (
-        gone_since_upload(folder.root) if manifest is None else not_as_saved(folder.root, manifest)
+        gone_since_upload(folder.root)
+        if manifest is None
+        else unexplained(folder.root, not_as_saved(folder.root, manifest), by_manifest=True)
     )
     for name, saved, have in lacking:
         if folder.only in (None, name) and PurePosixPath(name) not in explained:
@@ -700,7 +701,7 @@ def _missing(
 def _unchecked(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[str]:
     if manifest is None:
         return
-    if manifest.is_of_a_save and is_repaired(folder.root):
+    if manifest.is_of_a_save and has_stale_sizes(folder.root, manifest):
         yield "whether all files of the save are there: a repair changed some since"
     if manifest.digests or any(entry.digests for entry in manifest.models):
         yield f"digests in {MANIFEST}; next: {command('verify', folder.root, folder.only or '')}"

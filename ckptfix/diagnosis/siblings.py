@@ -13,7 +13,7 @@ from ckptfix.checkpoint.filenames import (
     parse_deepspeed_folder_name,
     weights_names,
 )
-from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
+from ckptfix.checkpoint.manifest import taken_by_repairs, usable_manifest
 from ckptfix.checkpoint.neighbours import (
     CONFIGS,
     NEXT_TO,
@@ -57,7 +57,7 @@ def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) ->
         return
     # Its duplicates are gone on purpose: they would count as missing as long as its neighbours have
     # theirs.
-    is_shortened = is_repaired(folder)
+    dropped = taken_by_repairs(folder)
     names = _names(folder)
     own = parts_of(names, NEXT_TO)
     # A run that changed to DeepSpeed has its model and optimizer in one folder.
@@ -80,7 +80,9 @@ def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) ->
             part in save.parts for save in (*before[:1], *after[:1])
         ):
             return False
-        if is_shortened and index > 0:
+        if dropped is None:
+            return index == 0
+        if any(save.parts.get(part) in dropped for save in near):
             return False
         if is_of_others:
             return True

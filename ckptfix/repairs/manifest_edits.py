@@ -1,5 +1,5 @@
-"""Edits of the manifest after a repair drops, moves, renames or rewrites the files that it
-lists.
+"""Edits of the records of a checkpoint, its manifest and the commit marker of its upload, after a
+repair drops, moves, renames or rewrites the files that they list.
 """
 
 import hashlib
@@ -17,16 +17,18 @@ from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata, model_names
 from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, SetAside, Step
-from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
-from ckptfix.storage.paths import MANIFEST
+from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate, gone_after
+from ckptfix.storage.files import AnyPath
+from ckptfix.storage.markers import read_commit
+from ckptfix.storage.paths import COMMITTED, MANIFEST
 from ckptfix.storage.recipes import KEPT, Literal, Recipe
 
 
 def manifest_edits(
     folder: CheckpointFolder, steps: Sequence[Step], edits: Sequence[Edit]
 ) -> list[Edit]:
-    """Return the edit that makes the manifest follow a repair: none without a manifest, or when it
-    stays the same.
+    """Return the edits that make the manifest and the commit marker follow a repair: none of one
+    that is not there, or stays the same.
 
     Digests of tensors survive a rename, as no byte of them changes; of a file that changes, the
     digest is forgotten. A manifest that cannot be understood is left as it is. Raises OSError when
@@ -34,19 +36,38 @@ def manifest_edits(
     """
     if not edits:
         return []
+    marker = _marker_edits(folder.root, edits)
     try:
         manifest = read_manifest(folder.root)
     except FormatError:
-        return []
+        return marker
     if manifest is None:
-        return []
+        return marker
     if folder.only is not None:  # the manifest lists all shards of a model
         folder = scan_folder(folder.root)
     new = followed(manifest, folder, steps, edits)
     if new == manifest:
-        return []
+        return marker
     content = Recipe.like(folder.root / MANIFEST, (Literal(new.to_bytes()),))
-    return [Replace(path=PurePosixPath(MANIFEST), content=content, previous=KEPT)]
+    return [*marker, Replace(path=PurePosixPath(MANIFEST), content=content, previous=KEPT)]
+
+
+def _marker_edits(root: AnyPath, edits: Sequence[Edit]) -> list[Edit]:
+    """Return the edit after which the commit marker lists no file that the edits take away.
+
+    With it a checkpoint that was downloaded, or whose journal was deleted, lacks nothing.
+    """
+    try:
+        commit = read_commit(root)
+    except FormatError:
+        return []
+    gone = set(map(str, gone_after(edits)))
+    if commit is None or gone.isdisjoint(commit.objects):
+        return []
+    left = {name: sent for name, sent in commit.objects.items() if name not in gone}
+    data = replace(commit, objects=left).to_bytes()
+    content = Recipe.like(root / COMMITTED, (Literal(data),))
+    return [Replace(path=PurePosixPath(COMMITTED), content=content, previous=KEPT)]
 
 
 def followed(

@@ -21,7 +21,7 @@ from ckptfix.repairs.repair import RepairPlan, plan_repair
 from ckptfix.reports import plain
 from ckptfix.storage.atomic import create_file, read_file, sync_folder
 from ckptfix.storage.files import AnyPath, absolute, is_url, lies_in
-from ckptfix.storage.journal import State, transactions
+from ckptfix.storage.journal import State, is_elsewhere, transactions
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import cause, command, shell_path
 from ckptfix.storage.undoable import is_as_left
@@ -89,7 +89,9 @@ class SavedPlan(Struct, frozen=True, kw_only=True):
         done = [
             transaction
             for transaction in transactions(root)
-            if transaction.state is State.DONE and transaction.target == only
+            if transaction.state is State.DONE
+            and transaction.target == only
+            and not is_elsewhere(root, transaction)
         ]
         if plan.steps or not self.steps or not done:
             return None

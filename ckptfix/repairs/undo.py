@@ -11,8 +11,8 @@ from ckptfix.errors import UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage import transactions as engine
 from ckptfix.storage.backends import locked
-from ckptfix.storage.files import AnyPath, Openable, store_of, walk
-from ckptfix.storage.journal import State, TransactionInfo, transactions
+from ckptfix.storage.files import AnyPath, Openable, walk
+from ckptfix.storage.journal import State, TransactionInfo, is_elsewhere, transactions
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command
@@ -103,10 +103,15 @@ def undo(
                 f"{', '.join(others)}"
             )
         last = done[-1]
-        if last.foreign and store_of(target.root) is not None:
+        if is_elsewhere(target.root, last):
+            where, again = (
+                ("objects of a store before it was downloaded", "URL, then download it again")
+                if last.in_store
+                else ("the folder before it was uploaded", "FOLDER, then upload it again")
+            )
             raise UsageError(
-                f"{target.path}: repair {last.number} changed the folder before it was uploaded, "
-                "and is undone only there; next: ckptfix undo FOLDER, then upload it again"
+                f"{target.path}: repair {last.number} changed {where}, and is undone only there; "
+                f"next: ckptfix undo {again}"
             )
         unproven = engine.undo(
             backend, last.number, force=force, transfer=transfer, progress=progress
@@ -128,8 +133,8 @@ def _done(root: AnyPath, target: str) -> list[TransactionInfo]:
     done = [
         info for info in transactions(root) if info.state is State.DONE and info.target == target
     ]
-    # Repairs of a folder that was uploaded later have numbers of their own.
-    return [info for info in done if info.in_store] or done
+    # Those of the place where the checkpoint comes from have numbers of their own.
+    return [info for info in done if not is_elsewhere(root, info)] or done
 
 
 def _receipt(

@@ -5,7 +5,7 @@ an edit in place (Patch, Append, Truncate) is refused for a file that has a seco
 other name would change too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Generic, TypeVar
 
@@ -90,6 +90,17 @@ Edit = Patch | Append | Truncate | Replace | Remove | Move
 def edited_paths(edit: "Edit | Record") -> tuple[PurePosixPath, ...]:
     """Return the paths that ``edit`` changes."""
     return (edit.source, edit.target) if isinstance(edit, Move) else (edit.path,)
+
+
+def gone_after(edits: "Iterable[Edit | Record]") -> tuple[PurePosixPath, ...]:
+    """Return the paths at which no file is after the edits, of those that they change."""
+    gone: dict[PurePosixPath, None] = {}
+    for edit in edits:
+        if isinstance(edit, Remove | Move):
+            gone[edit.path if isinstance(edit, Remove) else edit.source] = None
+        if isinstance(edit, Replace | Replaced | Move):
+            gone.pop(edit.target if isinstance(edit, Move) else edit.path, None)
+    return tuple(gone)
 
 
 def read_paths(edit: "Edit | Record") -> Iterator[PurePosixPath]:

@@ -49,6 +49,7 @@ from ckptfix.storage.journal import (
     TransactionInfo,
     check_real,
     describe,
+    is_elsewhere,
     journal_folders,
     transactions,
 )
@@ -89,6 +90,13 @@ class FolderBackend:
         """Roll back the transaction that was cut short, and clean up. Raises JournalError."""
         root = self.root
         leftovers, rolled_back = 0, None
+        for info in self.transactions():
+            if is_elsewhere(root, info) and info.state is State.PENDING:
+                raise JournalError(
+                    f"{root}: repair {info.number} was cut short in a store, and the folder was "
+                    "downloaded from there then; next: ckptfix undo URL there, and download the "
+                    "checkpoint again"
+                )
         folders = journal_folders(root)
         for _, _, folder in folders:
             check_real(folder)

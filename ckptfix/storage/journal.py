@@ -13,18 +13,21 @@ its state (``object_journal``), and what is pending is finished by the next run.
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
 from ckptfix.errors import ChangedError, JournalError
-from ckptfix.storage.edits import edited_paths
+from ckptfix.storage.edits import edited_paths, gone_after
 from ckptfix.storage.files import AnyPath, StorePath, names_in
 from ckptfix.storage.folder_journal import read_record
 from ckptfix.storage.paths import JOURNAL, command, shell_path
+
+if TYPE_CHECKING:
+    from ckptfix.storage.object_journal import Recorded
 
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})\.(building|pending|done)")
 
@@ -41,7 +44,8 @@ class TransactionInfo(Struct, frozen=True, kw_only=True):
     """One transaction as the journal describes it.
 
     ``summary`` is the JSON value that the caller of ``commit`` gave; ``created`` is in seconds
-    since 1970; ``paths`` are the edited files, ``watched`` those and the files that an undo reads.
+    since 1970; ``paths`` are the edited files, ``gone`` those of them that it took away, and
+    ``watched`` all of them and the files that an undo reads.
     ``problem`` says why the journal cannot be read (None: it can). ``foreign``: a repair by another
     user, who alone can read it; that is not a problem, but its contents are unknown. ``in_store``:
     of objects.
@@ -53,6 +57,7 @@ class TransactionInfo(Struct, frozen=True, kw_only=True):
     summary: object = None
     created: float = 0.0
     paths: tuple[PurePosixPath, ...] = ()
+    gone: tuple[PurePosixPath, ...] = ()
     watched: tuple[PurePosixPath, ...] = ()
     problem: str | None = None
     foreign: bool = False
@@ -67,7 +72,15 @@ def transactions(root: AnyPath) -> tuple[TransactionInfo, ...]:
     """
     if isinstance(root, StorePath):
         return _transactions_in(root) if (root / JOURNAL).is_dir() else ()
-    return tuple(describe(folder, number, state) for number, state, folder in journal_folders(root))
+    own = (describe(folder, number, state) for number, state, folder in journal_folders(root))
+    return (*own, *_downloaded(root))
+
+
+def is_elsewhere(root: AnyPath, info: TransactionInfo) -> bool:
+    """Return whether a transaction was made where the checkpoint came from: in a folder that was
+    uploaded, or in a store from which it was downloaded. Only there it is undone.
+    """
+    return info.in_store != isinstance(root, StorePath)
 
 
 def is_partly_changed(root: AnyPath) -> bool:
@@ -79,7 +92,9 @@ def is_partly_changed(root: AnyPath) -> bool:
     """
     if not isinstance(root, StorePath):
         try:
-            return any(state is State.PENDING for _, state, _ in journal_folders(root))
+            return any(state is State.PENDING for _, state, _ in journal_folders(root)) or any(
+                info.state is State.PENDING for info in _downloaded(root)
+            )
         except JournalError:  # a link or a file, which is no journal of ours
             return False
     if root.key is None or not (root / JOURNAL).is_dir():
@@ -129,20 +144,46 @@ def _transactions_in(root: StorePath) -> tuple[TransactionInfo, ...]:
     by_number = {info.number: info for info in uploaded}
     # A fleet is listed once, and nothing in it is changed.
     known = files.objects_below(key) if files.whole is not None else None
-    for record in recorded(files.store.below(key), known):
-        plan = record.plan
-        by_number[record.number] = TransactionInfo(
-            number=record.number,
-            state=State(record.state),
-            target=plan.target if plan is not None else "",
-            summary=plan.summary if plan is not None else None,
-            created=plan.created if plan is not None else 0.0,
-            paths=tuple(change.path for change in plan.changes) if plan is not None else (),
-            watched=plan.watched if plan is not None else (),
-            problem=record.problem,
-            in_store=True,
-        )
+    by_number |= {
+        record.number: _of_record(record) for record in recorded(files.store.below(key), known)
+    }
     return tuple(by_number[number] for number in sorted(by_number))
+
+
+def _downloaded(root: Path) -> Iterator[TransactionInfo]:
+    """Yield the transactions that were made in a store from which the folder was downloaded, or of
+    which it is a mount.
+    """
+    try:
+        names = names_in(root / JOURNAL)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not any(name.endswith(".objects") for name in names):
+        return
+    from ckptfix.storage.object_journal import recorded
+    from ckptfix.storage.uploads import MountedFolder
+
+    yield from map(_of_record, recorded(MountedFolder(str(root))))
+
+
+def _of_record(record: "Recorded") -> TransactionInfo:
+    plan = record.plan
+    return TransactionInfo(
+        number=record.number,
+        state=State(record.state),
+        target=plan.target if plan is not None else "",
+        summary=plan.summary if plan is not None else None,
+        created=plan.created if plan is not None else 0.0,
+        paths=tuple(change.path for change in plan.changes) if plan is not None else (),
+        gone=(
+            tuple(change.path for change in plan.changes if change.size is None)
+            if plan is not None
+            else ()
+        ),
+        watched=plan.watched if plan is not None else (),
+        problem=record.problem,
+        in_store=True,
+    )
 
 
 _Root = TypeVar("_Root", Path, StorePath, AnyPath)
@@ -196,5 +237,6 @@ def describe(folder: Path, number: int, state: State) -> TransactionInfo:
         summary=record.summary,
         created=record.created,
         paths=tuple(edited),
+        gone=gone_after(record.edits),
         watched=record.watched,
     )

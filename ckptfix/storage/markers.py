@@ -18,7 +18,7 @@ from msgspec import Struct, ValidationError, convert, to_builtins
 
 from ckptfix.errors import FormatError
 from ckptfix.storage.files import AnyPath
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import COMMITTED, JOURNAL
 from ckptfix.storage.reading import open_reader
 from ckptfix.wording import count_of, human_size
 
@@ -26,9 +26,6 @@ UPLOAD = f"{JOURNAL}/upload.json"
 """Path of the record of the upload that began last, relative to the checkpoint. It stays when the
 upload has ended.
 """
-
-COMMITTED = f"{JOURNAL}/committed.json"
-"""Path of the commit marker, relative to the checkpoint."""
 
 NEEDED = f"{JOURNAL}/needed-while"
 """Path of the file in a staging folder that names the sign of ``staged.keep_while``, relative to

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from ckptfix.errors import ChangedError, CkptfixError, FormatError, OperationError, UsageError
 from ckptfix.storage.edits import Edit
 from ckptfix.storage.files import Prefix, Shown
-from ckptfix.storage.markers import COMMITTED, UPLOAD, Commit, begun_now, parse_begun
+from ckptfix.storage.markers import UPLOAD, Commit, begun_now, parse_begun
 from ckptfix.storage.object_backend import Carriage, carriage_of
 from ckptfix.storage.object_contents import Content, Source, contents_after, joined, size_of
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, MANIFEST
+from ckptfix.storage.paths import COMMITTED, JOURNAL, MANIFEST
 from ckptfix.storage.stores import (
     ABSENT,
     ObjectInfo,
@@ -190,7 +190,8 @@ def _contents(
     }
     for path, content in after.items():
         contents.pop(str(path), None)
-        if content is not None:
+        # The copy gets a marker of its own at its end.
+        if content is not None and str(path) != COMMITTED:
             contents[str(path)] = content
     return contents
 
@@ -229,9 +230,12 @@ def _shown(
     """Show the new objects of the copy at the changed names; all others have the bytes of the
     source.
     """
-    names: dict[str, Shown | None] = {}
+    # The records of the source's upload are about other names; the copy gets its own.
+    names: dict[str, Shown | None] = {UPLOAD: None, COMMITTED: None}
     for path, content in after.items():
         name = str(path)
+        if name == COMMITTED:
+            continue
         moved = None
         if content is not None and len(content) == 1 and isinstance(content[0], Source):
             whole = files.info(content[0].key)

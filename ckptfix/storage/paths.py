@@ -29,6 +29,9 @@ in the parent folder as a number.
 MANIFEST = f"{JOURNAL}/manifest.json"
 """Path of the manifest of a checkpoint (``checkpoint.manifest``), relative to it."""
 
+COMMITTED = f"{JOURNAL}/committed.json"
+"""Path of the commit marker of an upload (``markers``), relative to the checkpoint."""
+
 RECEIPT = f"{JOURNAL}/migrated.json"
 """Path of the file by which a folder that ``migrate`` wrote is known (``conversion.destination``),
 relative to it.
@@ -107,7 +110,7 @@ def check_path(path: PurePosixPath) -> None:
     """Raise OperationError for a path that leaves the folder, reaches into a journal, or is not a
     valid name.
     """
-    if str(path) == MANIFEST:
+    if str(path) in (MANIFEST, COMMITTED):
         return
     inside = path.parts and not path.is_absolute() and ".." not in path.parts
     # casefold: there are file systems on which .CKPTFIX is the same folder

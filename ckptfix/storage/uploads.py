@@ -25,7 +25,6 @@ from msgspec import Struct
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.storage.files import store_of
 from ckptfix.storage.markers import (
-    COMMITTED,
     NEVER_UPLOADED,
     UPLOAD,
     Begun,
@@ -36,7 +35,7 @@ from ckptfix.storage.markers import (
     parse_commit,
 )
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, MANIFEST, cause, list_folder, shell_path
+from ckptfix.storage.paths import COMMITTED, JOURNAL, MANIFEST, cause, list_folder, shell_path
 from ckptfix.storage.stores import (
     ABSENT,
     ANY,
@@ -118,6 +117,9 @@ class MountedFolder(Store):
         try:
             status = os.stat(self._path(key))
         except (FileNotFoundError, NotADirectoryError):
+            return None
+        # To open a pipe waits for a writer.
+        if not stat.S_ISREG(status.st_mode):
             return None
         return ObjectInfo(status.st_size, "", status.st_mtime_ns)
 

@@ -20,7 +20,8 @@ from ckptfix.repairs.receipt import RepairReceipt
 from ckptfix.repairs.repair import plan_repair
 from ckptfix.storage import object_copies, store_files, stores
 from ckptfix.storage.files import StorePath
-from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now
+from ckptfix.storage.markers import UPLOAD, begun_now
+from ckptfix.storage.paths import COMMITTED
 from ckptfix.storage.stores import ObjectRange
 from tests.checkpoint.test_second_prepare import of_twin_towers, run_of
 from tests.sampling import one_of, sampled

@@ -17,7 +17,6 @@ from ckptfix.conversion.uploading import upload
 from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.storage import object_copies, store_files, stores, uploads
 from ckptfix.storage.markers import (
-    COMMITTED,
     UPLOAD,
     Uploaded,
     begun_now,
@@ -26,7 +25,7 @@ from ckptfix.storage.markers import (
     upload_problem,
 )
 from ckptfix.storage.parallel import Stopped
-from ckptfix.storage.paths import MANIFEST
+from ckptfix.storage.paths import COMMITTED, MANIFEST
 from ckptfix.storage.stores import Store, open_store
 from ckptfix.storage.uploads import (
     MountedFolder,

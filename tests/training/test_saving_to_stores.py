@@ -20,7 +20,8 @@ from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.cli import run as run_cli
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage import mounts, uploads
-from ckptfix.storage.markers import COMMITTED, DESTINATION, UPLOAD, parse_commit
+from ckptfix.storage.markers import DESTINATION, UPLOAD, parse_commit
+from ckptfix.storage.paths import COMMITTED
 from ckptfix.storage.stores import open_store
 from ckptfix.training.loading.load_state import load_state_tolerant
 from ckptfix.training.resuming.guarded_load import latest_checkpoint

@@ -296,11 +296,16 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
 
     transaction: int
     in_store: bool = False
+    elsewhere: bool = False
+    """Of the folder that was uploaded, or of the store from which the folder was downloaded."""
 
     def __str__(self) -> str:
         what = (
             "some objects may be old and some new" if self.in_store else "files may be half changed"
         )
+        if self.elsewhere:
+            where = "the store it was downloaded from" if self.in_store else "the uploaded folder"
+            what = f"it ran in {where}; {what}"
         return f"{self.path} holds transaction {self.transaction}, which was interrupted; {what}"
 
     @property
@@ -308,6 +313,13 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
         """Advice to roll back: both commands do that first. In a store both finish first what was
         begun.
         """
+        if self.elsewhere:
+            # No "DIR": the command is for another place.
+            return (
+                "in that store, ckptfix undo URL, then download the checkpoint again"
+                if self.in_store
+                else "download the checkpoint, run ckptfix undo there, and upload it again"
+            )
         if self.in_store:
             return (
                 "to finish it: ckptfix repair DIR (or ckptfix undo DIR, which then restores every "

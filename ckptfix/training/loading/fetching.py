@@ -19,16 +19,9 @@ from pathlib import Path, PurePosixPath
 from msgspec import Struct
 
 from ckptfix.errors import ChangedError, OperationError, UsageError
-from ckptfix.storage.markers import (
-    COMMITTED,
-    UPLOAD,
-    Uploaded,
-    not_committed,
-    parse_begun,
-    parse_commit,
-)
+from ckptfix.storage.markers import UPLOAD, Uploaded, not_committed, parse_begun, parse_commit
 from ckptfix.storage.object_journal import is_replacing
-from ckptfix.storage.paths import JOURNAL, shell_path
+from ckptfix.storage.paths import COMMITTED, JOURNAL, shell_path
 from ckptfix.storage.staged import STAGING_VARIABLE, staging_folder
 from ckptfix.storage.stores import ObjectInfo, Store, is_url, open_store, together
 from ckptfix.training.ranks import Ranks
