@@ -15,13 +15,30 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptfix import CheckReport, CkptfixError, Keys, Policy, UsageError, check, repair, undo
+from ckptfix import (
+    CheckReport,
+    CkptfixError,
+    Keys,
+    Policy,
+    UsageError,
+    check,
+    diff,
+    latest_checkpoint,
+    migrate,
+    repair,
+    salvage,
+    seal,
+    undo,
+    verify,
+)
 from ckptfix.cli import run
+from ckptfix.conversion.uploading import upload
 from tests.repairs.builders import snapshot, write_safetensors
 from tests.sampling import sampled
 
@@ -633,3 +650,23 @@ def test_json_that_can_be_read_and_hardly_written(
     assert examined(folder) is not None
     repaired_and_back(folder, folder)
     assert cli(["repair", str(folder)], capsys)["status"] in (0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "x" * 5000, "x/" * 4000, "file:///" + "x" * 5000, "a\0b", "\ud800", "file:///\ud800",
+        "memory://b/\ud800", "memory://\ud800/x", "s3://b/\udc80", "memory://b/" + "x" * 5000,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", [check, repair, undo, verify, seal, latest_checkpoint, upload])
+def test_a_path_that_nothing_can_have_is_wrong_usage(verb: Callable[..., Any], path: str) -> None:
+    with pytest.raises(UsageError):
+        verb(path, "memory://x/y") if verb is upload else verb(path)
+
+
+@pytest.mark.parametrize("verb", [partial(migrate, to="safetensors"), salvage, diff])
+def test_a_path_of_two_that_nothing_can_have_is_wrong_usage(verb: Callable[..., Any]) -> None:
+    for path in ("x" * 5000, "memory://b/\ud800"):
+        with pytest.raises(UsageError):
+            verb(path, SEEDS["zip"].parent if verb is diff else "new")

@@ -2,12 +2,13 @@
 headers.
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
@@ -49,6 +50,7 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.atomic import read_file
 from ckptfix.storage.files import (
     AnyPath,
     absolute,
@@ -62,7 +64,7 @@ from ckptfix.storage.files import (
 from ckptfix.storage.journal import is_partly_changed
 from ckptfix.storage.markers import read_commit, upload_problem
 from ckptfix.storage.opened import opened_part
-from ckptfix.storage.paths import JOURNAL, described
+from ckptfix.storage.paths import JOURNAL, described, is_inside
 
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near its end"
@@ -556,3 +558,18 @@ UNFINISHED = "unfinished"
 """Name of the file in ``.ckptfix`` that exists while files of a new save replace the old ones one
 by one.
 """
+
+
+def unfinished_files(checkpoint: AnyPath) -> set[str]:
+    """Return the files, relative, that an interrupted save was replacing or adding.
+
+    Raises FormatError for a list that cannot be understood, OSError where no save was interrupted.
+    """
+    path = checkpoint / JOURNAL / UNFINISHED
+    try:
+        names = convert(json.loads(read_file(path)), set[str])
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} cannot be understood: {error}") from None
+    if odd := [name for name in names if not is_inside(name)]:
+        raise FormatError(f"{path} cannot be understood: a file {min(odd)!r}")
+    return names

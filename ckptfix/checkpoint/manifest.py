@@ -8,20 +8,19 @@ holds nothing else. Stock accelerate never looks at it.
 
 import hashlib
 import json
-import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field
 from msgspec.structs import asdict
 
 from ckptfix.errors import FormatError, JournalError
 from ckptfix.storage.files import AnyPath, names_in, stat_of
 from ckptfix.storage.journal import State, TransactionInfo, transactions
-from ckptfix.storage.paths import JOURNAL, MANIFEST
+from ckptfix.storage.paths import JOURNAL, MANIFEST, ensure_listed, is_inside
 from ckptfix.storage.reading import open_reader, read_start
 from ckptfix.wording import count_of
 
@@ -31,6 +30,12 @@ MAX_MANIFEST = 256 << 20
 
 _MOST_PROCESSES = 1 << 20
 """Most processes of a run; each has a file of random states, numbered by its rank."""
+
+_MOST_ENTRIES = 1 << 20
+"""Most entries of a kind; a file has the number of its entry in its name."""
+
+_MOST = (1 << 63) - 1
+"""Most steps of a run, and bytes of a range."""
 
 _KINDS = ("models", "optimizers", "schedulers", "dataloaders", "custom")
 """The fields of a manifest that are lists of entries."""
@@ -46,7 +51,7 @@ this size.
 """
 
 
-class ManifestEntry(Struct, frozen=True, kw_only=True):
+class ManifestEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One object that was saved: its file, its class as ``module.Class``, and for models a
     fingerprint of their keys.
 
@@ -69,7 +74,7 @@ class ManifestEntry(Struct, frozen=True, kw_only=True):
     optimizer: int | None = None
 
 
-class Manifest(Struct, frozen=True, kw_only=True):
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The record of a save. ``files``: every file that the save wrote, relative, with its size in
     bytes.
 
@@ -147,12 +152,9 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         document = json.loads(data)
         if document.pop("version") != VERSION:
             raise FormatError(f"{folder / MANIFEST} is of another version than {VERSION}")
-        for kind in _KINDS:
-            document[kind] = tuple(_entry(value) for value in document[kind])
-        document["ranges"] = {
-            name: tuple(digests) for name, digests in document.get("ranges", {}).items()
-        }
-        manifest = Manifest(**document)
+        if missing := [kind for kind in _KINDS if kind not in document]:
+            raise KeyError(missing[0])
+        manifest = convert(document, Manifest)
         _check(manifest)
     except FormatError:
         raise
@@ -289,58 +291,37 @@ def _names_of(
     return frozenset(changed), frozenset(taken)
 
 
-def _entry(value: Any) -> ManifestEntry:
-    links = value.get("models", [])
-    if not isinstance(links, list):
-        raise TypeError("the models of an entry are a list")
-    entry = ManifestEntry(**{**value, "models": tuple(links)})
+def _check_entry(entry: ManifestEntry) -> None:
+    if not 0 <= entry.index <= _MOST_ENTRIES:
+        raise ValueError(f"an entry with the number {entry.index!r:.40}")
     positions = [*entry.models, *([] if entry.optimizer is None else [entry.optimizer])]
-    if not all(type(position) is int and position >= 0 for position in positions):
-        raise TypeError("a position that is none")
+    if not all(0 <= position <= _MOST_ENTRIES for position in positions):
+        raise ValueError("a position that is none")
     if len(set(entry.models)) != len(entry.models):
         raise ValueError("a position twice")
-    if type(entry.index) is not int or not all(
-        type(text) is str for text in (entry.file, entry.type, entry.keys)
-    ):
-        raise TypeError("an entry of the wrong type")
-    for mapping in (entry.aliases, entry.digests):
-        if not all(type(key) is str and type(text) is str for key, text in mapping.items()):
-            raise TypeError("names of the wrong type")
     for name, digest in entry.digests.items():
         if not _SHA256.fullmatch(digest):
-            raise TypeError(f"a tensor {name!r} with the sha256 {digest!r}")
-    return entry
+            raise ValueError(f"a tensor {name!r} with the sha256 {digest!r}")
 
 
 def _check(manifest: Manifest) -> None:
-    if type(manifest.digests_of_save) is not bool:
-        raise TypeError("digests_of_save is true or false")
-    if type(manifest.world_size) is not int or type(manifest.step) is not int:
-        raise TypeError("world_size and step are numbers")
-    if not 0 <= manifest.world_size <= _MOST_PROCESSES or manifest.step < 0:
-        raise ValueError(f"a world size of {manifest.world_size}, a step of {manifest.step}")
+    """Raise ValueError for values that no save writes; ``convert`` has checked their types."""
+    for entry in (entry for kind in _KINDS for entry in getattr(manifest, kind)):
+        _check_entry(entry)
+    if not (0 <= manifest.world_size <= _MOST_PROCESSES and 0 <= manifest.step <= _MOST):
+        raise ValueError(
+            f"a world size of {manifest.world_size!r:.40}, a step of {manifest.step!r:.40}"
+        )
     for name, size in manifest.files.items():
-        if type(size) is not int or size < 0 or not is_inside(name):
-            raise TypeError(f"a file {name!r} of {size!r} bytes")
+        ensure_listed(name, size)
     for name, digest in manifest.sha256.items():
-        is_digest = type(digest) is str and (digest == "" or _SHA256.fullmatch(digest))
-        if not is_digest or not is_inside(name):
-            raise TypeError(f"a file {name!r} with the sha256 {digest!r}")
-    if type(manifest.range_size) is not int or manifest.range_size < bool(manifest.ranges):
-        raise ValueError(f"ranges of {manifest.range_size!r} bytes")
+        if not (digest == "" or _SHA256.fullmatch(digest)) or not is_inside(name):
+            raise ValueError(f"a file {name!r} with the sha256 {digest!r}")
+    if not bool(manifest.ranges) <= manifest.range_size <= _MOST:
+        raise ValueError(f"ranges of {manifest.range_size!r:.40} bytes")
     for name, digests in manifest.ranges.items():
-        are_digests = all(type(one) is str and _SHA256.fullmatch(one) for one in digests)
-        if not are_digests or not digests or not is_inside(name):
-            raise TypeError(f"a file {name!r} with the sha256 of {len(digests)} ranges")
-
-
-def is_inside(name: str) -> bool:
-    """Return whether a relative name is a valid name of a file below the folder."""
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
+        if not digests or not all(map(_SHA256.fullmatch, digests)) or not is_inside(name):
+            raise ValueError(f"a file {name!r} with the sha256 of {len(digests)} ranges")
 
 
 REPORT = "salvage.json"

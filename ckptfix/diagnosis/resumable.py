@@ -2,7 +2,6 @@
 no error.
 """
 
-import json
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
@@ -19,11 +18,11 @@ from ckptfix.checkpoint.latest import (
     judge,
     numbered,
     partly_repaired,
+    unfinished_files,
 )
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.diagnosis.check import resume_problem
 from ckptfix.diagnosis.other_runs import History, OtherRun, history_of, other_run
-from ckptfix.storage.atomic import read_file
 from ckptfix.storage.files import AnyPath, StorePath, lexists, names_in
 from ckptfix.storage.paths import JOURNAL, command, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
@@ -183,7 +182,7 @@ def _intact_staging(checkpoint: AnyPath) -> AnyPath | None:
     Raises OSError.
     """
     journal = checkpoint / JOURNAL
-    recorded = set(json.loads(read_file(journal / UNFINISHED)))
+    recorded = unfinished_files(checkpoint)
     folders = [journal / name for name in names_in(journal) if name.startswith(SAVING)]
     if not isinstance(checkpoint, StorePath):  # no save stages in a store
         parent = outside_checkpoints(checkpoint)

@@ -134,7 +134,7 @@ class FolderBackend:
         _next_number(root)
         done = root / JOURNAL / f"{number:04}.done"
         record = read_record(done)
-        read_all_notes(done, len(record.edits))
+        read_all_notes(done, record.edits)
         pending = done.with_suffix(".pending")
         try:
             allowed = check_undoable(root, done, number, record, force=force)

@@ -21,8 +21,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import isfinite
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -149,6 +150,13 @@ def text(value: object) -> str:
     return value
 
 
+def time_of(value: object) -> float:
+    """Return seconds since 1970. Raises ValueError, ArithmeticError."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+        raise ValueError(f"{value!r:.40} is not a time")
+    return float(value)
+
+
 def path_of(value: object) -> PurePosixPath:
     """Return a path that stays inside the folder. Raises ValueError, OperationError."""
     path = PurePosixPath(text(value))
@@ -258,7 +266,7 @@ def _decode_body(body: dict[str, Any], literals: bytes) -> TransactionRecord:
     record = TransactionRecord(
         target=text(body["target"]),
         summary=body["summary"],
-        created=float(body["created"]),
+        created=time_of(body["created"]),
         edits=tuple(_decode(edit, take) for edit in body["edits"]),
         watched=tuple(path_of(path) for path in body["watched"]),
     )
@@ -550,28 +558,46 @@ def read_notes(folder: Path, edits: int) -> tuple[Note, ...]:
         return tuple(_note(json.loads(line)) for line in lines)
 
 
-def read_all_notes(folder: Path, edits: int) -> tuple[Note, ...]:
+def read_all_notes(folder: Path, edits: Sequence[Record]) -> tuple[Note, ...]:
     """Return the notes of a committed transaction. Raises JournalError when there is not one for
-    each edit.
+    each edit, with the files that this edit needs.
     """
-    notes = read_notes(folder, edits)
-    if len(notes) != edits:
-        raise damaged(folder / _STEPS, f"the plan: {len(notes)} lines for {edits} edits")
+    notes = read_notes(folder, len(edits))
+    if len(notes) != len(edits):
+        raise damaged(folder / _STEPS, f"the plan: {len(notes)} lines for {len(edits)} edits")
+    for number, (edit, note) in enumerate(zip(edits, notes, strict=True), 1):
+        if not _is_note_of(edit, note):
+            raise damaged(folder / _STEPS, f"the plan: line {number} is of another edit")
     return notes
+
+
+def _is_note_of(edit: Record, note: Note) -> bool:
+    """Return whether a note names the files that the edit met and left."""
+    if isinstance(edit, Replaced) and note.new is None:
+        return False
+    previous = edit.previous if isinstance(edit, Replaced | Remove) else KEPT
+    if isinstance(previous, Absent) or note.old is None:
+        return isinstance(previous, Absent) and note.old is None
+    return not isinstance(previous, Recipe) or (note.old.kind, note.old.size) == (
+        "file",
+        previous.size,
+    )
 
 
 def _note(fields: Any) -> Note:
     note = Note(**fields)
-    for digest in (note.digest, note.tail):
-        if text(digest):
-            sha256_of(digest)
     return Note(
         old=fingerprint_of(note.old, "file", "link"),
         metadata=metadata_of(note.metadata),
         new=fingerprint_of(note.new, "file"),
-        digest=note.digest,
-        tail=note.tail,
+        digest=_digest_or_none(note.digest),
+        tail=_digest_or_none(note.tail),
     )
+
+
+def _digest_or_none(value: object) -> str:
+    """Return a sha256 in hexadecimal, or the "" of a file without one. Raises ValueError."""
+    return "" if value == "" else sha256_of(value)
 
 
 def write_after(
@@ -613,4 +639,4 @@ def read_samples(folder: Path) -> dict[PurePosixPath, str]:
         return {}
     with journal_errors(folder / _SAMPLES):
         body = json.loads(read_file(folder / _SAMPLES))
-        return {path_of(path): digest and sha256_of(digest) for path, digest in body.items()}
+        return {path_of(path): _digest_or_none(digest) for path, digest in body.items()}

@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
-from msgspec import Struct, ValidationError, convert, to_builtins
+from msgspec import Struct, convert, to_builtins
 
 from ckptfix.errors import FormatError
 from ckptfix.storage.files import AnyPath
-from ckptfix.storage.paths import COMMITTED, JOURNAL
+from ckptfix.storage.paths import COMMITTED, JOURNAL, ensure_listed
 from ckptfix.storage.reading import open_reader
 from ckptfix.wording import count_of, human_size
 
@@ -68,6 +68,11 @@ class Begun(Struct, frozen=True):
     pid: int
     files: Mapping[str, int]
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The bytes of every file."""
+        return self.files
+
     def to_bytes(self) -> bytes:
         """Return the record as it is stored."""
         return _stored(self)
@@ -81,6 +86,11 @@ class Commit(Struct, frozen=True):
     upload: str
     ended: float
     objects: Mapping[str, Uploaded]
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The bytes of every object."""
+        return {name: uploaded.size for name, uploaded in self.objects.items()}
 
     def to_bytes(self) -> bytes:
         """Return the marker as it is stored."""
@@ -168,9 +178,13 @@ def _parsed(data: bytes, kind: type[_Record], what: str) -> _Record:
     if not isinstance(fields, dict) or fields.get("version") != _VERSION:
         raise FormatError(f"a record of an upload is of another version than {_VERSION}")
     try:
-        return convert(fields, kind)
-    except ValidationError as error:
+        record = convert(fields, kind)
+        for name, size in record.sizes.items():
+            ensure_listed(name, size)
+    # Not ValidationError alone: half of a surrogate pair in the place of a number is another one.
+    except ValueError as error:
         raise FormatError(f"{what} cannot be understood: {error}") from None
+    return record
 
 
 def _read(path: AnyPath) -> bytes | None:

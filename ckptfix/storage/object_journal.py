@@ -29,7 +29,7 @@ from msgspec import Meta, Struct, convert, field, to_builtins
 from msgspec.structs import replace
 
 from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
-from ckptfix.storage.folder_journal import path_of, text, whole
+from ckptfix.storage.folder_journal import path_of, text, time_of, whole
 from ckptfix.storage.object_contents import Content, Source, size_of
 from ckptfix.storage.paths import JOURNAL, check_path, shell_path
 from ckptfix.storage.stores import ABSENT, Expected, ObjectInfo, Store, Whole
@@ -304,6 +304,7 @@ def read_plan(store: Store, found: Found, state: ObjectState) -> ObjectPlan:
 
 def _check_plan(plan: ObjectPlan) -> None:
     """Raise ValueError when a plan contradicts itself."""
+    time_of(plan.created)
     if plan.target:
         path_of(plan.target)
     paths = [change.path for change in plan.changes]

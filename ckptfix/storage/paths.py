@@ -49,6 +49,9 @@ OF_FILES = (SIGNED[0], UNSIGNED[0])
 _LOST_SLASH = re.compile(r"(s3a?|gc?s|az|abfss?|hf|file):/+(.*)", re.DOTALL)
 """A URL that lost a slash: when it was typed, or when something took it for a path."""
 
+_LONGEST = (1 << 63) - 1
+"""Most bytes of a file."""
+
 _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
@@ -87,6 +90,10 @@ def existing(path: Openable) -> AnyPath:
         slip = _LOST_SLASH.match(os.fspath(path))
         meant = f"; did you mean {slip[1]}://{slip[2]}?" if slip is not None else ""
         raise UsageError(f"{given} does not exist{meant}") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UsageError(f"{given} does not exist: {error.strerror}") from None
+        raise
     if kind := _KINDS.get(stat.S_IFMT(mode)):
         raise UsageError(f"{given} is {kind}: expected a folder or a regular file")
     return given
@@ -122,6 +129,21 @@ def check_path(path: PurePosixPath) -> None:
         sound = False
     if not sound:
         raise OperationError(f"{str(path)!r}: no file can have this name")
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a relative name is a valid name of a file below the folder."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
+
+
+def ensure_listed(name: str, size: int) -> None:
+    """Raise ValueError for a file that no folder can hold: a record from elsewhere lists any."""
+    if not 0 <= size <= _LONGEST or not is_inside(name):
+        raise ValueError(f"a file {name!r} of {size!r:.40} bytes")
 
 
 def locate(root: Path, path: PurePosixPath) -> Path:
@@ -168,7 +190,11 @@ def _quoted(character: str) -> str:
         return f"\\{character}"
     if escape(character) == character:
         return character
-    return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
+    try:
+        data = os.fsencode(character)
+    except UnicodeEncodeError:  # half of a surrogate pair, which no file's name holds
+        data = character.encode("utf-8", "surrogatepass")
+    return "".join(f"\\{byte:03o}" for byte in data)
 
 
 def forget(root: AnyPath) -> str:

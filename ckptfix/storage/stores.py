@@ -214,6 +214,9 @@ def open_store(url: str) -> "Store":
             f"{escape(url)}: no folder has such a name ('//', '.' or '..' in it); next: leave that "
             "out, or, where objects lie there, copy them to a path without it"
         )
+    # Half of a surrogate pair, or a byte that is not UTF-8: a request cannot hold it.
+    if any("\ud800" <= character <= "\udfff" for character in rest):
+        raise UsageError(f"{escape(url)}: a URL must be valid Unicode; next: correct this name")
     library = LIBRARIES[scheme]
     try:
         import_module(library.module)

@@ -201,7 +201,7 @@ def _check_kept(root: Path, done: Path, record: TransactionRecord) -> None:
     journal.
     """
     work = Workspace(root, done)
-    notes = read_all_notes(done, len(record.edits))
+    notes = read_all_notes(done, record.edits)
     for index, (edit, note) in enumerate(zip(record.edits, notes, strict=True)):
         if isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Kept):
             path = work.old(index, edit.previous)
@@ -240,7 +240,7 @@ def check_dropped(work: Workspace, record: TransactionRecord, progress: Progress
 def _check_restored(root: Path, done: Path, number: int, record: TransactionRecord) -> None:
     """Hash every byte of other files that goes into a restored file."""
     work = Workspace(root, done)
-    notes = read_all_notes(done, len(record.edits))
+    notes = read_all_notes(done, record.edits)
     for rebuilt in rebuilt_files(work, record):
         path, recipe = rebuilt.path, rebuilt.recipe
         for source in differing(recipe, rebuilt.bytes_of):

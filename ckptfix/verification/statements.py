@@ -21,11 +21,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import parse_file_name
-from ckptfix.checkpoint.manifest import is_inside, joined
+from ckptfix.checkpoint.manifest import joined
 from ckptfix.diagnosis.contents import Contents, TensorLocation
 from ckptfix.errors import OperationError
 from ckptfix.formats.tensor import DTYPE_BITS
-from ckptfix.storage.paths import JOURNAL, SIGNED, UNSIGNED
+from ckptfix.storage.paths import JOURNAL, SIGNED, UNSIGNED, is_inside
 from ckptfix.tensors.hashing import ALGORITHMS, WHOLE, Hashed, Scheme
 from ckptfix.tensors.stored import Contiguous, Format, StoredTensor, Weights
 from ckptfix.wording import Brief, count_of

@@ -47,6 +47,8 @@ def make(**changes: Any) -> Manifest:
 
 
 ODD_NAMES = ("", ".", "./a", "a//b", "a/", "..", "\ud800", "a/\udbffb")
+ODD_VERSIONS: tuple[Any, ...] = (True, None, "", [], {"torch": 2}, {"torch": None})
+ODD_LISTS: tuple[Any, ...] = ("", {}, None)
 OPTIMIZER = ManifestEntry(index=0, file="optimizer.bin", type="torch.optim.AdamW", models=(0, 2))
 SCHEDULER = ManifestEntry(index=0, file="scheduler.bin", type="torch.optim.StepLR", optimizer=0)
 
@@ -96,6 +98,11 @@ def test_links_are_written_only_where_there_are_any() -> None:
         ),
         lambda document: {**document, "unknown": 1},
         lambda document: {**document, "world_size": "2"},
+        *(lambda document, odd=odd: {**document, "versions": odd} for odd in ODD_VERSIONS),
+        *(lambda document, odd=odd: {**document, "models": odd} for odd in ODD_LISTS),
+        lambda document: {**document, "step": 10**400},
+        lambda document: {**document, "files": {"a": 10**400}},
+        lambda document: {key: each for key, each in document.items() if key != "custom"},
         lambda document: {**document, "models": [{"index": 0}]},
         lambda document: {**document, "models": [{**document["models"][0], "aliases": {"b": 1}}]},
         *(

@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 from ckptfix import check
 from ckptfix.checkpoint.architectures import Architecture
 from ckptfix.cli import run
+from ckptfix.devices.reload import oracle
 from ckptfix.devices.reload.oracle import ask
 from ckptfix.diagnosis.loads.outcome import LoadOutcome
 from ckptfix.storage.stores import open_store
@@ -155,15 +156,80 @@ def test_the_type_in_the_config_counts(kind: str, tmp_path: Path) -> None:
     assert bool(outcome.unknown) == (kind != "llama")
 
 
+ATTENTIONS: dict[str, tuple[object, int]] = {
+    "no such name": ("nosuch", 1),
+    "a name behind a prefix": ("paged|nosuch", 1),
+    "a name of the main model": ({"": "nosuch"}, 1),
+    "a number": (5, 1),
+    "a package that is missing": ("flash_attention_2", 3),
+    "kernels of a hub": ("somebody/kernels", 3),
+    "one of torch": ("sdpa", 0),
+    "another one of torch": ("flex_attention", 0),
+    "the slow one": ("eager", 0),
+    "a name of a part that is not there": ({"text_config": "nosuch"}, 0),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_an_attention_in_the_config(key: str, tmp_path: Path) -> None:
-    """The process asks for ``eager``, which needs no package; the load by a script fails."""
-    outcome = llama_config(tmp_path, **{key: "nosuch"})
-    assert outcome.status == 0
-    assert "whether 'nosuch' can be loaded here" in outcome.unknown[0]
-    with pytest.raises(ValueError, match="nosuch"):
+def test_an_attention_in_the_config(key: str, name: str, tmp_path: Path) -> None:
+    """Without the package the load by a script fails, and with it nothing is known here."""
+    asked_for, status = ATTENTIONS[name]
+    outcome = llama_config(tmp_path, **{key: asked_for})
+    assert (outcome.status, outcome.unknown) == (status, ())
+    if not status:
+        assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        return
+    with pytest.raises((ValueError, ImportError, AttributeError)) as caught:
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not llama_config(tmp_path / "healthy", **{key: "eager"}).unknown
+    says = outcome.refused or outcome.unchecked
+    assert says.startswith(f"{caught.type.__name__}: {str(caught.value)[:40]}")
+    assert outcome.headline in ("transformers 5.23.0 fails to load it", "load not checked")
+
+
+@pytest.mark.parametrize("value", ["flash_attention_2", "somebody/kernels"])
+def test_an_attention_whose_package_is_here(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs a device, or runs code of kernels, so the process asks for ``eager``."""
+    monkeypatch.setattr(oracle, "find_spec", lambda name: name == "kernels" or None)
+    outcome = llama_config(tmp_path, attn_implementation=value)
+    assert outcome.status == 0
+    assert f"whether {value!r} can be loaded here" in outcome.unknown[0]
+    assert llama_config(tmp_path / "odd", attn_implementation="nosuch").status == 1
+
+
+def test_an_attention_in_the_config_of_a_base(tmp_path: Path) -> None:
+    assert of_base(tmp_path, str(tmp_path / "base")).status == 0
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attn_implementation": "nosuch"}))
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert outcome.status == 1
+    assert "nosuch" in outcome.refused
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "nosuch"}, {"dtype": None, "torch_dtype": "nosuch"}, {"dtype": 5},
+        {"experts_implementation": "nosuch"}, {"base_model_tp_plan": "nosuch"},
+        {"output_attentions": True, "attn_implementation": "sdpa"},
+    ],
+)  # fmt: skip
+def test_other_settings_that_the_library_refuses(changes: dict[str, Any], tmp_path: Path) -> None:
+    outcome = llama_config(tmp_path, **changes)
+    with pytest.raises(Exception, match=r"\w") as caught:
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert outcome.status == 1
+    assert outcome.refused.startswith(f"{caught.type.__name__}: ")
+
+
+@pytest.mark.parametrize("changes", [{"tp_plan": "nosuch"}, {"tp_size": 2}, {"device_map": "auto"}])
+def test_settings_of_a_call_are_not_those_of_a_config(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    assert llama_config(tmp_path, **changes).status == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_class_for_the_type_of_another_config(tmp_path: Path) -> None:

@@ -60,6 +60,9 @@ def test_what_is_no_store_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=r"no folder has such a name.*; next: leave that out"):
             open_store(url)  # upload and save wrote there what check then refused to read
+    for url in ("memory://b/\ud800", "memory://\udc80/x", "s3://b/run/\udfff"):
+        with pytest.raises(UsageError, match="must be valid Unicode"):
+            open_store(url)
     with pytest.raises(UsageError) as caught:
         open_store("s3://AKIAUSER:hunter2@bucket/x")
     assert "hunter2" not in str(caught.value)

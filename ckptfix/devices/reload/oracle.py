@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -106,10 +107,12 @@ def _of_transformers(
         raise Unchecked("config.json names the file with the weights itself (transformers_weights)")
     named, cls = cls, _taken_by_type(library, cls, config, folder)
     answer = answer._replace(loads=cls.__name__)
+    settings = _config_of(cls, folder)
+    attention, unknown = _attention_of(settings)
     model, info = cls.from_pretrained(
-        None, config=_config_of(cls, folder), state_dict=tensors, device_map={"": "meta"},
+        None, config=settings, state_dict=tensors, device_map={"": "meta"},
         ignore_mismatched_sizes=True, output_loading_info=True, local_files_only=True,
-        trust_remote_code=False, attn_implementation="eager",
+        trust_remote_code=False, **attention,
     )  # fmt: skip
     refused = "; ".join(map(str, [*info.get("error_msgs", ()), *info.get("conversion_errors", ())]))
     outcome = answer._replace(
@@ -117,7 +120,7 @@ def _of_transformers(
         unexpected=tuple(sorted(info["unexpected_keys"])),
         mismatched=_mismatches(info["mismatched_keys"]),
         refused=refused,
-        unknown=tuple(_unknown(model, named, config, tensors)),
+        unknown=(*_unknown(model, named, config, tensors), *unknown),
     )
     if config.get("quantization_config") and outcome.status:
         raise Unchecked(
@@ -188,6 +191,34 @@ def _config_of(cls: Any, folder: Path) -> Any:
     return cls.config_class.from_pretrained(str(folder), local_files_only=True)
 
 
+_KERNELS = ("kernels", "flash_attn", "flash_attn_interface")
+"""Packages with kernels for an attention, which need a GPU, and whose code is not run here."""
+
+
+def _attention_of(settings: Any) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the arguments about attention for a load of a config, and in words what they leave
+    unknown.
+
+    A name that the config has is left to the library, which refuses what it does not know, or has
+    no package for. Where a package of kernels is installed, ``eager`` is asked for in their place.
+    """
+    asked = [name for name in _attentions(settings) if name is not None]
+    kernels = [name for name in asked if isinstance(name, str) and ("/" in name or "flash" in name)]
+    if kernels and any(map(find_spec, _KERNELS)):
+        why = f"whether {kernels[0]!r} can be loaded here, the attention of the config: 'eager' was"
+        return {"attn_implementation": "eager"}, (f"{why} asked for",)
+    is_own = any(name != "eager" for name in asked)
+    return {} if is_own else {"attn_implementation": "eager"}, ()
+
+
+def _attentions(settings: Any) -> Iterator[object]:
+    """Yield the attention that a config asks for, and those of its parts."""
+    yield getattr(settings, "_attn_implementation", None)
+    for name in getattr(settings, "sub_configs", ()):
+        if (part := getattr(settings, name, None)) is not None:
+            yield from _attentions(part)
+
+
 def _mismatches(mismatched: Iterable[Any]) -> tuple[Mismatch, ...]:
     return tuple(
         Mismatch(str(key), tuple(shape), tuple(expected))
@@ -221,12 +252,6 @@ def _unknown(
         for rule in getattr(model, "_weight_conversions", None) or ()
     ):
         yield "values of the weights that transformers merges or splits while it loads them"
-    for key in ("attn_implementation", "_attn_implementation"):
-        if config.get(key) not in (None, "eager"):
-            yield (
-                f"whether {config[key]!r} can be loaded here, the {key} of the config: 'eager' was "
-                "asked for"
-            )
     if config.get("quantization_config"):
         yield "whether a device that the quantization needs loads the same"
 
@@ -333,7 +358,8 @@ def _base(
     """Return a base of the sizes that a script gives it before it adds the adapter, and these sizes
     in words.
     """
-    unknown = []
+    attention, unasked = _attention_of(settings)
+    unknown = [*unasked]
     if settings.__dict__.pop("quantization_config", None) is not None:
         unknown.append(
             "whether the base can be quantized here: it is taken without quantization_config"
@@ -350,7 +376,7 @@ def _base(
             "adapter has"
         )
     with torch.device("meta"):
-        base = build(settings, attn_implementation="eager")
+        base = build(settings, **attention)
     embedding = None
     # CLIPModel has two embeddings; for the input of ViT they are convolutions, for that of wav2vec
     # 2.0 nothing.

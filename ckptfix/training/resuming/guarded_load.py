@@ -24,7 +24,7 @@ from ckptfix.diagnosis.resumable import choose, mixed, of_two_runs
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.files import AnyPath, names_in, on_disk
 from ckptfix.storage.opened import open_files
-from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.storage.stores import is_url
 from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.loading.fetching import fetched
@@ -268,7 +268,7 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
 
 
 def _latest_of_run(run: AnyPath, pattern: str | None) -> AnyPath:
-    folder = checkpoints_folder(run)
+    folder = checkpoints_folder(existing(run))
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
     patterns = FAMILIES if pattern is None else (pattern,)

@@ -40,7 +40,7 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
     run_state_name,
 )
-from ckptfix.checkpoint.latest import UNFINISHED, candidates
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, unfinished_files
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.diagnosis.resumable import instead_of
 from ckptfix.errors import FormatError, OperationError
@@ -50,7 +50,6 @@ from ckptfix.storage.markers import DESTINATION, UPLOAD
 from ckptfix.storage.mounts import object_mount_of
 from ckptfix.storage.opened import open_files
 from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
-from ckptfix.storage.reading import open_reader
 from ckptfix.storage.staged import (
     SAVING,
     is_needed,
@@ -219,10 +218,9 @@ def _recorded(target: AnyPath) -> set[str]:
         if manifest is not None:  # and what other processes may have added
             ranks = range(manifest.world_size)
             names = {*manifest.files, *map(random_states_name, ranks), *map(run_state_name, ranks)}
-    unfinished = target / JOURNAL / UNFINISHED
-    # Where it is not there, no save was interrupted here.
-    with suppress(OSError, ValueError, TypeError), open_reader(unfinished) as reader:
-        names.update(str(name) for name in json.loads(reader.read(0, reader.size)))
+    # Where there is no such list, no save was interrupted here.
+    with suppress(FormatError, OSError):
+        names |= unfinished_files(target)
     return names
 
 
