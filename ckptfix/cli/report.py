@@ -310,24 +310,18 @@ class Report:
 
 
 _muted = False
-_withheld: list[str | bytes] = []
 
 
 def mute() -> None:
-    """Print nothing from now on: another process of the team does. Messages are kept, for the case
-    that it dies.
-    """
+    """Print nothing from now on: another process of the team does."""
     global _muted
     _muted = True
 
 
-def unmute(*, withheld: bool = False) -> None:
-    """Print again. ``withheld``: the messages first that were kept."""
+def unmute() -> None:
+    """Print again."""
     global _muted
     _muted = False
-    for text in _withheld if withheld else ():
-        put(text, err=True)
-    _withheld.clear()
 
 
 def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
@@ -337,8 +331,6 @@ def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
     continues. Any other failure, such as a full disk, is reported on stderr.
     """
     if _muted:
-        if err:
-            _withheld.append(text)
         return
     try:
         click.echo(text, nl=newline, err=err)

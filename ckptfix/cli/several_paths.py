@@ -131,7 +131,7 @@ def visit(
     left, is_alone = chain(first, left), len(first) == 1
     in_team = teams.current() is not None
     if in_team:
-        from ckptfix.storage.joined_team import ensure_same_files, ensure_same_names
+        from ckptfix.storage.launched_ranks import ensure_same_files, ensure_same_names
 
         every = [*left]
         with teams.as_one():

@@ -4,6 +4,7 @@ tasks of a job array.
 
 import os
 import shlex
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import click
 
 from ckptfix.cli import report as printing
 from ckptfix.cli.report import Report
-from ckptfix.errors import TeamError, UsageError
+from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.files import is_url
 from ckptfix.storage.parallel import Share
@@ -22,7 +23,7 @@ from ckptfix.storage.paths import existing, shell_path
 from ckptfix.wording import count_of, escape, human_size
 
 if TYPE_CHECKING:
-    from ckptfix.storage.joined_team import JoinedTeam
+    from ckptfix.storage.launched_ranks import LaunchedRanks
 
 _PLACES = ("RANK", "SLURM_PROCID")
 """Without one of these variables no launcher started this process, and nothing more is imported to
@@ -31,7 +32,7 @@ find out.
 
 _ONE_PROCESS = "next: run it in one process, without the launcher, or with CKPTFIX_TEAM=0"
 
-_team: "JoinedTeam | None" = None
+_team: "LaunchedRanks | None" = None
 _remedy = ""
 """The next step when a process fails, in words that end its message."""
 
@@ -89,11 +90,13 @@ def run_shared(
     if partial is not None:
         _ensure_outside(Path(partial), verb, _paths(params))
     if shard is not None:
-        if place is not None:
+        share = Share.parse(shard)
+        if place is not None and share != (place.rank, place.total):
             raise UsageError(
-                "--shard is for processes that do not see each other: leave it out under a launcher"
+                f"--shard {shard} in process {place.rank} of {place.total}: leave out --shard "
+                f"under a launcher, or write --shard {place.share}"
             )
-        return _run_share(verb, params, report, Share.parse(shard), folder, work)
+        return _run_share(verb, params, report, share, folder, work)
     results = PartialResults(folder) if folder is not None else None
     request = _request(verb, params)
     if place is None:
@@ -103,7 +106,9 @@ def run_shared(
             return _finish(results, teams.Finisher(results, old.shares, _say), work)
         results.begin(request)
         return _finish(results, teams.LoneWorker(results, _say), work)
-    team = _joined(place, results)
+    where = "" if default is not None else f" --partial {shell_path(partial or 'FOLDER')}"
+    words = f"{_command(verb, params)}{where} --shard {place.share}"
+    team = _joined(place, results, f"start each as a share: bash -c {shlex.quote(words)}")
 
     def begun() -> int:
         if team.leads and results is not None:
@@ -119,7 +124,7 @@ def run_shared(
     try:
         return _finish(results, team, begun, lambda: _ensure_alike(team, verb, params))
     except TeamError as error:
-        raise TeamError(_with_next(error)) from error
+        raise _ended(team, error) from error
 
 
 def _request(verb: str, params: Mapping[str, Any], shares: int = 0) -> Request:
@@ -153,38 +158,51 @@ def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], int], un
         return work()
     if unfit:
         raise UsageError(f"{unfit}; {_ONE_PROCESS}")
-    team = _joined(place, None)
+    team = _joined(place, None, "run it in one process, without the launcher")
     _remedy = f"CKPTFIX_TEAM=0 {_command(verb, params)}"
     try:
         with teams.working_in(team), teams.as_one():
             _ensure_alike(team, verb, params)
     except TeamError as error:
-        raise TeamError(_with_next(error)) from error
+        raise _ended(team, error) from error
     return work() if team.leads else 0  # in the end, the others wait for the leader's status
 
 
-def _joined(place: Any, results: PartialResults | None) -> "JoinedTeam":
-    """Join the team that this process was started in; from then on its leader alone prints."""
-    global _team
-    from ckptfix.storage.joined_team import JoinedTeam
-    from ckptfix.training.rendezvous import join
+def _joined(place: Any, results: PartialResults | None, remedy: str) -> "LaunchedRanks":
+    """Join the ranks that were started with this process; from then on rank 0 alone prints.
 
-    timeout = _timeout()
-    _team = JoinedTeam(
-        place.rank,
-        place.total,
-        join(place, timeout),
-        here=place.here,
-        partial=results,
-        timeout=timeout,
-        say=_say,
-    )
-    if not _team.leads:
+    ``remedy``: the next step where they cannot meet.
+    """
+    global _team
+    from ckptfix.storage.launched_ranks import LaunchedRanks
+    from ckptfix.training.rendezvous import ensure_joinable, join
+
+    if place.rank:
         printing.mute()
+    ensure_joinable(place, remedy)
+    group = join(place, _timeout())
+    _team = LaunchedRanks(
+        place.rank, place.total, group.exchange, here=place.here, partial=results, say=_say
+    )
     return _team
 
 
-def _ensure_alike(team: "JoinedTeam", verb: str, params: Mapping[str, Any]) -> None:
+def _ended(team: "LaunchedRanks", error: TeamError) -> TeamError:
+    """Return the error with its next step. A rank prints it itself where the others do not know it,
+    and the traceback of a fault of ckptfix.
+    """
+    cause = error.__cause__
+    is_fault = cause is not None and not isinstance(cause, CkptfixError | OSError)
+    if team.is_lost or is_fault:
+        printing.unmute()
+    if is_fault:
+        import traceback  # never needed, one hopes
+
+        printing.put("".join(traceback.format_exception(cause)).rstrip(), err=True)
+    return TeamError(_with_next(error))
+
+
+def _ensure_alike(team: "LaunchedRanks", verb: str, params: Mapping[str, Any]) -> None:
     """Find out whether all were started with the same command, and see the same files. Raises
     OperationError.
     """
@@ -203,7 +221,7 @@ def _ensure_alike(team: "JoinedTeam", verb: str, params: Mapping[str, Any]) -> N
         ),
     )
     if not params.get("recursive"):  # many checkpoints are compared one by one
-        from ckptfix.storage.joined_team import ensure_same_files
+        from ckptfix.storage.launched_ranks import ensure_same_files
 
         ensure_same_files(_paths(params))
 
@@ -317,25 +335,18 @@ def end_of(request: Request, folder: Path) -> str:
 def leave(status: int) -> int:
     """Leave the team, if there is one; return the leader's exit status. Everything must have been
     printed by now.
-
-    A launcher ends all processes when the first one ends with an error: the leader's words must be
-    out before that.
     """
     if _team is None:
         return status
+    if not _team.leads:
+        # Ctrl-C reaches the leader, too, which says in what state it left the folder.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        try:
-            return _team.finish(status)
-        # The leader got it, too, and says in what state it left the folder.
-        except KeyboardInterrupt:
-            return _team.finish(status)
-    except KeyboardInterrupt:
-        return printing.INTERRUPTED
+        return _team.finish(status)
     except TeamError as error:
-        # The leader is gone: what this process has to say is all there is.
-        printing.unmute(withheld=True)
-        if status > 1:
+        if _team.leads or status > 1:
             return status
+        printing.unmute()
         _say(escape(_with_next(error)))
         return 3
 
@@ -394,14 +405,14 @@ def _kept_after_an_interrupt(results: PartialResults | None) -> Iterator[None]:
 
 
 def _timeout() -> float:
-    from ckptfix.storage.joined_team import TIMEOUT, TIMEOUT_VARIABLE
+    from ckptfix.storage.launched_ranks import TIMEOUT, TIMEOUT_VARIABLE
 
     text = os.environ.get(TIMEOUT_VARIABLE) or str(TIMEOUT)
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
+    if not 0 < seconds <= 1e7:  # timedelta holds it, and Gloo's milliseconds in 32 bits do not
         raise UsageError(f"{TIMEOUT_VARIABLE}={text}: expected a number of seconds above 0")
     return seconds
 

@@ -25,7 +25,7 @@ from ckptfix.conversion.sources import files_read
 from ckptfix.errors import OperationError, TeamError
 from ckptfix.storage import teams
 from ckptfix.storage.atomic import read_file, rename_to_free, sync_folder
-from ckptfix.storage.joined_team import ensure_seen
+from ckptfix.storage.launched_ranks import ensure_seen
 from ckptfix.storage.partial_results import PartialResults, Units
 from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.recipes import Literal

@@ -22,7 +22,7 @@ from ckptfix.errors import FormatError, OperationError, TeamError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.files import is_url, local_path
-from ckptfix.storage.joined_team import ensure_seen
+from ckptfix.storage.launched_ranks import ensure_seen
 from ckptfix.storage.markers import DESTINATION, Uploaded
 from ckptfix.storage.mounts import object_mount_of
 from ckptfix.storage.opened import errors_with_place, with_place

@@ -5,7 +5,7 @@ The processes of a team run the same verb on the same folder. Planning is cheap,
 plans everything alone and calls ``share`` with the same units. The results are gathered, and every
 process goes on as a single one would; the leader alone writes and prints.
 
-``joined_team`` has the team of processes that see each other; the others here work one by one.
+``launched_ranks`` has the processes that see each other; the others here work one by one.
 """
 
 import heapq

@@ -1,24 +1,26 @@
-"""The processes that torchrun, accelerate launch or Slurm started, joined by torch's store.
+"""The processes that torchrun, accelerate launch or srun started, joined by torch.distributed.
 
-Only the store is used, no process group: nothing is sent but keys and values, which are JSON and
-never unpickled.
+They exchange bytes in uint8 tensors over Gloo, so nothing that another process sends is unpickled.
 """
 
 import os
-import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.errors import TeamError, UsageError
-from ckptfix.storage.joined_team import Store
 
 
 class Launched(NamedTuple):
-    """The place of this process among those that a launcher started. ``here``: how many are on this
-    machine.
+    """The place of this process among those that a launcher started.
+
+    ``here``: how many are on this machine. ``address``: where they meet, "" where nobody set it.
+    ``share``: the variables of the rank and the number of processes, as ``--shard`` takes them.
     """
 
     rank: int
@@ -26,19 +28,25 @@ class Launched(NamedTuple):
     here: int
     address: str
     port: int
+    share: str
 
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun and accelerate launch set for each process."""
 
-_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
-"""Variables that srun sets for each task of a step. A batch script, which is one process, lacks the
-second one.
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+"""Variables that srun sets for each task of a step. A batch script is one process and lacks the
+third one.
 """
 
 SWITCH = "CKPTFIX_TEAM"
 """Variable of the environment: 1 where the launcher starts a script that starts ckptfix, 0 for a
 process alone.
+"""
+
+_MEETING = 600.0
+"""Seconds in which all processes must have started. A pod of Kubeflow has RANK and WORLD_SIZE in
+its environment, and a command typed there would otherwise wait for a day.
 """
 
 
@@ -51,44 +59,37 @@ def launched(variables: Mapping[str, str]) -> Launched | None:
     switch = variables.get(SWITCH, "")
     if switch not in ("", "0", "1"):
         raise UsageError(f"{SWITCH}={switch}: expected 1 or 0")
-    found = _of_torch(variables) or _of_slurm(variables)
-    if switch == "0" or found is None or found.total < 2:
+    place = _place(variables)
+    if switch == "0" or place is None:
         return None
-    return found if switch == "1" or not _is_inherited(variables) else None
+    return place if switch == "1" or not _is_inherited(variables) else None
 
 
 def left_alone(variables: Mapping[str, str]) -> Launched | None:
     """Return the place that this process has in its variables, and left to its parent; None for any
     other process.
     """
-    found = _of_torch(variables) or _of_slurm(variables)
     is_asked = variables.get(SWITCH, "") != ""
-    return (
-        found if found and found.total > 1 and not is_asked and _is_inherited(variables) else None
-    )
+    return _place(variables) if not is_asked and _is_inherited(variables) else None
 
 
-def join(place: Launched, timeout: float) -> Store:
-    """Connect to the store that all of them see. Raises TeamError when that takes longer than
-    ``timeout`` seconds.
-    """
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # a process that has gone is said in our words alone
-    from torch.distributed import rendezvous
+def ensure_joinable(place: Launched, remedy: str) -> None:
+    """Raise UsageError where the processes cannot meet; ``remedy`` is the next step."""
+    if find_spec("torch") is None:
+        raise UsageError(
+            f"{place.total} processes were started, and torch, by which they share their results, "
+            f"is not installed; next: {remedy}"
+        )
+    if not place.address:
+        raise UsageError(
+            f"srun started {place.total} tasks, and MASTER_ADDR and MASTER_PORT, where they meet, "
+            f"are not set; next: set both, or {remedy}"
+        )
 
-    where = f"{place.address}:{place.port}"
-    url = f"tcp://{place.address}:{place.port}?rank={place.rank}&world_size={place.total}"
-    try:
-        store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout)))
-    except Exception as error:
-        raise TeamError(
-            f"{place.total} processes were started, and they did not meet at {where} within "
-            f"{timeout:g} s: {str(error).splitlines()[0]}; next: let every node reach that "
-            "address (MASTER_ADDR, MASTER_PORT), or give each node a share of the work, without "
-            f"a network: --shard I/N; or, for one process: {SWITCH}=0"
-        ) from error
-    return store  # type: ignore[no-any-return]  # torch's stores have what Store lists
+
+def _place(variables: Mapping[str, str]) -> Launched | None:
+    place = _of_torch(variables) or _of_slurm(variables)
+    return place if place is not None and place.total > 1 else None
 
 
 def _of_torch(variables: Mapping[str, str]) -> Launched | None:
@@ -97,7 +98,7 @@ def _of_torch(variables: Mapping[str, str]) -> Launched | None:
     with suppress(ValueError):
         rank, count, port = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         here = int(variables.get("LOCAL_WORLD_SIZE", "1"))
-        return Launched(rank, count, here, variables["MASTER_ADDR"], port)
+        return Launched(rank, count, here, variables["MASTER_ADDR"], port, "$RANK/$WORLD_SIZE")
     return None
 
 
@@ -105,31 +106,114 @@ def _of_slurm(variables: Mapping[str, str]) -> Launched | None:
     if any(name not in variables for name in _SLURM):
         return None
     with suppress(ValueError):
-        rank, count, job = (int(variables[name]) for name in _SLURM[:3])
-        here = int(re.match(r"\d*", variables.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0] or 1)  # type: ignore[index]
-        address = variables.get("MASTER_ADDR") or first_node(variables["SLURM_STEP_NODELIST"])
-        # Steps of one job and jobs on one node must not meet each other.
-        step = int(variables.get("SLURM_STEP_ID", "0"))
-        port = int(variables.get("MASTER_PORT") or 20000 + (job * 16 + step) % 40000)
-        return Launched(rank, count, here, address, port)
+        rank, count = (int(variables[name]) for name in _SLURM[:2])
+        # "2(x3)": two tasks on each of three nodes.
+        here = int(variables.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0])
+        address, port = (variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        is_set = bool(address and port)
+        return Launched(
+            rank, count, here, address if is_set else "", int(port) if is_set else 0,
+            "$SLURM_PROCID/$SLURM_NTASKS",
+        )  # fmt: skip
     return None
-
-
-def first_node(nodes: str) -> str:
-    """Return the first name of a list as Slurm writes it: ``gpu[07-09,12],login`` is ``gpu07``."""
-    match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
-    assert match is not None  # it matches the empty text, too
-    return "".join(part or "" for part in match.groups())
 
 
 def _is_inherited(variables: Mapping[str, str]) -> bool:
     """Return whether the parent process has the same place: then a launcher started that one, and
     not this one.
     """
-    names = (*_TORCH, "TORCHELASTIC_RUN_ID", *_SLURM[:2])
+    names = (*_TORCH, "TORCHELASTIC_RUN_ID", *_SLURM)
     mine = {f"{name}={variables[name]}".encode() for name in names if name in variables}
     try:
         parents = set(Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0"))
     except OSError:  # of another user, such as Slurm's own step daemon
         return False
     return mine <= parents
+
+
+def join(place: Launched, timeout: float) -> "Group":
+    """Meet the other processes. Raises TeamError where they do not all come in time.
+
+    ``timeout``: seconds that a process waits for the slowest one whenever they exchange something.
+    """
+    # Gloo's own words about a process that has gone would come before ours.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from torch.distributed import init_process_group, rendezvous
+
+    meeting = min(timeout, _MEETING)
+    where = f"{place.address}:{place.port}"
+    url = f"tcp://{where}?rank={place.rank}&world_size={place.total}"
+    try:
+        store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=meeting)))
+        init_process_group(
+            "gloo", store=store, rank=place.rank, world_size=place.total,
+            timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+    except Exception as error:
+        raise TeamError(
+            f"{place.total} processes were started, and they did not meet at {where} within "
+            f"{meeting:g} s: {str(error).splitlines()[0]}; next: let every node reach that "
+            "address (MASTER_ADDR, MASTER_PORT), or give each node a share of the work, without "
+            f"a network: --shard I/N; or, for one process: {SWITCH}=0"
+        ) from error
+    return Group(place.rank, place.total, timeout)
+
+
+class Group:
+    """The processes that have met."""
+
+    def __init__(self, rank: int, total: int, timeout: float) -> None:
+        self._rank, self._total, self._timeout = rank, total, timeout
+
+    def exchange(
+        self, kind: int, data: bytes, patience: float | None = None
+    ) -> list[tuple[int, bytes]] | None:
+        """Return what each process gives, by rank; a process that gives no bytes costs no message.
+
+        ``patience``: seconds after which this process goes without the others; it gets None then,
+        and cannot exchange anything any more. Raises TeamError where another process has ended.
+        """
+        import torch
+        from torch.distributed import all_gather, broadcast
+
+        mine = torch.tensor([kind, len(data)])
+        headers = [torch.empty_like(mine) for _ in range(self._total)]
+        if not self._wait(partial(all_gather, headers, mine, async_op=True), patience):
+            return None
+        answers = []
+        for rank, header in enumerate(headers):
+            their_kind, length = header.tolist()
+            body = torch.empty(length, dtype=torch.uint8)
+            if length and rank == self._rank:
+                body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if length:
+                self._wait(partial(broadcast, body, src=rank, async_op=True))
+            answers.append((their_kind, body.numpy().tobytes()))
+        return answers
+
+    def _wait(self, begin: Callable[[], Any], patience: float | None = None) -> bool:
+        """Wait until a collective operation has ended; return False where patience has.
+
+        Gloo's own ``wait`` holds the main thread, and Ctrl-C would come after a day.
+        """
+        end = float("inf") if patience is None else time.monotonic() + patience
+        pause = 0.001
+        try:
+            work = begin()
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    return False
+                time.sleep(pause)
+                pause = min(1.5 * pause, 0.05)
+            work.wait()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            if "imed out" in reason:
+                raise TeamError(
+                    f"another process gave no answer for {self._timeout:g} s (CKPTFIX_TEAM_TIMEOUT)"
+                ) from error
+            raise TeamError(
+                "another process, or its node, has ended before its work was done; its own message "
+                "or the launcher's has the reason"
+            ) from error
+        return True

@@ -29,13 +29,13 @@ rank, count, port, path = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), 
 os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
 from contextlib import nullcontext
 from ckptfix.storage import teams
-from ckptfix.storage.joined_team import JoinedTeam
+from ckptfix.storage.launched_ranks import LaunchedRanks
 from ckptfix.training.rendezvous import Launched, join
 from ckptfix.verification.seal import seal
 team = None
 if count > 1:
-    team = JoinedTeam(rank, count, join(Launched(rank, count, count, "127.0.0.1", port), 120))
-    team.told(lambda: "all are here")
+    group = join(Launched(rank, count, count, "127.0.0.1", port, ""), 120)
+    team = LaunchedRanks(rank, count, group.exchange)
 begin, used = time.perf_counter(), time.process_time()
 with teams.working_in(team) if team else nullcontext(), teams.as_one():
     receipt = seal(path)

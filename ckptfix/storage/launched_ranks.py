@@ -1,0 +1,302 @@
+"""The ranks of torchrun, accelerate launch or srun, which share the work of one verb.
+
+Every rank plans everything, does its share, and gets the results of all. Failures belong to the
+launcher: a rank that fails prints its error and ends, and the launcher ends the others. All ranks
+meet before anything is written, so nothing is where one of them is dead or stopped.
+
+The exchange comes from ``training.rendezvous``; nothing here knows a network.
+"""
+
+import hashlib
+import json
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckptfix.errors import CkptfixError, OperationError, TeamError
+from ckptfix.storage import teams
+from ckptfix.storage.mounts import local_devices
+from ckptfix.storage.parallel import Progress
+from ckptfix.storage.partial_results import PartialResults, Unit
+from ckptfix.storage.paths import JOURNAL, MANIFEST
+from ckptfix.storage.teams import Assume, Do, InOrder, plan_shares, resuming
+from ckptfix.wording import count_of, moment
+
+TIMEOUT_VARIABLE = "CKPTFIX_TEAM_TIMEOUT"
+TIMEOUT = 86400.0
+"""Seconds that the fastest rank waits for the slowest one; the variable sets another number.
+
+Gloo's own 30 minutes would end an intact seal of 10 TB, because they count while the others read.
+"""
+
+_PATIENCE = 5.0
+"""Seconds after which a rank that failed goes alone. Ranks that refuse the same folder alike come
+in that time, and rank 0 prints the error for all; the others may read for hours.
+"""
+
+_FAILED = 0
+
+
+class Exchange(Protocol):
+    """A collective operation, as ``training.rendezvous.Group`` has it."""
+
+    def __call__(
+        self, kind: int, data: bytes, patience: float | None = None
+    ) -> list[tuple[int, bytes]] | None:
+        """Return the kind and the bytes of every rank, None where ``patience`` is over."""
+
+
+class LaunchedRanks(InOrder):
+    """The ranks that a launcher started, as one of them sees them.
+
+    ``is_lost``: the others do not know how this rank ended.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        count: int,
+        exchange: Exchange,
+        *,
+        here: int = 1,
+        partial: PartialResults | None = None,
+        say: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        """Meet the other ranks. ``say`` prints a message, on rank 0."""
+        self.rank, self.count, self.here = rank, count, here
+        self.leads = rank == 0
+        self.partial = partial
+        self._exchange, self._say = exchange, say
+        self.is_lost = False
+        self._is_ending = False
+        own = f"rank {rank} (process {os.getpid()} on {os.uname().nodename})"
+        self._names: list[str] = [own] * count
+        self._names = self._meet("names", own)
+
+    def _share(
+        self,
+        what: str,
+        units: Sequence[Unit],
+        do: Do,
+        assume: Assume | None,
+        progress: Progress | None,
+    ) -> list[Any]:
+        """Return the results of all units, as ``Team`` says."""
+        # Inodes and the times of the last change differ between nodes of some file systems.
+        files = [[file[:3] for file in unit.files] for unit in units]
+        plan = json.dumps([what, [(unit.key, unit.size) for unit in units], files])
+
+        def resumed() -> dict[int, Any]:
+            known = self.partial.known(what, units) if self.partial is not None else {}
+            final = {number: result.result for number, result in known.items() if result.is_final}
+            if final and self.partial is not None:
+                self._say(resuming(units, final.keys(), self.partial))
+            return final
+
+        results = {int(number): result for number, result in self._led(plan, resumed).items()}
+        left = [number for number in range(len(units)) if number not in results]
+        shares = plan_shares([units[number] for number in left], self.count)
+        found: dict[int, Any] = {}
+
+        def done(number: int, result: Any, *, is_final: bool = True) -> None:
+            if self.partial is not None:
+                self.partial.add(what, units[number], result, is_final=is_final)
+            found[number] = result
+
+        do([left[place] for place in shares[self.rank]], done, progress or (lambda count: None))
+        for answer in self._meet(f"results of {plan}", found):
+            results.update((int(number), result) for number, result in answer.items())
+        return [results[number] for number in range(len(units))]
+
+    def told(self, make: Callable[[], Any]) -> Any:
+        """Return what the leader decides, as ``Team`` says."""
+        return self._led("told", make)
+
+    def ensure_same(self, mine: Any, differs: Callable[[str, Any], str | None]) -> None:
+        """Compare JSON values with the leader's. Raises OperationError on a rank that has others.
+
+        ``differs``: gets the leader's name and values, and returns the difference in words that
+        follow this one's name; None where it does not matter.
+        """
+        leader = self.told(lambda: mine)
+        words = differs(self._names[0], leader) if leader != mine else None
+        if words is not None:
+            raise OperationError(f"{self._names[self.rank]} {words}")
+
+    def agree(self, error: BaseException | None) -> None:
+        """Find out whether all ended alike, as ``Team`` says."""
+        if self._is_ending:
+            return
+        if error is None:
+            self._meet("ended")
+            return
+        if isinstance(error, KeyboardInterrupt):
+            self._is_ending = self.is_lost = True
+            return
+        words = str(error) or type(error).__name__
+        if not isinstance(error, CkptfixError | OSError):
+            words = f"{type(error).__name__}: {words}"
+        try:
+            answers = self._exchange(_FAILED, _packed(words), _PATIENCE)
+        except TeamError:  # the error of this rank is the one to print
+            answers = None
+        if answers is not None and {data for _, data in answers} == {_packed(words)}:
+            return
+        self._is_ending, self.is_lost = True, answers is None
+        if not self.leads:
+            raise TeamError(self._failed({self.rank: words})) from error
+
+    def finish(self, status: int) -> int:
+        """Return the leader's exit status on every rank, once the leader has printed everything.
+
+        A launcher ends all ranks when the first one ends with an error.
+        """
+        return status if self.is_lost else int(self._led("status", lambda: status))
+
+    def _led(self, what: str, make: Callable[[], Any]) -> Any:
+        return self._meet(what, make() if self.leads else None)[0]
+
+    def _meet(self, what: str, value: Any = None) -> list[Any]:
+        """Return the values of all ranks. Raises TeamError where one of them has failed, or does
+        something else.
+        """
+        kind = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
+        try:
+            answers = self._exchange(kind, b"" if value is None else _packed(value))
+        except BaseException:
+            self._is_ending = self.is_lost = True
+            raise
+        assert answers is not None  # the patience has no end
+        kinds = [kind for kind, _ in answers]
+        if kinds == [kind] * self.count:
+            return [_unpacked(data) if data else None for _, data in answers]
+        self._is_ending = True
+        failed = {
+            rank: _unpacked(data) for rank, (kind, data) in enumerate(answers) if kind == _FAILED
+        }
+        if failed:
+            raise TeamError(self._failed(failed))
+        other = next(rank for rank in range(self.count) if kinds[rank] != kinds[0])
+        raise TeamError(
+            f"{self._names[other]} sees another folder than {self._names[0]}: the tensors in its "
+            f"files differ; {_REMEDY}"
+        )
+
+    def _failed(self, failed: Mapping[int, str]) -> str:
+        (rank, words), *more = failed.items()
+        also = f" (and {count_of(len(more), 'more process')})" if more else ""
+        return f"{self._names[rank]} failed, so all of them stop{also}: {words}"
+
+
+def _packed(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value).encode(), 1)
+
+
+def _unpacked(data: bytes) -> Any:
+    return json.loads(zlib.decompress(data))
+
+
+_REMEDY = (
+    "next: mount one folder on all nodes; or start each node alone, with --shard I/N or with "
+    "CKPTFIX_TEAM=0"
+)
+
+
+def ensure_same_files(paths: Iterable[Path]) -> None:
+    """Find out whether all processes of a team see the same files at some paths: names, sizes and
+    times.
+
+    On disks of a single machine the inodes count, too: rsync gives a copy the same times. Raises
+    OperationError on a process that sees others: a node with a disk of its own, or an old copy.
+    """
+    team = teams.current()
+    if isinstance(team, LaunchedRanks):
+        mine = {name: [*file] for path in paths for name, file in _listing(path)}
+        team.ensure_same(mine, lambda leader, theirs: _differs(leader, theirs, mine))
+
+
+def ensure_seen(folder: Path, remedy: str) -> None:
+    """Raise OperationError where this process does not see a folder that the leader has made for
+    all of them.
+    """
+    if not folder.is_dir():
+        raise OperationError(
+            f"{folder}: {os.uname().nodename} does not see this folder, which rank 0 has made for "
+            f"all; {remedy}"
+        )
+
+
+def ensure_same_names(names: Sequence[str]) -> None:
+    """Find out whether all processes of a team go through the same checkpoints. Raises
+    OperationError where not.
+    """
+    team = teams.current()
+    if isinstance(team, LaunchedRanks):
+        mine = [*names]
+
+        def differs(leader: str, theirs: Sequence[str]) -> str:
+            for here, there in zip_longest(mine, theirs):
+                if here != there:
+                    return (
+                        f"finds other checkpoints than {leader}: {here} (expected {there}); "
+                        f"{_REMEDY}"
+                    )
+            raise AssertionError("they are equal")
+
+        team.ensure_same(mine, differs)
+
+
+def _listing(path: Path) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Yield name, size, time and inode of every file of a checkpoint.
+
+    The inode is 0 on a file system that machines can share, whose numbers may differ on each of
+    them.
+    """
+    local = local_devices()
+    below = (os.path.join(root, name) for root, name in _walk(path))
+    for file in (str(path), *below):
+        with suppress(OSError):
+            status = os.stat(file)
+            if not stat.S_ISDIR(status.st_mode):
+                inode = status.st_ino if status.st_dev in local else 0
+                yield file, (status.st_size, status.st_mtime_ns, inode)
+
+
+def _walk(path: Path) -> Iterator[tuple[str, str]]:
+    for root, folders, names in os.walk(path):
+        # The leader may be at work in it; what counts for all is the manifest.
+        if JOURNAL in folders:
+            folders.remove(JOURNAL)
+            yield root, MANIFEST
+        yield from ((root, name) for name in names)
+
+
+def _differs(
+    leader: str, theirs: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]]
+) -> str | None:
+    """Return in words the first file in which two processes differ; the name of this one goes
+    before them.
+    """
+    where = f"sees another folder than {leader}"
+    copied = ""
+    for name in sorted({*theirs, *mine}):
+        here, there = mine.get(name), theirs.get(name)
+        if here is None or there is None or here[:2] != there[:2]:
+            words = [
+                "missing" if one is None else f"{one[0]} bytes of {moment(one[1])}"
+                for one in (here, there)
+            ]
+            return f"{where}: {name} is {words[0]} (expected {words[1]}); {_REMEDY}"
+        if all((*here[2:], *there[2:])) and here[2:] != there[2:]:
+            copied = copied or name
+    if copied:
+        return (
+            f"{where}: {copied} is another file of the same size and time, on a disk of its own; "
+            f"{_REMEDY}"
+        )
+    return None
