@@ -19,20 +19,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckptfix.errors import CkptfixError, OperationError, TeamError
-from ckptfix.storage import teams
+from ckptfix.storage.executor import Assume, Executor, Sharing, plan_shares, resuming
 from ckptfix.storage.mounts import local_devices
-from ckptfix.storage.parallel import Progress
-from ckptfix.storage.partial_results import PartialResults, Unit
 from ckptfix.storage.paths import JOURNAL, MANIFEST
-from ckptfix.storage.teams import Assume, Do, InOrder, plan_shares, resuming
+from ckptfix.storage.results import PartialResults, Unit
 from ckptfix.wording import count_of, moment
-
-TIMEOUT_VARIABLE = "CKPTFIX_TEAM_TIMEOUT"
-TIMEOUT = 86400.0
-"""Seconds that the fastest rank waits for the slowest one; the variable sets another number.
-
-Gloo's own 30 minutes would end an intact seal of 10 TB, because they count while the others read.
-"""
 
 _PATIENCE = 5.0
 """Seconds after which a rank that failed goes alone. Ranks that refuse the same folder alike come
@@ -43,7 +34,7 @@ _FAILED = 0
 
 
 class Exchange(Protocol):
-    """A collective operation, as ``training.rendezvous.Group`` has it."""
+    """A collective operation, as ``training.rendezvous`` has it."""
 
     def __call__(
         self, kind: int, data: bytes, patience: float | None = None
@@ -51,7 +42,7 @@ class Exchange(Protocol):
         """Return the kind and the bytes of every rank, None where ``patience`` is over."""
 
 
-class LaunchedRanks(InOrder):
+class LaunchedRanks(Sharing):
     """The ranks that a launcher started, as one of them sees them.
 
     ``is_lost``: the others do not know how this rank ended.
@@ -63,12 +54,11 @@ class LaunchedRanks(InOrder):
         count: int,
         exchange: Exchange,
         *,
-        here: int = 1,
         partial: PartialResults | None = None,
         say: Callable[[str], None] = lambda words: None,
     ) -> None:
         """Meet the other ranks. ``say`` prints a message, on rank 0."""
-        self.rank, self.count, self.here = rank, count, here
+        self.rank, self.count = rank, count
         self.leads = rank == 0
         self.partial = partial
         self._exchange, self._say = exchange, say
@@ -78,58 +68,43 @@ class LaunchedRanks(InOrder):
         self._names: list[str] = [own] * count
         self._names = self._meet("names", own)
 
-    def _share(
-        self,
-        what: str,
-        units: Sequence[Unit],
-        do: Do,
-        assume: Assume | None,
-        progress: Progress | None,
-    ) -> list[Any]:
-        """Return the results of all units, as ``Team`` says."""
+    def _plan(
+        self, what: str, units: Sequence[Unit], assume: Assume | None
+    ) -> tuple[dict[int, Any], Sequence[int]]:
         # Inodes and the times of the last change differ between nodes of some file systems.
         files = [[file[:3] for file in unit.files] for unit in units]
         plan = json.dumps([what, [(unit.key, unit.size) for unit in units], files])
 
         def resumed() -> dict[int, Any]:
             known = self.partial.known(what, units) if self.partial is not None else {}
-            final = {number: result.result for number, result in known.items() if result.is_final}
-            if final and self.partial is not None:
-                self._say(resuming(units, final.keys(), self.partial))
-            return final
+            if known and self.partial is not None:
+                self._say(resuming(units, known, self.partial))
+            return known
 
-        results = {int(number): result for number, result in self._led(plan, resumed).items()}
-        left = [number for number in range(len(units)) if number not in results]
+        known = {int(number): result for number, result in self._led(plan, resumed).items()}
+        left = [number for number in range(len(units)) if number not in known]
         shares = plan_shares([units[number] for number in left], self.count)
-        found: dict[int, Any] = {}
+        return known, [left[place] for place in shares[self.rank]]
 
-        def done(number: int, result: Any, *, is_final: bool = True) -> None:
-            if self.partial is not None:
-                self.partial.add(what, units[number], result, is_final=is_final)
-            found[number] = result
-
-        do([left[place] for place in shares[self.rank]], done, progress or (lambda count: None))
-        for answer in self._meet(f"results of {plan}", found):
+    def _gathered(self, what: str, found: dict[int, Any]) -> dict[int, Any]:
+        results: dict[int, Any] = {}
+        for answer in self._meet(f"results of {what}", found):
             results.update((int(number), result) for number, result in answer.items())
-        return [results[number] for number in range(len(units))]
+        return results
 
     def told(self, make: Callable[[], Any]) -> Any:
-        """Return what the leader decides, as ``Team`` says."""
+        """Return what the leader decides, as ``Executor`` says."""
         return self._led("told", make)
 
-    def ensure_same(self, mine: Any, differs: Callable[[str, Any], str | None]) -> None:
-        """Compare JSON values with the leader's. Raises OperationError on a rank that has others.
-
-        ``differs``: gets the leader's name and values, and returns the difference in words that
-        follow this one's name; None where it does not matter.
-        """
-        leader = self.told(lambda: mine)
-        words = differs(self._names[0], leader) if leader != mine else None
-        if words is not None:
+    def ensure_same(self, mine: Callable[[], Any], differs: Callable[[str, Any], str]) -> None:
+        """Compare JSON values with the leader's, as ``Executor`` says."""
+        own = mine()
+        leader = self.told(lambda: own)
+        if leader != own and (words := differs(self._names[0], leader)):
             raise OperationError(f"{self._names[self.rank]} {words}")
 
     def agree(self, error: BaseException | None) -> None:
-        """Find out whether all ended alike, as ``Team`` says."""
+        """Find out whether all ended alike, as ``Executor`` says."""
         if self._is_ending:
             return
         if error is None:
@@ -207,17 +182,19 @@ _REMEDY = (
 )
 
 
-def ensure_same_files(paths: Iterable[Path]) -> None:
-    """Find out whether all processes of a team see the same files at some paths: names, sizes and
-    times.
+def ensure_same_files(executor: Executor, paths: Iterable[Path]) -> None:
+    """Find out whether all processes see the same files at some paths: names, sizes and times.
 
     On disks of a single machine the inodes count, too: rsync gives a copy the same times. Raises
     OperationError on a process that sees others: a node with a disk of its own, or an old copy.
     """
-    team = teams.current()
-    if isinstance(team, LaunchedRanks):
-        mine = {name: [*file] for path in paths for name, file in _listing(path)}
-        team.ensure_same(mine, lambda leader, theirs: _differs(leader, theirs, mine))
+    mine: dict[str, list[int]] = {}
+
+    def listed() -> dict[str, list[int]]:
+        mine.update({name: [*file] for path in paths for name, file in _listing(path)})
+        return mine
+
+    executor.ensure_same(listed, lambda leader, theirs: _differs(leader, theirs, mine))
 
 
 def ensure_seen(folder: Path, remedy: str) -> None:
@@ -231,24 +208,17 @@ def ensure_seen(folder: Path, remedy: str) -> None:
         )
 
 
-def ensure_same_names(names: Sequence[str]) -> None:
-    """Find out whether all processes of a team go through the same checkpoints. Raises
-    OperationError where not.
+def ensure_same_names(executor: Executor, names: Sequence[str]) -> None:
+    """Find out whether all processes go through the same checkpoints. Raises OperationError where
+    not.
     """
-    team = teams.current()
-    if isinstance(team, LaunchedRanks):
-        mine = [*names]
 
-        def differs(leader: str, theirs: Sequence[str]) -> str:
-            for here, there in zip_longest(mine, theirs):
-                if here != there:
-                    return (
-                        f"finds other checkpoints than {leader}: {here} (expected {there}); "
-                        f"{_REMEDY}"
-                    )
-            raise AssertionError("they are equal")
+    def differs(leader: str, theirs: Sequence[str]) -> str:
+        pairs = zip_longest(names, theirs)
+        here, there = next((here, there) for here, there in pairs if here != there)
+        return f"finds other checkpoints than {leader}: {here} (expected {there}); {_REMEDY}"
 
-        team.ensure_same(mine, differs)
+    executor.ensure_same(lambda: [*names], differs)
 
 
 def _listing(path: Path) -> Iterator[tuple[str, tuple[int, int, int]]]:
@@ -278,9 +248,9 @@ def _walk(path: Path) -> Iterator[tuple[str, str]]:
 
 def _differs(
     leader: str, theirs: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]]
-) -> str | None:
-    """Return in words the first file in which two processes differ; the name of this one goes
-    before them.
+) -> str:
+    """Return in words the first file in which two processes differ, "" where they differ in none;
+    the name of this one goes before them.
     """
     where = f"sees another folder than {leader}"
     copied = ""
@@ -299,4 +269,4 @@ def _differs(
             f"{where}: {copied} is another file of the same size and time, on a disk of its own; "
             f"{_REMEDY}"
         )
-    return None
+    return ""

@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfix.errors import TeamError, UsageError
+from ckptfix.storage.launched_ranks import Exchange
 
 
 class Launched(NamedTuple):
     """The place of this process among those that a launcher started.
 
-    ``here``: how many are on this machine. ``address``: where they meet, "" where nobody set it.
-    ``share``: the variables of the rank and the number of processes, as ``--shard`` takes them.
+    ``local``, ``here``: its number on this machine, and how many are there. ``address``: where they
+    meet, "" where nobody set it. ``share``: the variables that ``--shard`` takes.
     """
 
     rank: int
     total: int
+    local: int
     here: int
     address: str
     port: int
@@ -42,6 +44,12 @@ third one.
 SWITCH = "CKPTFIX_TEAM"
 """Variable of the environment: 1 where the launcher starts a script that starts ckptfix, 0 for a
 process alone.
+"""
+
+_TIMEOUT = "CKPTFIX_TEAM_TIMEOUT"
+"""Variable with the seconds that the fastest process waits for the slowest one: a day by default.
+
+Gloo's own 30 minutes would end an intact seal of 10 TB, because they count while the others read.
 """
 
 _MEETING = 600.0
@@ -73,20 +81,6 @@ def left_alone(variables: Mapping[str, str]) -> Launched | None:
     return _place(variables) if not is_asked and _is_inherited(variables) else None
 
 
-def ensure_joinable(place: Launched, remedy: str) -> None:
-    """Raise UsageError where the processes cannot meet; ``remedy`` is the next step."""
-    if find_spec("torch") is None:
-        raise UsageError(
-            f"{place.total} processes were started, and torch, by which they share their results, "
-            f"is not installed; next: {remedy}"
-        )
-    if not place.address:
-        raise UsageError(
-            f"srun started {place.total} tasks, and MASTER_ADDR and MASTER_PORT, where they meet, "
-            f"are not set; next: set both, or {remedy}"
-        )
-
-
 def _place(variables: Mapping[str, str]) -> Launched | None:
     place = _of_torch(variables) or _of_slurm(variables)
     return place if place is not None and place.total > 1 else None
@@ -97,8 +91,9 @@ def _of_torch(variables: Mapping[str, str]) -> Launched | None:
         return None
     with suppress(ValueError):
         rank, count, port = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        here = int(variables.get("LOCAL_WORLD_SIZE", "1"))
-        return Launched(rank, count, here, variables["MASTER_ADDR"], port, "$RANK/$WORLD_SIZE")
+        here, local = (int(variables.get(f"LOCAL_{name}", "0")) for name in ("WORLD_SIZE", "RANK"))
+        address = variables["MASTER_ADDR"]
+        return Launched(rank, count, local, here or 1, address, port, "$RANK/$WORLD_SIZE")
     return None
 
 
@@ -109,10 +104,11 @@ def _of_slurm(variables: Mapping[str, str]) -> Launched | None:
         rank, count = (int(variables[name]) for name in _SLURM[:2])
         # "2(x3)": two tasks on each of three nodes.
         here = int(variables.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0])
+        local = int(variables.get("SLURM_LOCALID", "0"))
         address, port = (variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         is_set = bool(address and port)
         return Launched(
-            rank, count, here, address if is_set else "", int(port) if is_set else 0,
+            rank, count, local, here, address if is_set else "", int(port) if is_set else 0,
             "$SLURM_PROCID/$SLURM_NTASKS",
         )  # fmt: skip
     return None
@@ -131,11 +127,22 @@ def _is_inherited(variables: Mapping[str, str]) -> bool:
     return mine <= parents
 
 
-def join(place: Launched, timeout: float) -> "Group":
-    """Meet the other processes. Raises TeamError where they do not all come in time.
-
-    ``timeout``: seconds that a process waits for the slowest one whenever they exchange something.
+def join(place: Launched, remedy: str) -> Exchange:
+    """Meet the other processes. Raises UsageError with a next step where they cannot, TeamError
+    where they do not all come in time.
     """
+    if find_spec("torch") is None:
+        raise UsageError(
+            f"{place.total} processes were started, and torch, by which they share their results, "
+            f"is not installed; next: {remedy}"
+        )
+    if not place.address:
+        raise UsageError(
+            f"srun started {place.total} tasks, and MASTER_ADDR and MASTER_PORT, where they meet, "
+            f"are not set; next: set both, or {remedy}"
+        )
+    timeout = _timeout(os.environ)
+    _bind(place)
     # Gloo's own words about a process that has gone would come before ours.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import init_process_group, rendezvous
@@ -156,10 +163,32 @@ def join(place: Launched, timeout: float) -> "Group":
             "address (MASTER_ADDR, MASTER_PORT), or give each node a share of the work, without "
             f"a network: --shard I/N; or, for one process: {SWITCH}=0"
         ) from error
-    return Group(place.rank, place.total, timeout)
+    return _Group(place.rank, place.total, timeout).exchange
 
 
-class Group:
+def _timeout(variables: Mapping[str, str]) -> float:
+    text = variables.get(_TIMEOUT) or "86400"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 2e6:  # Gloo counts milliseconds in 32 bits
+        raise UsageError(f"{_TIMEOUT}={text}: expected a number of seconds above 0")
+    return seconds
+
+
+def _bind(place: Launched) -> None:
+    """Leave the other cores of this machine to its other processes: so many threads run then.
+
+    Slurm binds each task to cores of its own, other launchers bind none.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == os.cpu_count():
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setaffinity(0, cores[place.local :: place.here] or cores)
+
+
+class _Group:
     """The processes that have met."""
 
     def __init__(self, rank: int, total: int, timeout: float) -> None:
@@ -210,7 +239,7 @@ class Group:
             reason = str(error).splitlines()[0]
             if "imed out" in reason:
                 raise TeamError(
-                    f"another process gave no answer for {self._timeout:g} s (CKPTFIX_TEAM_TIMEOUT)"
+                    f"another process gave no answer for {self._timeout:g} s ({_TIMEOUT})"
                 ) from error
             raise TeamError(
                 "another process, or its node, has ended before its work was done; its own message "

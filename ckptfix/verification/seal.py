@@ -29,9 +29,9 @@ from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.reports import Serialized
-from ckptfix.storage import teams
 from ckptfix.storage.atomic import sync_folder
 from ckptfix.storage.edits import Replace
+from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import (
     AnyPath,
     Openable,
@@ -46,9 +46,9 @@ from ckptfix.storage.journal import commit, recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.partial_results import PartialResults, default_folder
 from ckptfix.storage.paths import JOURNAL, MANIFEST, SIGNED, UNSIGNED, command, refusal
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
+from ckptfix.storage.results import PartialResults, default_folder
 from ckptfix.storage.staged import temporary_file
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
@@ -201,6 +201,7 @@ def seal(
     with_sha256: bool = False,
     tensors: bool = True,
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> SealReceipt:
     """Write the sha256 of every file and tensor of a folder into its manifest, durably; its other
     entries stay.
@@ -240,7 +241,13 @@ def seal(
             f"again, or, to seal it as it is: {command('seal', target.root, '', '--force')}"
         )
     shape = structure(
-        contents, target, data=True, leaves_records=True, verb="seal", progress=progress
+        contents,
+        target,
+        data=True,
+        leaves_records=True,
+        verb="seal",
+        progress=progress,
+        executor=executor,
     )
     for words in shape.refused:
         if (
@@ -250,12 +257,12 @@ def seal(
     findings = _serious(shape)
     if any(map(forbids_seal, findings)) and not force:
         return SealReceipt(path=target.path, written=False, findings=findings)
-    with folder_lock(target.root, verb="seal") if teams.leads() else nullcontext() as lock:
+    with folder_lock(target.root, verb="seal") if executor.leads else nullcontext() as lock:
         if any(one.state is State.PENDING for one in transactions(target.root)):
             raise OperationError(
                 f"{target.root}: a repair was interrupted; next: {command('undo', target.root)}"
             )
-        if teams.leads():
+        if executor.leads:
             recover(target.root)  # what a run left that was killed before it changed anything
         old = readable_manifest(target.root)
         recorded = Recorded(old, target)
@@ -277,6 +284,7 @@ def seal(
             records=shape.records,
             tensors=tensors,
             progress=progress,
+            executor=executor,
         )
         for key, one in found.items():
             if one.problem:
@@ -284,7 +292,7 @@ def seal(
                 raise OperationError(
                     f"{target.root}: {what} {refusal(one.problem)}; nothing was written"
                 )
-        findings = _serious(settled(found, shape, contents, target, progress))
+        findings = _serious(settled(found, shape, contents, target, progress, executor))
         if any(map(forbids_seal, findings)) and not force:
             return SealReceipt(path=target.path, written=False, findings=findings)
         items = tuple(compare(contents, recorded, as_recorded(found, known)))
@@ -303,7 +311,7 @@ def seal(
             return SealReceipt(path=target.path, written=False, differing=differing, hub=downloaded)
         hashed = contents if tensors else replace(contents, weights=())
         statements: dict[str, bytes] = {}
-        if (oms or sign is not None) and teams.leads():
+        if (oms or sign is not None) and executor.leads:
             statements = _statements(hashed, as_recorded(found, wanted), sign, ranges=ranges)
         new = {}
         for name, data in statements.items():
@@ -318,9 +326,9 @@ def seal(
             old, hashed, as_recorded(found, wanted), as_recorded(found, {**wanted, **also})
         )
         number = None
-        with teams.as_one():  # nothing is written where one of several processes has failed
+        with executor.as_one():  # nothing is written where one of several processes has failed
             contents.check_unchanged()
-        if teams.leads():
+        if executor.leads:
             number = _write(target.root, manifest, new, lock) if new or manifest != old else None
             # Of several processes that were interrupted.
             if isinstance(target.root, Path):

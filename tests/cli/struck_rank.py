@@ -23,16 +23,16 @@ from ckptfix.conversion.streaming import NewFile
 from ckptfix.diagnosis.contents import Contents
 from ckptfix.errors import ChangedError, TeamError
 from ckptfix.storage import launched_ranks, uploads
-from ckptfix.storage.partial_results import PartialResults
+from ckptfix.storage.results import PartialResults
 from ckptfix.training import rendezvous
 
 
 class FolderGroup:
-    """Processes that exchange bytes in files, as ``rendezvous.Group`` does over a network."""
+    """Processes that exchange bytes in files, as ``rendezvous`` does over Gloo."""
 
-    def __init__(self, folder: Path, place: rendezvous.Launched, timeout: float) -> None:
+    def __init__(self, folder: Path, place: rendezvous.Launched) -> None:
         self.folder, self.rank, self.total = folder, place.rank, place.total
-        self.timeout, self.step = timeout, 0
+        self.timeout, self.step = float(os.environ.get("CKPTFIX_TEAM_TIMEOUT", 60)), 0
         self._write(f"pid-{self.rank}", str(os.getpid()).encode())
 
     def exchange(
@@ -145,5 +145,7 @@ elif how == "stop-in-repair":
 elif how != "none":
     PartialResults.add = add_and_end  # type: ignore[method-assign]
 if store != "torch":
-    rendezvous.join = lambda place, timeout: FolderGroup(Path(store), place, timeout)  # type: ignore[assignment,return-value]
+    setattr(  # noqa: B010
+        rendezvous, "join", lambda place, remedy: FolderGroup(Path(store), place).exchange
+    )
 main(arguments)

@@ -131,7 +131,7 @@ def ranks(
             slurm = {
                 "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12",
                 "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost",
-                "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1",
+                "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": str(rank), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port), "RANK": str(rank),
             }  # fmt: skip
             command = [

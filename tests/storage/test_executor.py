@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, strategies
 
 from ckptfix.errors import OperationError, TeamError
-from ckptfix.storage import launched_ranks, teams
+from ckptfix.storage import launched_ranks
+from ckptfix.storage.executor import Do, Done, Remembering, Sharded, plan_shares
 from ckptfix.storage.launched_ranks import Exchange, LaunchedRanks
 from ckptfix.storage.parallel import Progress, Share
-from ckptfix.storage.partial_results import Identity, PartialResults, Request, Unit, Units
-from ckptfix.storage.teams import Done, Finisher, LoneShare, LoneWorker, plan_shares
+from ckptfix.storage.results import Identity, PartialResults, Request, Unit, Units
 from tests.storage.listings import long_files, saved_by_ranks
 
 RANGE = 1_000_000_000
@@ -111,7 +111,7 @@ def test_a_long_file_without_ranges_bounds_a_plan() -> None:
     assert max(each) > 2 * sum(each) / 1024
 
 
-def doing(work: Callable[[int], Any]) -> teams.Do:
+def doing(work: Callable[[int], Any]) -> Do:
     def do(numbers: Sequence[int], done: Done, progress: Progress) -> None:
         for number in numbers:
             result = work(number)
@@ -121,7 +121,7 @@ def doing(work: Callable[[int], Any]) -> teams.Do:
     return do
 
 
-def noting(done: list[int]) -> teams.Do:
+def noting(done: list[int]) -> Do:
     def work(number: int) -> int:
         done.append(number)
         return number
@@ -160,8 +160,8 @@ def test_all_go_on_with_the_same_results(count: int) -> None:
         return [number, "é"]
 
     def work(team: LaunchedRanks) -> list[Any]:
-        first = team.share("a", units, doing(each), None, None)
-        second = team.share("b", units[:3], doing(lambda number: -number), None, None)
+        first = team.map("a", units, doing(each), None, None)
+        second = team.map("b", units[:3], doing(lambda number: -number), None, None)
         told = team.told(lambda: {"rank": team.rank})
         team.agree(None)
         return [first, second, told]
@@ -177,7 +177,7 @@ def test_the_units_may_come_in_another_order_in_each_process() -> None:
     def work(team: LaunchedRanks) -> list[Any]:
         mine = units[:]
         random.Random(team.rank).shuffle(mine)
-        results = team.share("a", mine, doing(lambda number: mine[number].key), None, None)
+        results = team.map("a", mine, doing(lambda number: mine[number].key), None, None)
         return [unit.key == result for unit, result in zip(mine, results, strict=True)]
 
     assert in_team(3, work) == [[True] * 30] * 3
@@ -191,7 +191,7 @@ def test_an_error_of_one_ends_the_work_of_all() -> None:
             return number
 
         try:
-            team.share("a", units_of([1] * 200), doing(each), None, None)
+            team.map("a", units_of([1] * 200), doing(each), None, None)
         except Exception as error:
             team.agree(error)
             raise
@@ -258,7 +258,7 @@ def test_processes_that_see_different_folders_do_not_go_on() -> None:
         file = Identity("model.safetensors", 100 + team.rank, 7, 1)
         units = [Unit("[]", 5, (Identity("same", 1, 2, 3),)), Unit("[]", 5, (file,))]
         try:
-            team.share("a", units, doing(lambda number: 0), None, None)
+            team.map("a", units, doing(lambda number: 0), None, None)
         except Exception as error:
             team.agree(error)
             raise
@@ -275,7 +275,7 @@ def test_a_process_that_ends_without_the_others_does_not_let_them_wait(early: in
 
     def work(team: LaunchedRanks) -> str:
         if team.rank != early:
-            team.share("a", units_of([1, 2]), doing(lambda number: number), None, None)
+            team.map("a", units_of([1, 2]), doing(lambda number: number), None, None)
         team.agree(None)
         return "ended"
 
@@ -288,12 +288,12 @@ def test_a_process_that_ends_without_the_others_does_not_let_them_wait(early: in
 def test_the_next_run_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
     units = units_of([5] * 30)
     told: list[str] = []
-    for number in range(12):
-        PartialResults(tmp_path / "partial").add("a", units[number], number, is_final=number != 3)
+    for number in {*range(12)} - {3}:
+        PartialResults(tmp_path / "partial").add("a", units[number], number)
 
     def work(team: LaunchedRanks) -> tuple[list[Any], list[int]]:
         done: list[int] = []
-        results = team.share("a", units, noting(done), None, None)
+        results = team.map("a", units, noting(done), None, None)
         return results, done
 
     everyone = in_team(4, work, partial=PartialResults(tmp_path / "partial"), say=told.append)
@@ -307,7 +307,7 @@ def test_lines_that_were_cut_short_are_ignored(tmp_path: Path) -> None:
     units = units_of([5] * 4)
     results = PartialResults(tmp_path)
     for number, unit in enumerate(units[:3]):
-        results.add("a", unit, number, is_final=True)
+        results.add("a", unit, number)
     results.close()
     (path,) = tmp_path.glob("*.results.jsonl")
     data = path.read_bytes()
@@ -315,21 +315,19 @@ def test_lines_that_were_cut_short_are_ignored(tmp_path: Path) -> None:
         path.write_bytes(data[:length])
         known = PartialResults(tmp_path).known("a", units)
         whole = data[:length].count(b"\n")
-        assert {number: one.result for number, one in known.items()} == dict(
-            enumerate(range(whole))
-        )
+        assert known == dict(enumerate(range(whole)))
     # As a file system leaves it after a loss of power.
     path.write_bytes(data[:80] + bytes(500) + b"\n")
     assert PartialResults(tmp_path).known("a", units).keys() <= {0}
     # Another number, and the JSON is as good as it was.
-    path.write_bytes(data.replace(b", 1, ", b", 7, "))
+    path.write_bytes(data.replace(b", 1]", b", 7]"))
     assert PartialResults(tmp_path).known("a", units).keys() == {0, 2}
 
 
 def test_a_unit_of_a_file_that_changed_is_another_unit(tmp_path: Path) -> None:
     results, unit = PartialResults(tmp_path), Unit("key", 5, (Identity("file", 1, 2, 3),))
-    results.add("a", unit, "old", is_final=True)
-    assert results.known("a", [unit])[0].result == "old"
+    results.add("a", unit, "old")
+    assert results.known("a", [unit])[0] == "old"
     for change in (
         {"size": 9},
         {"mtime_ns": 9},
@@ -390,7 +388,7 @@ def test_a_command_that_left_no_results_is_in_nobodys_way(tmp_path: Path) -> Non
     results = PartialResults(tmp_path)
     results.begin(meant)
     assert results.request() == meant
-    results.add("a", units_of([1])[0], 1, is_final=True)
+    results.add("a", units_of([1])[0], 1)
     with pytest.raises(OperationError, match="another command"):
         PartialResults(tmp_path).begin(mistaken)
 
@@ -399,10 +397,10 @@ def test_the_work_of_a_job_array_is_finished(tmp_path: Path) -> None:
     units = units_of(range(1, 20))
     results = PartialResults(tmp_path)
     said: list[str] = []
-    finisher = Finisher(PartialResults(tmp_path), 3, said.append)
+    finisher = Remembering(PartialResults(tmp_path), said.append, 3)
     for number in (0, 2):
-        share = LoneShare(Share(number, 3), results)
-        got = share.share("a", units, doing(lambda number: number), lambda number: "assumed", None)
+        share = Sharded(Share(number, 3), results)
+        got = share.map("a", units, doing(lambda number: number), lambda number: "assumed", None)
         assert share.units == sum(value != "assumed" for value in got) > 0
     made: list[int] = []
 
@@ -410,18 +408,18 @@ def test_the_work_of_a_job_array_is_finished(tmp_path: Path) -> None:
         made.append(number)
         return number
 
-    assert finisher.share("a", units, doing(make), lambda number: 0, None) == list(range(19))
+    assert finisher.map("a", units, doing(make), lambda number: 0, None) == list(range(19))
     (words,) = said
     assert words.endswith("results of share 1/3 are missing, so this process does its work")
     assert made
     nothing = doing(lambda number: pytest.fail("all is known"))
-    assert finisher.share("a", units, nothing, lambda number: 0, None) == list(range(19))
+    assert finisher.map("a", units, nothing, lambda number: 0, None) == list(range(19))
     assert len(said) == 1
 
 
 def test_one_process_goes_on_too(tmp_path: Path) -> None:
     units = units_of([1] * 10)
-    worker = LoneWorker(PartialResults(tmp_path), lambda words: None)
+    worker = Remembering(PartialResults(tmp_path), lambda words: None)
 
     def fail(number: int) -> int:
         if number == 6:
@@ -429,10 +427,10 @@ def test_one_process_goes_on_too(tmp_path: Path) -> None:
         return number
 
     with pytest.raises(OSError, match="interrupted here"):
-        worker.share("a", units, doing(fail), None, None)
+        worker.map("a", units, doing(fail), None, None)
     done: list[int] = []
-    worker = LoneWorker(PartialResults(tmp_path), lambda words: None)
-    assert worker.share("a", units, noting(done), None, None) == list(range(10))
+    worker = Remembering(PartialResults(tmp_path), lambda words: None)
+    assert worker.map("a", units, noting(done), None, None) == list(range(10))
     assert done == [6, 7, 8, 9]
 
 
