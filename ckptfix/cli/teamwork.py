@@ -33,8 +33,7 @@ find out.
 _ONE_PROCESS = "next: run it in one process, without the launcher, or with CKPTFIX_TEAM=0"
 
 _ranks: "LaunchedRanks | None" = None
-_remedy = ""
-"""The next step when a process fails, in words that end its message."""
+"""The ranks that this process has joined, for ``leave``."""
 
 
 def share_options() -> list[click.Parameter]:
@@ -67,16 +66,10 @@ def run_shared(
     is_lone_seal = partial is None and verb == "seal" and len(paths) == 1 and not is_url(paths[0])
     is_default = is_lone_seal and os.path.isdir(paths[0])
     folder = default_folder(Path(paths[0])) if is_default else None
-    request = _request(verb, params)
-    if shard is None and partial is None and place is None:
-        old = PartialResults(folder).request() if folder is not None and folder.is_dir() else None
-        if folder is None or old is None or not old.shares or not old.is_same(request):
-            return work(THREADS)
-        return _finish(Remembering(PartialResults(folder), _say, old.shares), work)
-    if unfit:
-        if shard is None and partial is None:
-            raise UsageError(f"{unfit}; {_ONE_PROCESS}")
+    if unfit and (shard is not None or partial is not None):
         raise UsageError(f"{unfit}; leave out {'--shard' if shard is not None else '--partial'}")
+    if unfit and place is not None:
+        raise UsageError(f"{unfit}; {_ONE_PROCESS}")
     if partial is not None:
         if not partial or is_url(partial):
             raise UsageError(
@@ -85,6 +78,7 @@ def run_shared(
             )
         folder = Path(partial)
         _ensure_outside(folder, verb, _paths(params))
+    results = PartialResults(folder) if folder is not None else None
     if shard is not None:
         share = Share.parse(shard)
         if place is not None and share != (place.rank, place.total):
@@ -92,38 +86,38 @@ def run_shared(
                 f"--shard {shard} in process {place.rank} of {place.total}: leave out --shard "
                 f"under a launcher, or write --shard {place.share}"
             )
-        return _run_share(verb, params, report, share, folder, work)
-    results = PartialResults(folder) if folder is not None else None
+        return _run_share(verb, params, report, share, results, work)
+    request = _request(verb, params)
     if place is None:
-        assert results is not None
-        old = results.request()
-        if old is not None and old.shares and old.is_same(request):
+        old = results.request() if results is not None else None
+        if results is not None and old is not None and old.shares and old.is_same(request):
             return _finish(Remembering(results, _say, old.shares), work)
+        if results is None or partial is None:
+            return work(THREADS)
         results.begin(request)
         return _finish(Remembering(results, _say), work)
     own = "" if is_default else f" --partial {shell_path(partial or 'FOLDER')}"
     words = f"{request.command}{own} --shard {place.share}"
-    ranks = _joined(place, results, f"start each as a share: bash -c {shlex.quote(words)}")
+    remedy = "run it again with --partial FOLDER, to keep what is read, should it fail again"
+    if results is not None:
+        done = "written" if verb == "migrate" else "read"
+        remedy = f"the same command continues from what was {done}"
+    share_words = f"start each as a share: bash -c {shlex.quote(words)}"
+    ranks = _joined(place, results, share_words, remedy)
 
     def begun(executor: Executor) -> int:
         if ranks.leads and results is not None:
             results.begin(request)
         return work(executor)
 
-    remedy = (
-        f"the same command continues from what was {'written' if verb == 'migrate' else 'read'}"
-    )
-    if results is None:
-        remedy = "run it again with --partial FOLDER, to keep what is read, should it fail again"
-    with _with_next(ranks, remedy):
+    with _own_errors(ranks):
         with ranks.as_one():
             _ensure_alike(ranks, request)
         return _finish(ranks, begun)
 
 
 def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], Any], unfit: str) -> Any:
-    """Run a verb whose work is not shared: the first process of a team does it, the others end with
-    its status.
+    """Run a verb whose work is not shared: rank 0 does it, and the others end with its status.
 
     ``params``: the verb's own. ``unfit``: why one process must not do it for all, "" where it may.
     """
@@ -133,8 +127,9 @@ def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], Any], un
     if unfit:
         raise UsageError(f"{unfit}; {_ONE_PROCESS}")
     request = _request(verb, params)
-    ranks = _joined(place, None, "run it in one process, without the launcher")
-    with _with_next(ranks, f"CKPTFIX_TEAM=0 {request.command}"), ranks.as_one():
+    remedy = f"CKPTFIX_TEAM=0 {request.command}"
+    ranks = _joined(place, None, "run it in one process, without the launcher", remedy)
+    with _own_errors(ranks), ranks.as_one():
         _ensure_alike(ranks, request)
     return work() if ranks.leads else 0  # in the end, the others wait for the leader's status
 
@@ -158,10 +153,10 @@ def _ensure_outside(folder: Path, verb: str, paths: Iterable[Path]) -> None:
             )
 
 
-def _joined(place: Any, results: PartialResults | None, remedy: str) -> "LaunchedRanks":
+def _joined(place: Any, results: PartialResults | None, apart: str, remedy: str) -> "LaunchedRanks":
     """Join the ranks that were started with this process; from then on rank 0 alone prints.
 
-    ``remedy``: the next step where they cannot meet.
+    ``apart``: the next step where they cannot meet; ``remedy``: the one after a failure.
     """
     global _ranks
     from ckptfix.storage.launched_ranks import LaunchedRanks
@@ -169,8 +164,13 @@ def _joined(place: Any, results: PartialResults | None, remedy: str) -> "Launche
 
     if place.rank:
         printing.mute()
-    exchange = join(place, remedy)
-    _ranks = LaunchedRanks(place.rank, place.total, exchange, partial=results, say=_say)
+    try:
+        _ranks = LaunchedRanks(
+            place.rank, place.total, join(place, apart), partial=results, say=_say, remedy=remedy
+        )
+    except TeamError:  # nobody knows whether rank 0 is there to print it
+        printing.unmute()
+        raise
     return _ranks
 
 
@@ -199,14 +199,10 @@ def _ensure_alike(ranks: "LaunchedRanks", request: Request) -> None:
 
 
 @contextmanager
-def _with_next(ranks: "LaunchedRanks", remedy: str) -> Iterator[None]:
-    """Add the next step to the error of a rank.
-
-    A rank prints it itself where the others do not know it, and the traceback of a fault of
+def _own_errors(ranks: "LaunchedRanks") -> Iterator[None]:
+    """Let a rank print an error that the others do not know, and the traceback of a fault of
     ckptfix.
     """
-    global _remedy
-    _remedy = remedy
     try:
         yield
     except TeamError as error:
@@ -218,11 +214,7 @@ def _with_next(ranks: "LaunchedRanks", remedy: str) -> Iterator[None]:
             import traceback  # never needed, one hopes
 
             printing.put("".join(traceback.format_exception(cause)).rstrip(), err=True)
-        raise TeamError(_advised(error)) from error
-
-
-def _advised(error: TeamError) -> str:
-    return str(error) if "; next: " in str(error) else f"{error}; next: {_remedy}"
+        raise
 
 
 def _paths(params: Mapping[str, Any], *, is_of_output: bool = True) -> list[Path]:
@@ -262,15 +254,14 @@ def _run_share(
     params: Mapping[str, Any],
     report: Report,
     share: Share,
-    folder: Path | None,
+    results: PartialResults | None,
     work: Callable[[Executor], int],
 ) -> int:
-    if folder is None:
+    if results is None:
         raise UsageError(
             f"--shard {share}: where do the results go? add --partial FOLDER, the same for every "
             "share"
         )
-    results = PartialResults(folder)
     # A slip must not make the folder one of another command.
     for path in _paths(params, is_of_output=False):
         existing(path)
@@ -287,21 +278,21 @@ def _run_share(
         f"share {share}: {count_of(executor.units, 'unit')}, {human_size(executor.nbytes)}{resumed}",
         bold=True,
     )
-    report.line(f"written: {folder}")
+    report.line(f"written: {results.folder}")
     if executor.unread:
         report.line(
             f"could not be read: {count_of(executor.unread, 'unit')}; run this share again, or let "
             "the last command try"
         )
-    report.line(f"next, when all shares have ended: {end_of(request, folder)}")
+    report.line(f"next, when all shares have ended: {_end_of(request, results.folder)}")
     document = {
-        "path": str(folder), "share": str(share), "units": executor.units,
+        "path": str(results.folder), "share": str(share), "units": executor.units,
         "resumed": executor.resumed, "bytes": executor.nbytes, "unread": executor.unread,
     }  # fmt: skip
     return report.finish(document, 3 if executor.unread else 0)
 
 
-def end_of(request: Request, folder: Path) -> str:
+def _end_of(request: Request, folder: Path) -> str:
     """Return the command that ends the work of shares, in the folder where they were started."""
     own = [*(request.params.get("paths") or ())]
     is_default = len(own) == 1 and Path(os.path.abspath(default_folder(Path(own[0])))) == Path(
@@ -323,7 +314,7 @@ def leave(status: int) -> int:
         if _ranks.leads or status > 1:
             return status
         printing.unmute()
-        _say(escape(_advised(error)))
+        _say(escape(str(error)))
         return 3
 
 

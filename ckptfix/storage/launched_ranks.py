@@ -56,12 +56,15 @@ class LaunchedRanks(Sharing):
         *,
         partial: PartialResults | None = None,
         say: Callable[[str], None] = lambda words: None,
+        remedy: str = "",
     ) -> None:
-        """Meet the other ranks. ``say`` prints a message, on rank 0."""
+        """Meet the other ranks. ``say`` prints a message, on rank 0. ``remedy``: the next step
+        after a failure, where its message has none.
+        """
         self.rank, self.count = rank, count
         self.leads = rank == 0
         self.partial = partial
-        self._exchange, self._say = exchange, say
+        self._exchange, self._say, self._remedy = exchange, say, remedy
         self.is_lost = False
         self._is_ending = False
         own = f"rank {rank} (process {os.getpid()} on {os.uname().nodename})"
@@ -117,14 +120,14 @@ class LaunchedRanks(Sharing):
         if not isinstance(error, CkptfixError | OSError):
             words = f"{type(error).__name__}: {words}"
         try:
-            answers = self._exchange(_FAILED, _packed(words), _PATIENCE)
+            answers = self._swapped(_FAILED, _packed(words), _PATIENCE)
         except TeamError:  # the error of this rank is the one to print
-            answers = None
-        if answers is not None and {data for _, data in answers} == {_packed(words)}:
+            answers = []
+        if answers and {data for _, data in answers} == {_packed(words)}:
             return
-        self._is_ending, self.is_lost = True, answers is None
+        self._is_ending = True
         if not self.leads:
-            raise TeamError(self._failed({self.rank: words})) from error
+            raise self._failed({self.rank: words}) from error
 
     def finish(self, status: int) -> int:
         """Return the leader's exit status on every rank, once the leader has printed everything.
@@ -141,12 +144,7 @@ class LaunchedRanks(Sharing):
         something else.
         """
         kind = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
-        try:
-            answers = self._exchange(kind, b"" if value is None else _packed(value))
-        except BaseException:
-            self._is_ending = self.is_lost = True
-            raise
-        assert answers is not None  # the patience has no end
+        answers = self._swapped(kind, b"" if value is None else _packed(value))
         kinds = [kind for kind, _ in answers]
         if kinds == [kind] * self.count:
             return [_unpacked(data) if data else None for _, data in answers]
@@ -155,17 +153,35 @@ class LaunchedRanks(Sharing):
             rank: _unpacked(data) for rank, (kind, data) in enumerate(answers) if kind == _FAILED
         }
         if failed:
-            raise TeamError(self._failed(failed))
+            raise self._failed(failed)
         other = next(rank for rank in range(self.count) if kinds[rank] != kinds[0])
         raise TeamError(
             f"{self._names[other]} sees another folder than {self._names[0]}: the tensors in its "
             f"files differ; {_REMEDY}"
         )
 
-    def _failed(self, failed: Mapping[int, str]) -> str:
+    def _swapped(
+        self, kind: int, data: bytes, patience: float | None = None
+    ) -> list[tuple[int, bytes]]:
+        """Return what all ranks give, nothing where the patience was over."""
+        try:
+            answers = self._exchange(kind, data, patience)
+        except BaseException as error:
+            self._is_ending = self.is_lost = True
+            if isinstance(error, TeamError):
+                raise self._advised(str(error)) from error
+            raise
+        self.is_lost = answers is None
+        return answers or []
+
+    def _failed(self, failed: Mapping[int, str]) -> TeamError:
         (rank, words), *more = failed.items()
         also = f" (and {count_of(len(more), 'more process')})" if more else ""
-        return f"{self._names[rank]} failed, so all of them stop{also}: {words}"
+        return self._advised(f"{self._names[rank]} failed, so all of them stop{also}: {words}")
+
+    def _advised(self, words: str) -> TeamError:
+        is_advised = "; next: " in words or not self._remedy
+        return TeamError(words if is_advised else f"{words}; next: {self._remedy}")
 
 
 def _packed(value: Any) -> bytes:

@@ -23,7 +23,7 @@ from ckptfix.storage.files import AnyPath, StorePath, etag_of, stat_of
 from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.staged import write_file
 
-FORMAT = 2
+FORMAT = 1
 _REQUEST = "request.json"
 _SUFFIX = ".results.jsonl"
 _RESULTS = re.compile(rf".+-[0-9]+-[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
@@ -302,7 +302,7 @@ class PartialResults:
                     # flipped bit.
                     data, _, crc = line.rpartition(b"\t")
                     if crc == f"{zlib.crc32(data):08x}\n".encode():
-                        unit, result = json.loads(data)
+                        unit, result = json.loads(data)[:2]
                         yield unit, result
 
 
