@@ -66,13 +66,8 @@ Written here, so that the help and the completion of a shell import no verb.
 """
 
 _SUMMARIES = {verb: summary for group in VERBS.values() for verb, summary in group.items()}
-_GONE = {
-    "merge": (
-        "merge is gone since 0.6.0: the verb ends the work of shares; next: run the command of the "
-        "shares without --shard"
-    )
-}
-"""Verbs of earlier versions, and what to type now."""
+_GONE = frozenset({"merge"})
+"""Verbs of earlier versions, which say what to type now."""
 
 _EXAMPLES = (
     ("ckptfix check -r runs", "Check every checkpoint below runs."),
@@ -90,7 +85,7 @@ class _Verbs(click.Group):
         return list(_SUMMARIES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _SUMMARIES:
+        if cmd_name not in _SUMMARIES.keys() | _GONE:
             return None
         module = cmd_name.replace("-", "_")
         command: click.Command = getattr(
@@ -103,10 +98,9 @@ class _Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the verb that comes first; where there is none, suggest what was meant."""
         first = args[0]
-        if first in _SUMMARIES or first.startswith("-") or ctx.resilient_parsing:
+        is_verb = first in _SUMMARIES or first in _GONE
+        if is_verb or first.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        if first in _GONE:
-            raise click.UsageError(_GONE[first], ctx)
         if os.path.exists(first):
             raise click.UsageError(
                 f"{first!r} is a path, and the verb is missing; next: ckptfix check {quote(first)}",

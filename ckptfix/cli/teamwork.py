@@ -284,7 +284,7 @@ def _run_share(
             f"could not be read: {count_of(executor.unread, 'unit')}; run this share again, or let "
             "the last command try"
         )
-    report.line(f"next, when all shares have ended: {_end_of(request, results.folder)}")
+    report.line(f"next, when all shares have ended: {end_of(request, results.folder)}")
     document = {
         "path": str(results.folder), "share": str(share), "units": executor.units,
         "resumed": executor.resumed, "bytes": executor.nbytes, "unread": executor.unread,
@@ -292,7 +292,7 @@ def _run_share(
     return report.finish(document, 3 if executor.unread else 0)
 
 
-def _end_of(request: Request, folder: Path) -> str:
+def end_of(request: Request, folder: Path) -> str:
     """Return the command that ends the work of shares, in the folder where they were started."""
     own = [*(request.params.get("paths") or ())]
     is_default = len(own) == 1 and Path(os.path.abspath(default_folder(Path(own[0])))) == Path(

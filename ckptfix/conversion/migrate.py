@@ -414,7 +414,8 @@ def migrate(
     training instead of the fp32 ones of the optimizer. ``verify``: read everything back and compare
     digests. ``overwrite``: replace the folder that an earlier migration wrote to ``dst``; anything
     else there is refused. ``allow_damage``: go on with errors that ``repair`` would fix in ``src``,
-    and name them in the receipt. ``progress`` gets byte counts.
+    and name them in the receipt. ``progress`` gets byte counts. ``executor``: shares
+    the work; all but its leader return before anything is put in place.
 
     Raises UsageError for invalid words and paths, OperationError when it could not finish, OSError;
     nothing is left behind then.

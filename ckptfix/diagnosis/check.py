@@ -370,6 +370,7 @@ def check(
     checkpoint before. ``resumes``: also report why ``latest_checkpoint`` passes over it. ``load``:
     also ask transformers, PEFT or diffusers what they load, in a process of their own that reads no
     tensor; or the ``Loaders`` that ask them. ``progress`` is called with byte counts.
+    ``executor``: shares the work of ``data``.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """

@@ -110,8 +110,8 @@ class Executor:
     """The threads of this process, which do all work; subclasses share it or remember its results.
 
     ``leads``: this process writes and prints. ``knows_all``: it learns the results of all units.
-    ``is_share``: another run ends the work. ``has_units``: work is given to ``map`` in units; for
-    threads alone that is a detour.
+    ``is_share``: another run ends the work. ``has_units``: units must be named and their results
+    packed as JSON values; threads do without.
     """
 
     leads = True
@@ -138,7 +138,13 @@ class Executor:
         ``assume``: None for units that follow from the results of others, which a lone share of
         them does not know.
         """
-        raise NotImplementedError("threads take work as it is")
+        results: dict[int, Any] = {}
+
+        def done(number: int, result: Any, *, is_final: bool = True) -> None:
+            results[number] = result
+
+        do(range(len(units)), done, progress or (lambda count: None))
+        return [results[number] for number in range(len(units))]
 
     def told(self, make: Callable[[], Any]) -> Any:
         """Return what the leader's ``make`` returns, JSON values, on every process."""

@@ -243,23 +243,19 @@ def _listing(path: Path) -> Iterator[tuple[str, tuple[int, int, int]]]:
     The inode is 0 on a file system that machines can share, whose numbers may differ on each of
     them.
     """
-    local = local_devices()
-    below = (os.path.join(root, name) for root, name in _walk(path))
-    for file in (str(path), *below):
+    local, files = local_devices(), [str(path)]
+    for root, folders, names in os.walk(path):
+        # The leader may be at work in it; what counts for all is the manifest.
+        if JOURNAL in folders:
+            folders.remove(JOURNAL)
+            names.append(MANIFEST)
+        files += (os.path.join(root, name) for name in names)
+    for file in files:
         with suppress(OSError):
             status = os.stat(file)
             if not stat.S_ISDIR(status.st_mode):
                 inode = status.st_ino if status.st_dev in local else 0
                 yield file, (status.st_size, status.st_mtime_ns, inode)
-
-
-def _walk(path: Path) -> Iterator[tuple[str, str]]:
-    for root, folders, names in os.walk(path):
-        # The leader may be at work in it; what counts for all is the manifest.
-        if JOURNAL in folders:
-            folders.remove(JOURNAL)
-            yield root, MANIFEST
-        yield from ((root, name) for name in names)
 
 
 def _differs(
@@ -268,21 +264,20 @@ def _differs(
     """Return in words the first file in which two processes differ, "" where they differ in none;
     the name of this one goes before them.
     """
-    where = f"sees another folder than {leader}"
     copied = ""
     for name in sorted({*theirs, *mine}):
         here, there = mine.get(name), theirs.get(name)
         if here is None or there is None or here[:2] != there[:2]:
-            words = [
-                "missing" if one is None else f"{one[0]} bytes of {moment(one[1])}"
-                for one in (here, there)
-            ]
-            return f"{where}: {name} is {words[0]} (expected {words[1]}); {_REMEDY}"
-        if all((*here[2:], *there[2:])) and here[2:] != there[2:]:
+            found, expected = (
+                "missing" if file is None else f"{file[0]} bytes of {moment(file[1])}"
+                for file in (here, there)
+            )
+            words = f"{name} is {found} (expected {expected})"
+            break
+        if here[2] and there[2] and here[2] != there[2]:
             copied = copied or name
-    if copied:
-        return (
-            f"{where}: {copied} is another file of the same size and time, on a disk of its own; "
-            f"{_REMEDY}"
-        )
-    return ""
+    else:
+        words = f"{copied} is another file of the same size and time, on a disk of its own"
+        if not copied:
+            return ""
+    return f"sees another folder than {leader}: {words}; {_REMEDY}"

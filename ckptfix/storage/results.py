@@ -82,22 +82,15 @@ class Units:
 
     def _identity(self, path: AnyPath) -> Identity:
         if path not in self._known:
-            name, inode = str(path), 0
-            is_object = isinstance(path, StorePath)
-            if is_object:
-                inode = int(hashlib.sha256(etag_of(path).encode()).hexdigest()[:12], 16)
             try:
                 status = stat_of(path)
+                size, mtime, inode = status.st_size, status.st_mtime_ns, status.st_ino
+                changed = status.st_ctime_ns
             except OSError:
-                self._known[path] = Identity(name, -1, 0, inode)
-            else:
-                self._known[path] = Identity(
-                    name,
-                    status.st_size,
-                    status.st_mtime_ns,
-                    inode or status.st_ino,
-                    0 if is_object else status.st_ctime_ns,
-                )
+                size, mtime, inode, changed = -1, 0, 0, 0
+            if isinstance(path, StorePath):
+                inode, changed = int(hashlib.sha256(etag_of(path).encode()).hexdigest()[:12], 16), 0
+            self._known[path] = Identity(str(path), size, mtime, inode, changed)
         return self._known[path]
 
 

@@ -143,8 +143,8 @@ def join(place: Launched, remedy: str) -> Exchange:
         )
     timeout = _timeout(os.environ)
     _bind(place)
-    # Gloo's own words about a process that has gone would come before ours.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # torch's own words about a process that has gone, a stack of C++, would come before ours.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import init_process_group, rendezvous
 
     meeting = min(timeout, _MEETING)

@@ -340,7 +340,7 @@ def diff(
     |a|``; when either is given, two dtypes count as equal, too. ``model``: "module:factory", or the
     function, that makes the models of the run, for optimizers that number their parameters where
     the other side names them. ``progress`` gets the bytes read, of both sides together, from any
-    thread.
+    thread. ``executor``: shares the work.
 
     Raises UsageError when nothing can be compared, OperationError when a checkpoint cannot be read,
     OSError.

@@ -224,6 +224,8 @@ def seal(
     cannot name a tensor that changed, nor compare after a repair or in another format. Those that
     the manifest has are compared, and stay.
 
+    ``executor``: shares the reading; its leader writes once all have read.
+
     Raises UsageError when no checkpoint folder is at ``path``, OperationError when it could not
     finish: nothing is changed then. OSError when the folder cannot be read or written.
     """

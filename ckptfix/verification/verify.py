@@ -77,6 +77,7 @@ def verify(
     checkpoint, of any format, instead of the manifest, its optimizer included. ``model``:
     "module:factory" of the models of the run, for an optimizer that numbers its parameters where
     the other one names them. ``progress`` is called with numbers of bytes.
+    ``executor``: shares the work.
 
     ``signatures``: compare with statements that ``trust`` must have signed, as OpenSSF Model
     Signing has them, instead of the manifest; ``statements``: with statements whoever wrote them;

@@ -750,10 +750,22 @@ def test_the_last_command_does_what_shares_have_not_done(tmp_path: Path) -> None
     assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
 
 
-def test_the_old_verb_says_what_to_type(tmp_path: Path) -> None:
-    refused = run("merge", tmp_path)
+@pytest.mark.parametrize("where", ["the results", "the checkpoint", "nothing"])
+def test_the_old_verb_says_what_to_type(tmp_path: Path, where: str) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    results = tmp_path / "results"
+    if where == "the checkpoint":
+        assert run("seal", folder, "--shard", "0/2").returncode == 0
+        refused, step = run("merge", folder), f"ckptfix seal {folder}"
+    elif where == "the results":
+        share = ("verify", folder, "--partial", "results")
+        assert run(*share, "--shard", "0/2", at=str(tmp_path)).returncode == 0
+        refused = run("merge", results)
+        step = f"cd {tmp_path} && ckptfix verify {folder} --partial {results}"
+    else:
+        refused, step = run("merge", folder), "run the command of the shares without --shard"
     assert refused.returncode == 2
-    assert refused.stderr.endswith("next: run the command of the shares without --shard\n")
+    assert refused.stderr.endswith(f"the verb ends the work of shares; next: {step}\n")
     assert "merge" not in run("--help").stdout
 
 
