@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,9 +35,9 @@ class Launched(NamedTuple):
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun and accelerate launch set for each process."""
 
-_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 """Variables that srun sets for each task of a step. A batch script is one process and lacks the
-third one.
+second one. In the shell of salloc it is 1, and SLURM_NTASKS is that of the job.
 """
 
 SWITCH = "CKPTFIX_TEAM"
@@ -101,7 +100,7 @@ def _of_slurm(variables: Mapping[str, str]) -> Launched | None:
     if any(name not in variables for name in _SLURM):
         return None
     with suppress(ValueError):
-        rank, count = (int(variables[name]) for name in _SLURM[:2])
+        rank, count = (int(variables[name]) for name in _SLURM)
         # "2(x3)": two tasks on each of three nodes.
         here = int(variables.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0])
         local = int(variables.get("SLURM_LOCALID", "0"))
@@ -207,34 +206,37 @@ class _Group:
 
         mine = torch.tensor([kind, len(data)])
         headers = [torch.empty_like(mine) for _ in range(self._total)]
-        if not self._wait(partial(all_gather, headers, mine, async_op=True), patience):
+        if not self._wait(lambda: [all_gather(headers, mine, async_op=True)], patience):
             return None
-        answers = []
-        for rank, header in enumerate(headers):
-            their_kind, length = header.tolist()
-            body = torch.empty(length, dtype=torch.uint8)
-            if length and rank == self._rank:
-                body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if length:
-                self._wait(partial(broadcast, body, src=rank, async_op=True))
-            answers.append((their_kind, body.numpy().tobytes()))
-        return answers
+        kinds, lengths = zip(*(header.tolist() for header in headers), strict=True)
+        bodies = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        if data:
+            bodies[self._rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        # All at once: one after the other, 1,024 ranks would wait 1,024 times.
+        self._wait(
+            lambda: [
+                broadcast(body, src=rank, async_op=True)
+                for rank, body in enumerate(bodies)
+                if lengths[rank]
+            ]
+        )
+        return [(kind, body.numpy().tobytes()) for kind, body in zip(kinds, bodies, strict=True)]
 
-    def _wait(self, begin: Callable[[], Any], patience: float | None = None) -> bool:
-        """Wait until a collective operation has ended; return False where patience has.
+    def _wait(self, begin: Callable[[], list[Any]], patience: float | None = None) -> bool:
+        """Wait until collective operations have ended; return False where patience has.
 
         Gloo's own ``wait`` holds the main thread, and Ctrl-C would come after a day.
         """
         end = float("inf") if patience is None else time.monotonic() + patience
         pause = 0.001
         try:
-            work = begin()
-            while not work.is_completed():
-                if time.monotonic() > end:
-                    return False
-                time.sleep(pause)
-                pause = min(1.5 * pause, 0.05)
-            work.wait()
+            for work in begin():
+                while not work.is_completed():
+                    if time.monotonic() > end:
+                        return False
+                    time.sleep(pause)
+                    pause = min(1.5 * pause, 0.05)
+                work.wait()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             if "imed out" in reason:

@@ -32,6 +32,8 @@ MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
         ({**SLURM, "MASTER_ADDR": "node1"}, (3, 6, 0, 1, "", 0)),
         # A batch script is one process, though Slurm sets the other two.
         ({name: SLURM[name] for name in ("SLURM_PROCID", "SLURM_NTASKS")}, None),
+        # So is the shell of salloc.
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
     ],
 )
 def test_the_place_of_a_process(
