@@ -324,13 +324,17 @@ def unmute() -> None:
     _muted = False
 
 
-def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
+def put(
+    text: str | bytes, *, newline: bool = True, err: bool = False, is_of_all: bool = False
+) -> None:
     """Print text to stdout or stderr; click drops the colour unless that is a terminal.
+
+    ``is_of_all``: also of a process of a team for which another one prints.
 
     A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair
     continues. Any other failure, such as a full disk, is reported on stderr.
     """
-    if _muted:
+    if _muted and not is_of_all:
         return
     try:
         click.echo(text, nl=newline, err=err)

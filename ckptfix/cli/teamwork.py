@@ -5,8 +5,7 @@ tasks of a job array.
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,10 +109,9 @@ def run_shared(
             results.begin(request)
         return work(executor)
 
-    with _own_errors(ranks):
-        with ranks.as_one():
-            _ensure_alike(ranks, request)
-        return _finish(ranks, begun)
+    with ranks.as_one():
+        _ensure_alike(ranks, request)
+    return _finish(ranks, begun)
 
 
 def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], Any], unfit: str) -> Any:
@@ -129,7 +127,7 @@ def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], Any], un
     request = _request(verb, params)
     remedy = f"CKPTFIX_TEAM=0 {request.command}"
     ranks = _joined(place, None, "run it in one process, without the launcher", remedy)
-    with _own_errors(ranks), ranks.as_one():
+    with ranks.as_one():
         _ensure_alike(ranks, request)
     return work() if ranks.leads else 0  # in the end, the others wait for the leader's status
 
@@ -165,13 +163,25 @@ def _joined(place: Any, results: PartialResults | None, apart: str, remedy: str)
     if place.rank:
         printing.mute()
     try:
-        _ranks = LaunchedRanks(
-            place.rank, place.total, join(place, apart), partial=results, say=_say, remedy=remedy
-        )
-    except TeamError:  # nobody knows whether rank 0 is there to print it
-        printing.unmute()
+        exchange = join(place, apart)
+    except TeamError as error:  # nobody knows whether rank 0 is there to print it
+        if place.rank:
+            _shout(TeamError(str(error)))
         raise
+    _ranks = LaunchedRanks(
+        place.rank, place.total, exchange, partial=results, say=_say, shout=_shout, remedy=remedy
+    )
     return _ranks
+
+
+def _shout(error: TeamError) -> None:
+    """Print an error though rank 0 prints for all, with the traceback of a fault of ckptfix."""
+    printing.put(f"ckptfix: {escape(str(error))}", err=True, is_of_all=True)
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, CkptfixError | OSError):
+        import traceback  # never needed, one hopes
+
+        printing.put("".join(traceback.format_exception(cause)), err=True, is_of_all=True)
 
 
 def _ensure_alike(ranks: "LaunchedRanks", request: Request) -> None:
@@ -196,25 +206,6 @@ def _ensure_alike(ranks: "LaunchedRanks", request: Request) -> None:
         from ckptfix.storage.launched_ranks import ensure_same_files
 
         ensure_same_files(ranks, _paths(request.params))
-
-
-@contextmanager
-def _own_errors(ranks: "LaunchedRanks") -> Iterator[None]:
-    """Let a rank print an error that the others do not know, and the traceback of a fault of
-    ckptfix.
-    """
-    try:
-        yield
-    except TeamError as error:
-        cause = error.__cause__
-        is_fault = cause is not None and not isinstance(cause, CkptfixError | OSError)
-        if ranks.is_lost or is_fault:
-            printing.unmute()
-        if is_fault:
-            import traceback  # never needed, one hopes
-
-            printing.put("".join(traceback.format_exception(cause)).rstrip(), err=True)
-        raise
 
 
 def _paths(params: Mapping[str, Any], *, is_of_output: bool = True) -> list[Path]:
@@ -274,10 +265,8 @@ def _run_share(
     finally:
         printing.unmute()
     resumed = f", {executor.resumed} of them by an earlier run" if executor.resumed else ""
-    report.line(
-        f"share {share}: {count_of(executor.units, 'unit')}, {human_size(executor.nbytes)}{resumed}",
-        bold=True,
-    )
+    size = human_size(executor.nbytes)
+    report.line(f"share {share}: {count_of(executor.units, 'unit')}, {size}{resumed}", bold=True)
     report.line(f"written: {results.folder}")
     if executor.unread:
         report.line(
@@ -310,12 +299,8 @@ def leave(status: int) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return _ranks.finish(status)
-    except TeamError as error:
-        if _ranks.leads or status > 1:
-            return status
-        printing.unmute()
-        _say(escape(str(error)))
-        return 3
+    except TeamError:
+        return status if _ranks.leads else max(status, 3)
 
 
 def _words(params: Mapping[str, Any]) -> list[str]:

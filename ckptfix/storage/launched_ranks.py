@@ -56,15 +56,19 @@ class LaunchedRanks(Sharing):
         *,
         partial: PartialResults | None = None,
         say: Callable[[str], None] = lambda words: None,
+        shout: Callable[[TeamError], None] = lambda error: None,
         remedy: str = "",
     ) -> None:
-        """Meet the other ranks. ``say`` prints a message, on rank 0. ``remedy``: the next step
-        after a failure, where its message has none.
+        """Meet the other ranks.
+
+        ``say`` prints a message, on rank 0; ``shout`` an error that no other rank knows, on this
+        one. ``remedy``: the next step after a failure, where its message has none.
         """
         self.rank, self.count = rank, count
         self.leads = rank == 0
         self.partial = partial
-        self._exchange, self._say, self._remedy = exchange, say, remedy
+        self._exchange, self._say, self._shout = exchange, say, shout
+        self._remedy = remedy
         self.is_lost = False
         self._is_ending = False
         own = f"rank {rank} (process {os.getpid()} on {os.uname().nodename})"
@@ -117,7 +121,8 @@ class LaunchedRanks(Sharing):
             self._is_ending = self.is_lost = True
             return
         words = str(error) or type(error).__name__
-        if not isinstance(error, CkptfixError | OSError):
+        is_fault = not isinstance(error, CkptfixError | OSError)
+        if is_fault:
             words = f"{type(error).__name__}: {words}"
         try:
             answers = self._swapped(_FAILED, _packed(words), _PATIENCE)
@@ -127,7 +132,11 @@ class LaunchedRanks(Sharing):
             return
         self._is_ending = True
         if not self.leads:
-            raise self._failed({self.rank: words}) from error
+            failed = self._failed({self.rank: words})
+            failed.__cause__ = error
+            if self.is_lost or is_fault:
+                self._shout(failed)
+            raise failed
 
     def finish(self, status: int) -> int:
         """Return the leader's exit status on every rank, once the leader has printed everything.
@@ -144,7 +153,12 @@ class LaunchedRanks(Sharing):
         something else.
         """
         kind = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
-        answers = self._swapped(kind, b"" if value is None else _packed(value))
+        try:
+            answers = self._swapped(kind, b"" if value is None else _packed(value))
+        except TeamError as error:
+            if not self.leads:
+                self._shout(error)
+            raise
         kinds = [kind for kind, _ in answers]
         if kinds == [kind] * self.count:
             return [_unpacked(data) if data else None for _, data in answers]

@@ -2,10 +2,10 @@
 many units.
 
 HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``interrupt`` (Ctrl-C), ``stop-in-repair``, ``error``
-(of the disk), ``alone`` (the same, while the other rank reads on), ``error-in-files``,
-``error-in-uploads``, ``change-in-the-end`` (UNITS: the look at the source that finds it), ``older``
-(another version), ``none``. STORE: a folder through which the ranks exchange bytes, so that they
-start without torch; ``torch`` for Gloo.
+(of the disk), ``alone`` (an error of the disk while the other rank reads on), ``fault`` (of
+ckptfix), ``error-in-files``, ``error-in-uploads``, ``change-in-the-end`` (UNITS: the look at the
+source that finds it), ``older`` (another version), ``none``. STORE: a folder through which the ranks
+exchange bytes, so that they start without torch; ``torch`` for Gloo.
 """
 
 import errno
@@ -92,6 +92,8 @@ def add_and_end(self: PartialResults, *given: Any, **options: Any) -> None:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if how == "interrupt":
                     raise KeyboardInterrupt
+                if how == "fault":
+                    raise ValueError("a fault of ckptfix")
                 if how in ("error", "alone"):
                     raise OSError(errno.EIO, "Input/output error", "model.safetensors")
             done += 1

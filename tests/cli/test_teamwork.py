@@ -569,6 +569,17 @@ def test_an_error_of_one_rank_ends_all_at_once_and_names_it(tmp_path: Path, rank
     assert not (folder / MANIFEST).exists()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fault_in_one_rank_comes_with_its_traceback(tmp_path: Path, rank: int) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    ended = ranks("seal", folder, strike=(rank, 2, "fault"))
+    assert [one.returncode for one in ended] == [3, 3]
+    assert "ValueError: a fault of ckptfix" in ended[0].stderr
+    assert "Traceback" in ended[rank].stderr
+    assert "Traceback" not in ended[1 - rank].stderr
+    assert not (folder / MANIFEST).exists()
+
+
 @pytest.mark.parametrize("rank", one_of([0, 1]))
 def test_nodes_with_another_version_are_refused(tmp_path: Path, rank: int) -> None:
     folder = checkpoint(tmp_path / "checkpoint")

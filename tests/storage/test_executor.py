@@ -210,6 +210,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(
     """Its launcher must learn of it, and not after hours in which the others read."""
     monkeypatch.setattr(launched_ranks, "_PATIENCE", 0.1)
     ended = threading.Event()
+    printed: list[str] = []
 
     def work(team: LaunchedRanks) -> str:
         if team.rank != rank:
@@ -224,11 +225,13 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(
             assert team.finish(3) == 3
         return "raised by the caller"
 
-    everyone = in_team(2, work)
+    everyone = in_team(2, work, shout=lambda error: printed.append(str(error)))
     assert isinstance(everyone[1 - rank], TeamError)
     if rank == 0:
         assert everyone[0] == "raised by the caller"
+        assert printed == ["another process has ended"]
     else:
+        assert printed == [str(everyone[1])]
         assert "rank 1 (process" in str(everyone[1])
         assert "Input/output error" in str(everyone[1])
 
