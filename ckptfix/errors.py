@@ -16,7 +16,7 @@ exception.
         │   └── FileChangedError a file changed while it was read
         ├── StoreError           an object store does not answer or refuses (storage.stores)
         ├── RemoteOSError        another process of the run had an OSError (training.ranks)
-        ├── TeamError            another process of a team failed, or sees another folder (storage.joined_team)
+        ├── TeamError            another process of a team failed, or sees another folder (storage.launched_ranks)
         ├── JournalError         the journal in .ckptfix/ cannot be used
         ├── MissingRankError     ranks of a DeepSpeed checkpoint have no file (weights.deepspeed_files); holds which
         ├── OtherKindError       a DeepSpeed checkpoint of a kind that is not put together (weights.deepspeed_files)

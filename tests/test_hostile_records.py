@@ -17,8 +17,8 @@ import pytest
 
 from ckptfix import CkptfixError, check, latest_checkpoint, repair, undo, verify
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
-from ckptfix.storage.markers import COMMITTED, UPLOAD, Begun, Commit, Uploaded
-from ckptfix.storage.paths import JOURNAL, MANIFEST, RECEIPT
+from ckptfix.storage.markers import UPLOAD, Begun, Commit, Uploaded
+from ckptfix.storage.paths import COMMITTED, JOURNAL, MANIFEST, RECEIPT
 from ckptfix.storage.stores import is_url, open_store
 from tests.repairs.builders import snapshot
 from tests.sampling import sampled

@@ -28,6 +28,7 @@ from ckptfix.storage.comparing import (
     same_bytes_without_reading,
     sample_runs,
 )
+from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import AnyPath
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
@@ -147,6 +148,7 @@ def first_unequal(
     progress: Progress | None = None,
     digests: dict[PurePosixPath, Digests] | None = None,
     other_root: AnyPath | None = None,
+    executor: Executor = THREADS,
 ) -> str | None:
     """Return the first difference of two paired entries: a tensor's key, ``STRUCTURE``, or None
     when they are equal.
@@ -176,6 +178,7 @@ def first_unequal(
                     sample_runs(runs) if quick else runs,
                     progress=None if quick else progress,
                     digests=None if quick or digests is None else digests.setdefault(files[0], {}),
+                    executor=THREADS if quick else executor,
                 )
             if difference is not None:
                 return _key_at(pairing.kept, files[0], difference.offset_a)

@@ -14,7 +14,7 @@ from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
 from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.storage import teams
+from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import AnyPath
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.parallel import Control
@@ -81,6 +81,7 @@ def check_command(
     verbose: bool,
     null: bool,
     report: Report,
+    executor: Executor,
 ) -> int:
     """Find what is wrong with checkpoints.
 
@@ -93,7 +94,7 @@ def check_command(
         )
     with ExitStack() as opened:
         loaders = opened.enter_context(_loaders(recursive)) if loads else None
-        return _check_all(paths, data, loaders, recursive, verbose, null, report, opened)
+        return _check_all(paths, data, loaders, recursive, verbose, null, report, opened, executor)
 
 
 def _loaders(is_of_many: bool) -> "Loaders":
@@ -117,6 +118,7 @@ def _check_all(
     null: bool,
     report: Report,
     opened: ExitStack,
+    executor: Executor,
 ) -> int:
     below = Below(paths if recursive else (), opened, is_thrifty=not data)
     siblings = Siblings(below.places.values(), is_recursive=True)
@@ -130,6 +132,7 @@ def _check_all(
             resumes=True,
             load=loaders or False,
             progress=control.go_on,
+            executor=executor,
         )
 
     def work(path: str | AnyPath) -> CheckReport:
@@ -164,7 +167,8 @@ def _check_all(
             batch = visit(
                 report, below if recursive else paths, work, word=lambda result: result.verdict,
                 lines=lines, keep=partial(report.element, "checkpoints"), annotations=_annotations,
-                threads=1 if teams.current() is not None else threads_for(paths), stop=control.stop,
+                threads=1 if executor.has_units else threads_for(paths), stop=control.stop,
+                executor=executor,
             )  # fmt: skip
     except KeyboardInterrupt:
         if not report.has_begun:
@@ -181,14 +185,14 @@ def _check_all(
         {"summary": batch.summary(VERDICTS)} if report.form is Form.JSONL else {"checkpoints": ()}
     )
     if runs is not None:
-        answers = runs.answers() if teams.leads() else []
+        answers = runs.answers() if executor.leads else []
         warnings = [
             f"{one.taken_instead}; next: move it out of the folder"
             for one in answers
             if one.taken_instead
         ]
         warnings += [one.other_run for one in answers if one.other_run]
-        trackers = runs.tracker_problems() if teams.leads() else []
+        trackers = runs.tracker_problems() if executor.leads else []
         warnings += [
             f"{words}; a resume fails or begins anew; next: write the number of a complete "
             "checkpoint into the file"

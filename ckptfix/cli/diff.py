@@ -4,6 +4,7 @@ import click
 
 from ckptfix.cli.report import Report, ensure_writable, write_page
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
+from ckptfix.storage.executor import Executor
 
 
 @click.command(
@@ -39,7 +40,7 @@ from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 )
 def diff_command(
     a: str, b: str, rtol: float | None, atol: float | None, model: str | None, show_all: bool,
-    html: str | None, report: Report,
+    html: str | None, report: Report, executor: Executor,
 ) -> int:  # fmt: skip
     """Compare the weights and optimizers of two checkpoints.
 
@@ -53,7 +54,7 @@ def diff_command(
     from ckptfix.verification.diff import diff
 
     with report.progress(f"comparing {a} and {b}") as progress:
-        result = diff(a, b, rtol=rtol, atol=atol, model=model, progress=progress)
+        result = diff(a, b, rtol=rtol, atol=atol, model=model, progress=progress, executor=executor)
     report.show(result.lines(show_all=show_all))
     if html is not None:
         from ckptfix.verification.diff_page import html_page

@@ -10,8 +10,8 @@ from ckptfix.cli.teamwork import end_of
 from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.errors import UsageError
 from ckptfix.storage.files import is_url
-from ckptfix.storage.partial_results import PartialResults, default_folder
 from ckptfix.storage.paths import shell_path
+from ckptfix.storage.results import PartialResults, default_folder
 
 
 @click.command("merge", cls=Verb, hidden=True)

@@ -5,11 +5,11 @@ import click
 from ckptfix.cli.report import Report, interruptible
 from ckptfix.cli.several_paths import state_after_writing
 from ckptfix.cli.verb_options import PATH, Verb
-from ckptfix.conversion.kept_files import partial_results
 from ckptfix.conversion.migrate import migrate
 from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, STATES, TARGETS, WEIGHTS
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import UsageError
+from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import is_url, local_path
 from ckptfix.storage.paths import shell_path
 from ckptfix.tensors.optimizers import Strategy
@@ -101,21 +101,20 @@ def migrate_command(
     allow_damage: bool,
     dry_run: bool,
     report: Report,
+    executor: Executor,
 ) -> int:
     """Write a checkpoint in another format, or for another strategy.
 
     DST appears when it is complete, or not at all; SRC stays as it is.
     """
-    if is_url(local_path(dst)) and partial_results() is not None:
+    if is_url(local_path(dst)) and executor.partial is not None:
         raise UsageError(
             f"--partial keeps files next to DST, on a disk, and {escape(dst)} is a URL; next: "
             f"migrate to a folder, and then: ckptfix upload FOLDER {shell_path(dst)}"
         )
     describe = state_after_writing(src, dst)
     continues = (
-        "; the same command continues from what was written"
-        if partial_results() is not None
-        else ""
+        "; the same command continues from what was written" if executor.partial is not None else ""
     )
     with (
         interruptible(lambda: f"{describe()}{continues}"),
@@ -138,6 +137,7 @@ def migrate_command(
             allow_damage=allow_damage,
             dry_run=dry_run,
             progress=progress,
+            executor=executor,
             on_plan=lambda plan: report.show(plan.plan_lines()),
         )
     report.show(receipt.outcome_lines())

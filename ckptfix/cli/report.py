@@ -21,7 +21,7 @@ from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.manual import wrap
 from ckptfix.reports import Serialized, holds_many, plain
-from ckptfix.storage import staged, teams
+from ckptfix.storage import staged
 from ckptfix.storage.atomic import DISK_FULL
 from ckptfix.storage.files import AnyPath, is_url
 from ckptfix.storage.paths import cause, described, shell_path
@@ -310,35 +310,31 @@ class Report:
 
 
 _muted = False
-_withheld: list[str | bytes] = []
 
 
 def mute() -> None:
-    """Print nothing from now on: another process of the team does. Messages are kept, for the case
-    that it dies.
-    """
+    """Print nothing from now on: another process of the team does."""
     global _muted
     _muted = True
 
 
-def unmute(*, withheld: bool = False) -> None:
-    """Print again. ``withheld``: the messages first that were kept."""
+def unmute() -> None:
+    """Print again."""
     global _muted
     _muted = False
-    for text in _withheld if withheld else ():
-        put(text, err=True)
-    _withheld.clear()
 
 
-def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
+def put(
+    text: str | bytes, *, newline: bool = True, err: bool = False, is_of_all: bool = False
+) -> None:
     """Print text to stdout or stderr; click drops the colour unless that is a terminal.
+
+    ``is_of_all``: also of a process of a team for which another one prints.
 
     A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair
     continues. Any other failure, such as a full disk, is reported on stderr.
     """
-    if _muted:
-        if err:
-            _withheld.append(text)
+    if _muted and not is_of_all:
         return
     try:
         click.echo(text, nl=newline, err=err)
@@ -436,7 +432,7 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
     ``inputs``: files and folders that it must not change. Raises UsageError when it cannot be
     written.
     """
-    if not teams.leads():
+    if _muted:
         return
     page = Path(os.path.realpath(html))
     for given in inputs:
@@ -456,7 +452,7 @@ def write_page(html: str, text: str) -> None:
     """Write a page, complete or not at all. Raises OSError, also when a file of the user's has come
     there meanwhile.
     """
-    if not teams.leads():
+    if _muted:
         return
     page = Path(os.path.realpath(html))
     if os.path.lexists(page) and not _is_ours(page):

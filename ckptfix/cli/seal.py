@@ -10,6 +10,7 @@ from ckptfix.cli.report import Report
 from ckptfix.cli.several_paths import run_each, state_after_seal
 from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.errors import UsageError
+from ckptfix.storage.executor import Executor
 from ckptfix.verification.seal import SealReceipt, seal
 from ckptfix.verification.signatures import KeySigning, Signing, SigstoreSigning, key_is_encrypted
 
@@ -72,6 +73,7 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
 def seal_command(
     paths: tuple[str, ...], force: bool, ranges: bool, with_sha256: bool, no_tensors: bool,
     oms: bool, sign: str | None, sigstore: bool, trust_config: str | None, report: Report,
+    executor: Executor,
 ) -> int:  # fmt: skip
     """Write the checksums of checkpoints into their manifests.
 
@@ -95,6 +97,7 @@ def seal_command(
                 oms=oms,
                 sign=signing,
                 progress=progress,
+                executor=executor,
             )
 
     return run_each(
@@ -104,6 +107,7 @@ def seal_command(
         word=lambda receipt: "sealed" if receipt.written else "refused",
         order=["refused", "sealed"],
         state_after=state_after_seal,
+        executor=executor,
     )
 
 

@@ -15,7 +15,7 @@ from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, Interrupted, Report, ending_of, interruptible
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import CkptfixError, TeamError, UsageError
-from ckptfix.storage import teams
+from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import AnyPath, StorePath, absolute, etag_of, is_url, unheld_below
 from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.opened import open_files
@@ -117,6 +117,7 @@ def visit(
     state_after: StateAfter | None = None,
     threads: int = 1,
     stop: Callable[[], None] = lambda: None,
+    executor: Executor = THREADS,
 ) -> Batch:
     """Do the work on each path, and print its lines or annotations. After a failure the next path
     follows.
@@ -129,13 +130,12 @@ def visit(
     left = iter(paths)
     first = [*islice(left, 2)]
     left, is_alone = chain(first, left), len(first) == 1
-    in_team = teams.current() is not None
-    if in_team:
-        from ckptfix.storage.joined_team import ensure_same_files, ensure_same_names
+    if executor.has_units:
+        from ckptfix.storage.launched_ranks import ensure_same_files, ensure_same_names
 
         every = [*left]
-        with teams.as_one():
-            ensure_same_names([*map(str, every)])
+        with executor.as_one():
+            ensure_same_names(executor, [*map(str, every)])
         left = iter(every)
 
     def attempt(path: str | AnyPath) -> R | Exception:
@@ -145,10 +145,10 @@ def visit(
                 if state_after is not None and isinstance(path, str)
                 else nullcontext()
             )
-            if in_team and isinstance(path, Path):
-                with teams.as_one():
-                    ensure_same_files([path])
-            with around, teams.as_one():
+            if executor.has_units and isinstance(path, Path):
+                with executor.as_one():
+                    ensure_same_files(executor, [path])
+            with around, executor.as_one():
                 return work(path)
         # Also one that nobody has foreseen: the rest of the fleet continues.
         except Exception as error:
@@ -194,6 +194,7 @@ def run_each(
     annotations: Callable[[R], Iterable[Annotation]] = lambda result: (),
     state_after: StateAfter | None = None,
     details: str = "",
+    executor: Executor = THREADS,
 ) -> int:
     """Do the work on each path, print the summary of several, and return the worst exit status.
 
@@ -203,7 +204,7 @@ def run_each(
     documents: list[Mapping[str, object]] = []
     batch = visit(
         report, paths, work, word=word, keep=documents.append, annotations=annotations,
-        state_after=state_after, lines=lambda result,
+        state_after=state_after, executor=executor, lines=lambda result,
         is_alone: result.lines() if lines is None else lines(result),
     )  # fmt: skip
     if len(paths) == 1:

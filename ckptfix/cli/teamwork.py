@@ -4,8 +4,8 @@ tasks of a job array.
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,16 @@ import click
 
 from ckptfix.cli import report as printing
 from ckptfix.cli.report import Report
-from ckptfix.errors import TeamError, UsageError
-from ckptfix.storage import teams
+from ckptfix.errors import CkptfixError, TeamError, UsageError
+from ckptfix.storage.executor import THREADS, Executor, Remembering, Sharded
 from ckptfix.storage.files import is_url
 from ckptfix.storage.parallel import Share
-from ckptfix.storage.partial_results import PartialResults, Request, default_folder, own_version
 from ckptfix.storage.paths import existing, shell_path
+from ckptfix.storage.results import PartialResults, Request, default_folder, own_version
 from ckptfix.wording import count_of, escape, human_size
 
 if TYPE_CHECKING:
-    from ckptfix.storage.joined_team import JoinedTeam
+    from ckptfix.storage.launched_ranks import LaunchedRanks
 
 _PLACES = ("RANK", "SLURM_PROCID")
 """Without one of these variables no launcher started this process, and nothing more is imported to
@@ -31,9 +31,8 @@ find out.
 
 _ONE_PROCESS = "next: run it in one process, without the launcher, or with CKPTFIX_TEAM=0"
 
-_team: "JoinedTeam | None" = None
-_remedy = ""
-"""The next step when a process fails, in words that end its message."""
+_ranks: "LaunchedRanks | None" = None
+"""The ranks that this process has joined, for ``leave``."""
 
 
 def share_options() -> list[click.Parameter]:
@@ -52,15 +51,12 @@ def share_options() -> list[click.Parameter]:
 
 def run_shared(
     verb: str, params: Mapping[str, Any], report: Report, shard: str | None, partial: str | None,
-    work: Callable[[], int], unfit: str,
+    work: Callable[[Executor], int], unfit: str,
 ) -> int:  # fmt: skip
-    """Run a verb as what it was started as: alone, as a share, or in a team; return its exit
-    status.
+    """Run a verb with the executor that it was started for; return its exit status.
 
-    ``params``: the verb's own. ``unfit``: why its work has no shares, "" where it
-    has.
+    ``params``: the verb's own. ``unfit``: why its work has no shares, "" where it has.
     """
-    global _remedy
     place = _launched()
     if place is None and shard is None and not unfit and not report.quiet:
         _say_alone()
@@ -68,58 +64,72 @@ def run_shared(
     # The only verb that writes into a checkpoint anyway.
     is_lone_seal = partial is None and verb == "seal" and len(paths) == 1 and not is_url(paths[0])
     is_default = is_lone_seal and os.path.isdir(paths[0])
-    default = default_folder(Path(paths[0])) if is_default else None
-    if shard is None and partial is None and place is None:
-        if default is None or not default.is_dir():
-            return work()
-        of_shares = PartialResults(default)
-        old = of_shares.request()
-        if old is None or not old.shares or not old.is_same(_request(verb, params)):
-            return work()
-        return _finish(of_shares, teams.Finisher(of_shares, old.shares, _say), work)
-    if unfit:
-        if shard is None and partial is None:
-            raise UsageError(f"{unfit}; {_ONE_PROCESS}")
+    folder = default_folder(Path(paths[0])) if is_default else None
+    if unfit and (shard is not None or partial is not None):
         raise UsageError(f"{unfit}; leave out {'--shard' if shard is not None else '--partial'}")
-    if partial is not None and (not partial or is_url(partial)):
-        raise UsageError(
-            f"--partial {shell_path(partial)}: expected a folder of this machine for the results"
-        )
-    folder = Path(partial) if partial is not None else default
+    if unfit and place is not None:
+        raise UsageError(f"{unfit}; {_ONE_PROCESS}")
     if partial is not None:
-        _ensure_outside(Path(partial), verb, _paths(params))
-    if shard is not None:
-        if place is not None:
+        if not partial or is_url(partial):
             raise UsageError(
-                "--shard is for processes that do not see each other: leave it out under a launcher"
+                f"--partial {shell_path(partial)}: expected a folder of this machine for the "
+                "results"
             )
-        return _run_share(verb, params, report, Share.parse(shard), folder, work)
+        folder = Path(partial)
+        _ensure_outside(folder, verb, _paths(params))
     results = PartialResults(folder) if folder is not None else None
+    if shard is not None:
+        share = Share.parse(shard)
+        if place is not None and share != (place.rank, place.total):
+            raise UsageError(
+                f"--shard {shard} in process {place.rank} of {place.total}: leave out --shard "
+                f"under a launcher, or write --shard {place.share}"
+            )
+        return _run_share(verb, params, report, share, results, work)
     request = _request(verb, params)
     if place is None:
-        assert results is not None
-        old = results.request()
-        if old is not None and old.shares and old.is_same(request):
-            return _finish(results, teams.Finisher(results, old.shares, _say), work)
+        old = results.request() if results is not None else None
+        if results is not None and old is not None and old.shares and old.is_same(request):
+            return _finish(Remembering(results, _say, old.shares), work)
+        if results is None or partial is None:
+            return work(THREADS)
         results.begin(request)
-        return _finish(results, teams.LoneWorker(results, _say), work)
-    team = _joined(place, results)
+        return _finish(Remembering(results, _say), work)
+    own = "" if is_default else f" --partial {shell_path(partial or 'FOLDER')}"
+    words = f"{request.command}{own} --shard {place.share}"
+    remedy = "run it again with --partial FOLDER, to keep what is read, should it fail again"
+    if results is not None:
+        done = "written" if verb == "migrate" else "read"
+        remedy = f"the same command continues from what was {done}"
+    share_words = f"start each as a share: bash -c {shlex.quote(words)}"
+    ranks = _joined(place, results, share_words, remedy)
 
-    def begun() -> int:
-        if team.leads and results is not None:
+    def begun(executor: Executor) -> int:
+        if ranks.leads and results is not None:
             results.begin(request)
-        return work()
+        return work(executor)
 
-    done = "written" if verb == "migrate" else "read"
-    _remedy = (
-        f"the same command continues from what was {done}"
-        if results is not None
-        else f"run it again with --partial FOLDER, to keep what is {done}, should it fail again"
-    )
-    try:
-        return _finish(results, team, begun, lambda: _ensure_alike(team, verb, params))
-    except TeamError as error:
-        raise TeamError(_with_next(error)) from error
+    with ranks.as_one():
+        _ensure_alike(ranks, request)
+    return _finish(ranks, begun)
+
+
+def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], Any], unfit: str) -> Any:
+    """Run a verb whose work is not shared: rank 0 does it, and the others end with its status.
+
+    ``params``: the verb's own. ``unfit``: why one process must not do it for all, "" where it may.
+    """
+    place = _launched()
+    if place is None:
+        return work()
+    if unfit:
+        raise UsageError(f"{unfit}; {_ONE_PROCESS}")
+    request = _request(verb, params)
+    remedy = f"CKPTFIX_TEAM=0 {request.command}"
+    ranks = _joined(place, None, "run it in one process, without the launcher", remedy)
+    with ranks.as_one():
+        _ensure_alike(ranks, request)
+    return work() if ranks.leads else 0  # in the end, the others wait for the leader's status
 
 
 def _request(verb: str, params: Mapping[str, Any], shares: int = 0) -> Request:
@@ -141,121 +151,91 @@ def _ensure_outside(folder: Path, verb: str, paths: Iterable[Path]) -> None:
             )
 
 
-def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], int], unfit: str) -> int:
-    """Run a verb whose work is not shared: the first process of a team does it, the others end with
-    its status.
+def _joined(place: Any, results: PartialResults | None, apart: str, remedy: str) -> "LaunchedRanks":
+    """Join the ranks that were started with this process; from then on rank 0 alone prints.
 
-    ``params``: the verb's own. ``unfit``: why one process must not do it for all, "" where it may.
+    ``apart``: the next step where they cannot meet; ``remedy``: the one after a failure.
     """
-    global _remedy
-    place = _launched()
-    if place is None:
-        return work()
-    if unfit:
-        raise UsageError(f"{unfit}; {_ONE_PROCESS}")
-    team = _joined(place, None)
-    _remedy = f"CKPTFIX_TEAM=0 {_command(verb, params)}"
-    try:
-        with teams.working_in(team), teams.as_one():
-            _ensure_alike(team, verb, params)
-    except TeamError as error:
-        raise TeamError(_with_next(error)) from error
-    return work() if team.leads else 0  # in the end, the others wait for the leader's status
-
-
-def _joined(place: Any, results: PartialResults | None) -> "JoinedTeam":
-    """Join the team that this process was started in; from then on its leader alone prints."""
-    global _team
-    from ckptfix.storage.joined_team import JoinedTeam
+    global _ranks
+    from ckptfix.storage.launched_ranks import LaunchedRanks
     from ckptfix.training.rendezvous import join
 
-    timeout = _timeout()
-    _team = JoinedTeam(
-        place.rank,
-        place.total,
-        join(place, timeout),
-        here=place.here,
-        partial=results,
-        timeout=timeout,
-        say=_say,
-    )
-    if not _team.leads:
+    if place.rank:
         printing.mute()
-    return _team
+    try:
+        exchange = join(place, apart)
+    except TeamError as error:  # nobody knows whether rank 0 is there to print it
+        if place.rank:
+            _shout(TeamError(str(error)))
+        raise
+    _ranks = LaunchedRanks(
+        place.rank, place.total, exchange, partial=results, say=_say, shout=_shout, remedy=remedy
+    )
+    return _ranks
 
 
-def _ensure_alike(team: "JoinedTeam", verb: str, params: Mapping[str, Any]) -> None:
+def _shout(error: TeamError) -> None:
+    """Print an error though rank 0 prints for all, with the traceback of a fault of ckptfix."""
+    printing.put(f"ckptfix: {escape(str(error))}", err=True, is_of_all=True)
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, CkptfixError | OSError):
+        import traceback  # never needed, one hopes
+
+        printing.put("".join(traceback.format_exception(cause)), err=True, is_of_all=True)
+
+
+def _ensure_alike(ranks: "LaunchedRanks", request: Request) -> None:
     """Find out whether all were started with the same command, and see the same files. Raises
     OperationError.
     """
-    mine, version = _command(verb, params), own_version()
-    team.ensure_same(
-        version,
+    version, command = own_version(), request.command
+    ranks.ensure_same(
+        lambda: version,
         lambda leader, theirs: (
             f"runs another version of ckptfix than {leader}: {version} (expected {theirs}); next: "
             "install one version on all nodes"
         ),
     )
-    team.ensure_same(
-        mine,
+    ranks.ensure_same(
+        lambda: command,
         lambda leader, theirs: (
-            f"runs another command than {leader}: {mine} (expected {theirs}); {_ONE_PROCESS}"
+            f"runs another command than {leader}: {command} (expected {theirs}); {_ONE_PROCESS}"
         ),
     )
-    if not params.get("recursive"):  # many checkpoints are compared one by one
-        from ckptfix.storage.joined_team import ensure_same_files
+    if not request.params.get("recursive"):  # many checkpoints are compared one by one
+        from ckptfix.storage.launched_ranks import ensure_same_files
 
-        ensure_same_files(_paths(params))
-
-
-def _command(verb: str, params: Mapping[str, Any]) -> str:
-    return shlex.join(["ckptfix", verb, *_words(params)])
+        ensure_same_files(ranks, _paths(request.params))
 
 
-def _with_next(error: TeamError) -> str:
-    return str(error) if "; next: " in str(error) else f"{error}; next: {_remedy}"
+def _paths(params: Mapping[str, Any], *, is_of_output: bool = True) -> list[Path]:
+    """Return the paths that a verb reads, URLs left out. ``is_of_output``: with the new one."""
+    paths: list[Any] = []
+    for parameter in click.get_current_context().command.params:
+        is_read = isinstance(parameter, click.Argument) or parameter.name == "against"
+        is_read &= is_of_output or parameter.name != "dst"
+        if isinstance(parameter.type, click.Path) and is_read:
+            value = params.get(str(parameter.name)) or ()
+            paths += value if isinstance(value, list | tuple) else [value]
+    return [Path(path) for path in map(str, paths) if not is_url(path)]
 
 
-def _sources(params: Mapping[str, Any]) -> list[Path]:
-    """Return the paths that must exist before a verb begins."""
-    return _paths({name: value for name, value in params.items() if name != "dst"})
-
-
-def _paths(params: Mapping[str, Any]) -> list[Path]:
-    """Return the paths that a verb reads, URLs left out."""
-    read = [
-        parameter
-        for parameter in click.get_current_context().command.params
-        if isinstance(parameter.type, click.Path)
-    ]
-    names = [
-        str(parameter.name)
-        for parameter in read
-        if isinstance(parameter, click.Argument) or parameter.name == "against"
-    ]
-    values = [params.get(name) or () for name in names]
-    given = [
-        str(path)
-        for value in values
-        for path in (value if isinstance(value, list | tuple) else [value])
-    ]
-    return [Path(path) for path in given if not is_url(path)]
-
-
-def _finish(
-    results: PartialResults | None, team: teams.Team, work: Callable[[], int],
-    prepare: Callable[[], object] = lambda: None,
-) -> int:  # fmt: skip
+def _finish(executor: Executor, work: Callable[[Executor], int]) -> int:
+    """Do the work, and remove the results once it is done."""
+    results = executor.partial
     try:
-        with _kept_after_an_interrupt(results), teams.working_in(team):
-            with teams.as_one():
-                prepare()
-            with teams.as_one():
-                status = work()
+        with executor.as_one():
+            status = work(executor)
+    except KeyboardInterrupt:
+        if results is None:
+            raise
+        # A verb that writes has said in which state it left the folder.
+        words = "interrupted: nothing was changed; the same command continues from what was read"
+        raise printing.Interrupted(words) from None
     finally:
         if results is not None:
             results.close()
-    if results is not None and team.leads and status in (0, 1):
+    if results is not None and executor.leads and status in (0, 1):
         results.remove()
     return status
 
@@ -265,44 +245,40 @@ def _run_share(
     params: Mapping[str, Any],
     report: Report,
     share: Share,
-    folder: Path | None,
-    work: Callable[[], int],
+    results: PartialResults | None,
+    work: Callable[[Executor], int],
 ) -> int:
-    if folder is None:
+    if results is None:
         raise UsageError(
             f"--shard {share}: where do the results go? add --partial FOLDER, the same for every "
             "share"
         )
-    results = PartialResults(folder)
-    for path in _sources(params):  # a slip must not make the folder one of another command
+    # A slip must not make the folder one of another command.
+    for path in _paths(params, is_of_output=False):
         existing(path)
     request = _request(verb, params, share.total)
     results.begin(request)
-    team = teams.LoneShare(share, results)
+    executor = Sharded(share, results)
     printing.mute()
     try:
-        with _kept_after_an_interrupt(results), teams.working_in(team):
-            work()
+        _finish(executor, work)
     finally:
         printing.unmute()
-        results.close()
-    resumed = f", {team.resumed} of them by an earlier run" if team.resumed else ""
-    report.line(
-        f"share {share}: {count_of(team.units, 'unit')}, {human_size(team.nbytes)}{resumed}",
-        bold=True,
-    )
-    report.line(f"written: {folder}")
-    if team.unread:
+    resumed = f", {executor.resumed} of them by an earlier run" if executor.resumed else ""
+    size = human_size(executor.nbytes)
+    report.line(f"share {share}: {count_of(executor.units, 'unit')}, {size}{resumed}", bold=True)
+    report.line(f"written: {results.folder}")
+    if executor.unread:
         report.line(
-            f"could not be read: {count_of(team.unread, 'unit')}; run this share again, or let the "
-            "last command try"
+            f"could not be read: {count_of(executor.unread, 'unit')}; run this share again, or let "
+            "the last command try"
         )
-    report.line(f"next, when all shares have ended: {end_of(request, folder)}")
+    report.line(f"next, when all shares have ended: {end_of(request, results.folder)}")
     document = {
-        "path": str(folder), "share": str(share), "units": team.units, "resumed": team.resumed,
-        "bytes": team.nbytes, "unread": team.unread,
+        "path": str(results.folder), "share": str(share), "units": executor.units,
+        "resumed": executor.resumed, "bytes": executor.nbytes, "unread": executor.unread,
     }  # fmt: skip
-    return report.finish(document, 3 if team.unread else 0)
+    return report.finish(document, 3 if executor.unread else 0)
 
 
 def end_of(request: Request, folder: Path) -> str:
@@ -315,29 +291,16 @@ def end_of(request: Request, folder: Path) -> str:
 
 
 def leave(status: int) -> int:
-    """Leave the team, if there is one; return the leader's exit status. Everything must have been
-    printed by now.
-
-    A launcher ends all processes when the first one ends with an error: the leader's words must be
-    out before that.
-    """
-    if _team is None:
+    """Return the exit status of rank 0, on every rank. Everything must have been printed by now."""
+    if _ranks is None:
         return status
+    if not _ranks.leads:
+        # Ctrl-C reaches rank 0, too, which says in what state it left the folder.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        try:
-            return _team.finish(status)
-        # The leader got it, too, and says in what state it left the folder.
-        except KeyboardInterrupt:
-            return _team.finish(status)
-    except KeyboardInterrupt:
-        return printing.INTERRUPTED
-    except TeamError as error:
-        # The leader is gone: what this process has to say is all there is.
-        printing.unmute(withheld=True)
-        if status > 1:
-            return status
-        _say(escape(_with_next(error)))
-        return 3
+        return _ranks.finish(status)
+    except TeamError:
+        return status if _ranks.leads else max(status, 3)
 
 
 def _words(params: Mapping[str, Any]) -> list[str]:
@@ -379,31 +342,6 @@ def _say_alone() -> None:
             f"{place.total}); for {place.total} processes that share the work: export {SWITCH}=1; "
             f"for one: export {SWITCH}=0"
         )
-
-
-@contextmanager
-def _kept_after_an_interrupt(results: PartialResults | None) -> Iterator[None]:
-    """Say after an interrupt of a verb that only reads what the next run does with the results."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if results is None:
-            raise
-        words = "interrupted: nothing was changed; the same command continues from what was read"
-        raise printing.Interrupted(words) from None
-
-
-def _timeout() -> float:
-    from ckptfix.storage.joined_team import TIMEOUT, TIMEOUT_VARIABLE
-
-    text = os.environ.get(TIMEOUT_VARIABLE) or str(TIMEOUT)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise UsageError(f"{TIMEOUT_VARIABLE}={text}: expected a number of seconds above 0")
-    return seconds
 
 
 def _say(words: str) -> None:

@@ -3,7 +3,6 @@ its help.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial as partial_call
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +10,7 @@ import click
 
 from ckptfix.cli.report import COLOUR, Form, Report
 from ckptfix.cli.teamwork import run_by_one, run_shared, share_options
+from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import is_url
 from ckptfix.wording import escape
 
@@ -101,14 +101,19 @@ class Verb(click.Command):
         if as_json and form not in (Form.TEXT.value, Form.JSON.value):
             raise click.UsageError(f"--json and --format {form} contradict each other", ctx)
         report = Report(Form.JSON if as_json else Form(form), quiet=quiet)
-        work = partial_call(super().invoke, ctx)
+        invoke = super().invoke
         if self.shared is None:
             own = dict(ctx.params)
             ctx.params["report"] = report
-            return run_by_one(str(self.name), own, work, self.unfit(own))
+            return run_by_one(str(self.name), own, lambda: invoke(ctx), self.unfit(own))
         shard, partial = (ctx.params.pop(name, None) for name in ("shard", "partial"))
         own = dict(ctx.params)
         ctx.params["report"] = report
+
+        def work(executor: Executor) -> int:
+            ctx.params["executor"] = executor
+            return int(invoke(ctx))
+
         return run_shared(str(self.name), own, report, shard, partial, work, self.shared(own))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -16,6 +16,7 @@ from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.findings.base import Finding, Severity, salvage_lines
 from ckptfix.errors import UsageError
+from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import StorePath, is_url
 from ckptfix.storage.opened import errors_with_place, open_files, with_place
 from ckptfix.storage.paths import shell_path
@@ -282,6 +283,7 @@ def verify_command(
     identity_provider: str | None, trust_config: str | None, statements: tuple[str, ...],
     sha256sums: tuple[str, ...], device_map: str | None, max_memory: str | None, model: str | None,
     repeats: int | None, require_transfer_proof: bool, html: str | None, report: Report,
+    executor: Executor,
 ) -> int:  # fmt: skip
     """Verify checksums, or test loading.
 
@@ -338,7 +340,7 @@ def verify_command(
             return verify(
                 path, data=data, against=against, model=names, signatures=signatures,
                 statements=statements, sha256sums=sha256sums, trust=trust if any(whom) else None,
-                progress=progress,
+                progress=progress, executor=executor,
             )  # fmt: skip
 
     def word(result: "VerifyReport") -> str:
@@ -348,7 +350,9 @@ def verify_command(
         return _NOTHING if is_unsealed else _WORDS[result.status]
 
     order = [*_WORDS.values(), _VALUES, _NOTHING]
-    return run_each(report, paths, work, word=word, order=order, annotations=_annotations)
+    return run_each(
+        report, paths, work, word=word, order=order, annotations=_annotations, executor=executor
+    )
 
 
 def _annotations(result: "VerifyReport") -> Iterator[Annotation]:

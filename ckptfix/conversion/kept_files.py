@@ -7,7 +7,7 @@ It is kept for a run of the same command with the same source, files and version
 while it is as it was noted. A proof still reads it all.
 
 The shares of a job array write in one staging folder, whose note the first of them leaves;
-``merge`` proves the files.
+the last run proves the files.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 from ckptfix.conversion.migration_plan import MigrationPlan
 from ckptfix.conversion.sources import files_read
 from ckptfix.errors import OperationError, TeamError
-from ckptfix.storage import teams
 from ckptfix.storage.atomic import read_file, rename_to_free, sync_folder
-from ckptfix.storage.joined_team import ensure_seen
-from ckptfix.storage.partial_results import PartialResults, Units
+from ckptfix.storage.executor import Executor
+from ckptfix.storage.launched_ranks import ensure_seen
 from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.recipes import Literal
+from ckptfix.storage.results import PartialResults, Units
 from ckptfix.storage.staged import (
     Staging,
     discard,
@@ -57,29 +57,22 @@ class Kept(NamedTuple):
     nbytes: int = 0
 
 
-def partial_results() -> PartialResults | None:
-    """Return where the results of this migration outlive it, None where they do not."""
-    team = teams.current()
-    return None if team is None else team.partial
-
-
 @contextmanager
-def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
+def shared_staging(plan: MigrationPlan, executor: Executor) -> Iterator[tuple[Staging, Kept]]:
     """Yield a folder to write the output of a plan in, as ``staging_for`` does; in a team, that of
     the leader.
 
     With partial results it stays when the work is interrupted, and is that of the run before.
     """
     output, name = plan.output, plan.output.name if plan.is_file else None
-    team, results = teams.current(), partial_results()
-    if results is not None and not teams.knows_all():
-        with _of_shares(plan, name, results) as staging:
+    results = executor.partial
+    if results is not None and not executor.knows_all:
+        with _of_shares(plan, name, results, is_share=executor.is_share) as staging:
             yield staging
         return
-    if not teams.leads():
-        assert team is not None
-        folder, *kept = team.told(list)
-        with teams.as_one():
+    if not executor.leads:
+        folder, *kept = executor.told(list)
+        with executor.as_one():
             ensure_seen(Path(folder), "next: write to a folder that all nodes see")
             yield Staging(Path(folder), output.absolute(), name), Kept(*kept)
         return
@@ -91,18 +84,17 @@ def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
     )
     with begun as staging:
         kept = Kept() if results is None else _kept(planned, staging, results)
-        if team is not None:
-            team.told(lambda: [str(staging.folder), *kept])
-        with teams.as_one():  # no other writes any more when the folder is removed
+        executor.told(lambda: [str(staging.folder), *kept])
+        with executor.as_one():  # no other writes any more when the folder is removed
             yield staging, kept
 
 
 @contextmanager
 def _of_shares(
-    plan: MigrationPlan, name: str | None, results: PartialResults
+    plan: MigrationPlan, name: str | None, results: PartialResults, *, is_share: bool
 ) -> Iterator[tuple[Staging, Kept]]:
-    """Yield the folder in which the shares of a job array write, each its own files; ``merge``
-    removes it.
+    """Yield the folder in which the shares of a job array write, each its own files; the last
+    run removes it.
     """
     note, planned = results.folder / NOTE, _fingerprint(plan)
     if not note.exists():
@@ -115,7 +107,7 @@ def _of_shares(
             f"first share; {again}"
         )
     staging = Staging(Path(old["folder"]), plan.output.absolute(), name)
-    if teams.is_share():
+    if is_share:
         yield staging, Kept(old["run"])
         return
     for path, identity in _identities(results, old["run"]).items():
@@ -208,23 +200,18 @@ def state_of(path: Path) -> list[int] | None:
 
 
 @contextmanager
-def doubted() -> Iterator[None]:
+def doubted(executor: Executor) -> Iterator[None]:
     """Keep nothing when what is inside this block finds that a new file is wrong: the next run
     begins again.
     """
     try:
         yield
     except OperationError as error:
-        if not isinstance(error, TeamError):
-            forget()
+        results = executor.partial
+        if results is not None and executor.leads and not isinstance(error, TeamError):
+            # The staging folder, which the note names, goes with the end of this run.
+            (results.folder / NOTE).unlink(missing_ok=True)
         raise
-
-
-def forget() -> None:
-    """Remove the note about the staging folder, which goes then with the end of this run."""
-    results = partial_results()
-    if results is not None and teams.leads():
-        (results.folder / NOTE).unlink(missing_ok=True)
 
 
 def _noted(results: PartialResults) -> dict[str, Any] | None:

@@ -51,7 +51,7 @@ from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized
-from ckptfix.storage import teams
+from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import AnyPath, Openable
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
@@ -396,6 +396,7 @@ def migrate(
     dry_run: bool = False,
     progress: Progress | None = None,
     on_plan: OnPlan | None = None,
+    executor: Executor = THREADS,
 ) -> MigrateReceipt:
     """Write the checkpoint ``src`` to ``dst`` in the format ``to``: ``safetensors``, ``bin`` or
     ``dcp``.
@@ -413,7 +414,8 @@ def migrate(
     training instead of the fp32 ones of the optimizer. ``verify``: read everything back and compare
     digests. ``overwrite``: replace the folder that an earlier migration wrote to ``dst``; anything
     else there is refused. ``allow_damage``: go on with errors that ``repair`` would fix in ``src``,
-    and name them in the receipt. ``progress`` gets byte counts.
+    and name them in the receipt. ``progress`` gets byte counts. ``executor``: shares
+    the work; all but its leader return before anything is put in place.
 
     Raises UsageError for invalid words and paths, OperationError when it could not finish, OSError;
     nothing is left behind then.
@@ -431,9 +433,9 @@ def migrate(
         verify=verify,
         overwrite=overwrite,
     )
-    with open_output(dst, overwrite=overwrite) as new:
+    with open_output(dst, overwrite=overwrite, executor=executor) as new:
         path, output = existing(src), new.path
-        with paused_gc(), teams.by_itself():
+        with paused_gc():
             check_paths(path, output, options)
             watch = Watch(path)
             source = open_checkpoint(path, original=options.original)
@@ -471,23 +473,28 @@ def migrate(
             on_plan(receipt)
         if dry_run:
             return receipt
-        with shared_staging(plan) as (staging, kept):
+        with shared_staging(plan, executor) as (staging, kept):
             with_sha256 = manifest is not None and bool(manifest.digests)
             produced = produce(
-                plan, staging.new, recorded, with_sha256=with_sha256, kept=kept, progress=progress
+                plan,
+                staging.new,
+                recorded,
+                with_sha256=with_sha256,
+                kept=kept,
+                progress=progress,
+                executor=executor,
             )
-            if teams.is_share():
+            if executor.is_share:
                 watch.check(files_read(plan))
                 return receipt
-            with doubted():
+            with doubted(executor):
                 written = open_new(plan, staging.complete)
                 if options.verify:
-                    with teams.by_itself():
-                        _prove(plan, staging, written, produced, progress)
+                    _prove(plan, staging, written, produced, progress, executor.complete)
             # Nothing appears at its place where one of several processes has failed.
-            with teams.as_one():
+            with executor.as_one():
                 watch.check(files_read(plan))
-            if not teams.leads():
+            if not executor.leads:
                 return receipt
             if manifest is not None:
                 warnings += record(plan, manifest, written, staging.new, produced)
@@ -508,7 +515,7 @@ def migrate(
 
 def _prove(
     plan: MigrationPlan, staging: Staging, new: tuple[Weights, ...], produced: Produced,
-    progress: Progress | None
+    progress: Progress | None, executor: Executor
 ) -> None:  # fmt: skip
     """Read everything back, and compare it with what was read from the source. Raises
     OperationError.
@@ -523,8 +530,10 @@ def _prove(
             ties=planned.weights.ties,
             digests=digests,
             progress=progress,
+            executor=executor,
         )
-        prove_modules(f"{plan.output}: {planned.label}", whole, planned, digests, proven, progress)
+        label = f"{plan.output}: {planned.label}"
+        prove_modules(label, whole, planned, digests, proven, progress, executor)
     states = produced.digests[len(plan.models) :]
-    prove_states(plan, whole, states, proven, progress)
-    prove_copies(plan.source.root, staging.new, plan.carried, progress)
+    prove_states(plan, whole, states, proven, progress, executor)
+    prove_copies(plan.source.root, staging.new, plan.carried, progress, executor)

@@ -36,15 +36,15 @@ from ckptfix.conversion.sources import SourceDigests, check_archive, check_recor
 from ckptfix.conversion.streaming import Convert, NewFile, Writer, copy_file, writing_threads
 from ckptfix.diagnosis.contents import lasting_label, readable_manifest
 from ckptfix.errors import FormatError, OperationError
-from ckptfix.storage import teams
 from ckptfix.storage.atomic import DISK_FULL, create_file, sync_folder
 from ckptfix.storage.copying import Pacer, supports_reflink
+from ckptfix.storage.executor import Done, Executor
 from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.parallel import Control, Progress, run_all
-from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Literal
+from ckptfix.storage.results import Units
 from ckptfix.storage.staged import ensure_space
 from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.new_files import OutputFile
@@ -73,6 +73,7 @@ def produce(
     with_sha256: bool,
     kept: Kept,
     progress: Progress | None,
+    executor: Executor,
 ) -> Produced:
     """Write all planned files below ``folder``, durably, and compare the bytes read with the
     recorded digests.
@@ -83,7 +84,7 @@ def produce(
     root = plan.source.root
     shares = supports_reflink(folder) and os.stat(folder).st_dev == stat_of(root).st_dev
     new = sum(file.size for one in plan.planned for file in one.files)
-    if teams.leads() and teams.knows_all():  # the others come when files may be there already
+    if executor.leads and executor.knows_all:  # the others come when files may be there already
         ensure_space(plan.output, (new if shares else plan.bytes_to_write) - kept.nbytes)
     tensors = _tensors_of(plan, has_digests=recorded.has_digests)
     digests = Digests(one._replace(fqn="") for named in tensors for one in named.values())
@@ -96,32 +97,32 @@ def produce(
     with Pacer() as pacer:
         try:
             parts = list(_parts(plan, work, digests, checksums, shares=shares))
-            for found in _run_shared("files", parts, pacer, progress, kept.run):
+            for found in _run_shared("files", parts, pacer, progress, kept.run, executor):
                 if found["sha256"]:
                     sha256[found["file"]] = found["sha256"]
                 digests.take(found["digests"])
                 checksums.take(found["checksums"])
                 for number, name, count in found["overflowed"]:
                     work.convert(number, name).overflowed += count
-            if plan.options.verify and not teams.is_share():
-                with teams.by_itself():
-                    _run_shared("records", list(_left(checksums)), pacer, None, kept.run)
+            if plan.options.verify and not executor.is_share:
+                left = list(_left(checksums))
+                _run_shared("records", left, pacer, None, kept.run, executor.complete)
             pacer.finish()
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise _full(plan, error) from error
             raise
-    if teams.is_share():
+    if executor.is_share:
         return Produced(())
-    if teams.leads():
+    if executor.leads:
         for path in plan.empty:
             (folder / path).mkdir(parents=True, exist_ok=True)
         _keep_modes(plan, folder)
-    with teams.by_itself():
-        found_all = tuple(map(partial(_complete, digests), plan.planned, tensors))
+    complete = partial(_complete, digests, executor.complete)
+    found_all = tuple(map(complete, plan.planned, tensors))
     produced = Produced(found_all, dict(sorted(sha256.items())))
     recorded.compare(produced.digests[: len(plan.models)])
-    for where, _, _ in os.walk(folder) if teams.leads() else ():
+    for where, _, _ in os.walk(folder) if executor.leads else ():
         sync_folder(Path(where))
     return produced
 
@@ -149,14 +150,14 @@ def _tensors_of(plan: MigrationPlan, *, has_digests: bool) -> list[Mapping[str, 
 
 
 def _complete(
-    digests: Digests, planned: Planned, tensors: Mapping[str, StoredTensor]
+    digests: Digests, executor: Executor, planned: Planned, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, str]:
     """Return the digests of tensors by name; those that new files have in parts are read once
     more.
     """
     found = digests.of(tensors)
     left = {tensor._replace(fqn=""): name for name, tensor in tensors.items() if name not in found}
-    read = hash_all([TensorJob(one) for one in left], keep_cached=False)
+    read = hash_all([TensorJob(one) for one in left], keep_cached=False, executor=executor)
     for (tensor, name), one in zip(left.items(), read, strict=True):
         if one.problem:
             raise OperationError(
@@ -244,7 +245,12 @@ def _left(checksums: Checksums) -> Iterator[_Part]:
 
 
 def _run_shared(
-    what: str, parts: Sequence[_Part], pacer: Pacer, progress: Progress | None, run: str
+    what: str,
+    parts: Sequence[_Part],
+    pacer: Pacer,
+    progress: Progress | None,
+    run: str,
+    executor: Executor,
 ) -> list[dict[str, Any]]:
     """Run the tasks of all parts; in a team, those of some of them, and none of those that an
     earlier run has done.
@@ -252,12 +258,11 @@ def _run_shared(
     Returns what was ``found`` of each part, as JSON values; nothing for one process alone. ``run``:
     as ``Kept`` has it.
     """
-    team = teams.current()
-    if team is None:
+    if not executor.has_units:
         _run((task for part in parts for task in part.tasks), pacer, progress)
         return []
 
-    def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+    def share(numbers: Sequence[int], done: Done, progress: Progress) -> None:
         left = {number: len(parts[number].tasks) for number in numbers}
         lock = threading.Lock()
 
@@ -277,15 +282,12 @@ def _run_shared(
         for path in (parts[number].path for number in numbers if run):
             if path is not None:
                 path.unlink(missing_ok=True)  # of this share, when it was killed
-        with teams.alone():
-            tasks = (
-                partial(do, number, task) for number in numbers for task in parts[number].tasks
-            )
-            _run(tasks, pacer, progress)
+        tasks = (partial(do, number, task) for number in numbers for task in parts[number].tasks)
+        _run(tasks, pacer, progress)
 
     units = Units()
     every = [units.of((part.what, part.source, run), part.size) for part in parts]
-    results = team.share(what, every, share, lambda number: {}, progress)
+    results = executor.map(what, every, share, lambda number: {}, progress)
     return [result for result in results if result]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
 from ckptfix.conversion.streaming import Source
 from ckptfix.errors import OperationError
-from ckptfix.storage import teams
 from ckptfix.storage.comparing import Run, first_difference
+from ckptfix.storage.executor import THREADS, Executor, each
 from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import OpenFiles, open_reader
@@ -29,6 +29,7 @@ def prove_model(
     ties: Mapping[str, str],
     digests: Mapping[str, str],
     progress: Progress | None,
+    executor: Executor = THREADS,
 ) -> dict[StoredTensor, str]:
     """Compare a model in its new files with the written one: keys, dtypes, shapes, ties and bytes.
 
@@ -41,7 +42,7 @@ def prove_model(
     if found.format is not Format.DCP and dict(found.ties) != dict(ties):
         raise _differs(where, "the tied tensors differ from those of the source")
     known = {name: digests[ties.get(name, name)] for name in planned}
-    return _prove_tensors(where, planned, found.named(), known, {}, progress)
+    return _prove_tensors(where, planned, found.named(), known, {}, progress, executor)
 
 
 def prove_modules(
@@ -51,6 +52,7 @@ def prove_modules(
     digests: Mapping[str, str],
     proven: Mapping[StoredTensor, str],
     progress: Progress | None,
+    executor: Executor,
 ) -> None:
     """Compare the module in each of DeepSpeed's files of model states with the written one: it is
     what runs first.
@@ -64,7 +66,7 @@ def prove_modules(
         known = {name: digests[key] for name, key in keys.items()}
         module = read_model_states(folder / path).module
         _prove_tensors(
-            f"{where}: the module in {path.name}", wanted, module, known, proven, progress
+            f"{where}: the module in {path.name}", wanted, module, known, proven, progress, executor
         )
 
 
@@ -75,6 +77,7 @@ def _prove_tensors(
     digests: Mapping[str, str],
     proven: Mapping[StoredTensor, str],
     progress: Progress | None,
+    executor: Executor,
 ) -> dict[StoredTensor, str]:
     """Compare tensors that were found with the wanted ones, by name: dtype, shape, bytes. Each is
     read once.
@@ -93,7 +96,8 @@ def _prove_tensors(
     for name, tensor in nameless.items():
         if tensor not in proven:
             unread.setdefault(tensor, name)
-    read = hash_all([TensorJob(one) for one in unread], keep_cached=False, progress=progress)
+    jobs = [TensorJob(one) for one in unread]
+    read = hash_all(jobs, keep_cached=False, progress=progress, executor=executor)
     found = {tensor: proven[tensor] for tensor in nameless.values() if tensor in proven}
     for (tensor, name), one in zip(unread.items(), read, strict=True):
         if one.problem:
@@ -111,6 +115,7 @@ def prove_states(
     digests: Sequence[Mapping[str, str]],
     proven: Mapping[StoredTensor, str],
     progress: Progress | None,
+    executor: Executor,
 ) -> None:
     """Compare the optimizers in ``folder`` with the planned ones: parameters, moments, masters,
     steps, hyperparameters.
@@ -133,7 +138,13 @@ def prove_states(
         _compare_groups(where, planned.state, state)
         _compare_numbers(where, _steps(planned.state), _steps(state))
         _prove_tensors(
-            where, state_tensors(planned.state), state_tensors(state), known, proven, progress
+            where,
+            state_tensors(planned.state),
+            state_tensors(state),
+            known,
+            proven,
+            progress,
+            executor,
         )
 
 
@@ -201,9 +212,13 @@ def _compare_groups(where: str, wanted: OptimizerState, there: OptimizerState) -
 
 
 def prove_copies(
-    root: AnyPath, folder: AnyPath, paths: Sequence[PurePosixPath], progress: Progress | None
+    root: AnyPath,
+    folder: AnyPath,
+    paths: Sequence[PurePosixPath],
+    progress: Progress | None,
+    executor: Executor,
 ) -> None:
-    """Compare copied files with their sources; a team shares them. Raises as ``prove_copy``
+    """Compare copied files with their sources. Raises as ``prove_copy``
     does.
     """
 
@@ -212,7 +227,7 @@ def prove_copies(
 
     # The copy is a part of the unit: a run that copies once more has to prove that, too.
     units = [(root / path, folder / path, 2 * stat_of(root / path).st_size) for path in paths]
-    teams.each("copies", units, work, progress)
+    each(executor, "copies", units, work, progress)
 
 
 def prove_copy(source: AnyPath, copy: AnyPath, progress: Progress | None) -> None:

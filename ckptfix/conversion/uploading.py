@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
@@ -20,16 +21,16 @@ from ckptfix.diagnosis.resumable import mixed
 from ckptfix.diagnosis.target import ensure_checkpoint
 from ckptfix.errors import FormatError, OperationError, TeamError, UsageError
 from ckptfix.reports import Serialized
-from ckptfix.storage import teams
+from ckptfix.storage.executor import THREADS, Done, Executor
 from ckptfix.storage.files import is_url, local_path
-from ckptfix.storage.joined_team import ensure_seen
 from ckptfix.storage.journal import State, transactions
+from ckptfix.storage.launched_ranks import ensure_seen
 from ckptfix.storage.markers import DESTINATION, Uploaded
 from ckptfix.storage.mounts import object_mount_of
 from ckptfix.storage.opened import errors_with_place, with_place
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import command, existing, list_folder, shell_path
+from ckptfix.storage.results import Units
 from ckptfix.storage.staged import (
     STAGING_VARIABLE,
     is_temporary,
@@ -164,7 +165,9 @@ class NewPlace(NamedTuple):
 
 
 @contextmanager
-def open_output(given: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[NewPlace]:
+def open_output(
+    given: str | os.PathLike[str], *, overwrite: bool = False, executor: Executor = THREADS
+) -> Iterator[NewPlace]:
     """Yield the place of a new checkpoint. For a URL that is on this machine; what is complete
     there at the end of the block is uploaded.
 
@@ -176,28 +179,26 @@ def open_output(given: str | os.PathLike[str], *, overwrite: bool = False) -> It
         yield NewPlace(Path(given), os.fspath(given))
         return
     url = os.fspath(given).rstrip("/")
-    with _uploaded(url, overwrite=overwrite) as local, errors_with_place(local, url):
+    with _uploaded(url, overwrite, executor) as local, errors_with_place(local, url):
         yield NewPlace(local, url)
 
 
 @contextmanager
-def _uploaded(url: str, *, overwrite: bool) -> Iterator[Path]:
+def _uploaded(url: str, overwrite: bool, executor: Executor) -> Iterator[Path]:
     """Yield a path on this machine; what is there at the end is uploaded, and removed here."""
     from ckptfix.storage.stores import ABSENT, open_store
     from ckptfix.storage.uploads import objects_replaced
 
     above, _, name = url.rpartition("/")
     place = open_store(url)
-    with _folder_for(name, lambda: objects_replaced(place, overwrite=overwrite)) as (
-        folder,
-        stale,
-    ):
+    replaced = partial(objects_replaced, place, overwrite=overwrite)
+    with _folder_for(name, replaced, executor) as (folder, stale):
         local = folder / name
         yield local
         try:
             if local.is_dir():
-                _upload(place, local, stale)
-            elif local.exists() and teams.leads():
+                _upload(place, local, stale, executor)
+            elif local.exists() and executor.leads:
                 open_store(above).upload(name, local, expected=ABSENT)
         except TeamError:
             raise
@@ -209,17 +210,17 @@ def _uploaded(url: str, *, overwrite: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def _folder_for(name: str, find_stale: Callable[[], list[str]]) -> Iterator[tuple[Path, list[str]]]:
+def _folder_for(
+    name: str, find_stale: Callable[[], list[str]], executor: Executor
+) -> Iterator[tuple[Path, list[str]]]:
     """Yield a new folder on this machine for what is uploaded, and the objects that go; in a team,
     those of the leader.
 
     Raises OperationError in a process that does not see the leader's folder.
     """
-    team = teams.current()
-    if not teams.leads():
-        assert team is not None
-        folder, stale = team.told(list)
-        with teams.as_one():
+    if not executor.leads:
+        folder, stale = executor.told(list)
+        with executor.as_one():
             ensure_seen(
                 Path(folder),
                 f"next: export {STAGING_VARIABLE}=FOLDER, a folder that all nodes see",
@@ -232,16 +233,15 @@ def _folder_for(name: str, find_stale: Callable[[], list[str]]) -> Iterator[tupl
     path = parent / temporary_name(Path(name))
     try:
         path.mkdir(mode=0o700)
-        if team is not None:
-            team.told(lambda: [str(path), stale])
-        with teams.as_one():  # no other reads there any more when the folder is removed
+        executor.told(lambda: [str(path), stale])
+        with executor.as_one():  # no other reads there any more when the folder is removed
             yield path, stale
     finally:
         shutil.rmtree(path, ignore_errors=True)
         release(path)
 
 
-def _upload(place: "Store", folder: Path, stale: list[str]) -> None:
+def _upload(place: "Store", folder: Path, stale: list[str], executor: Executor) -> None:
     """Upload a complete folder, its commit marker last; the processes of a team share the files."""
     from ckptfix.storage.uploads import (
         UploadPlan,
@@ -252,22 +252,23 @@ def _upload(place: "Store", folder: Path, stale: list[str]) -> None:
         upload_folder,
     )
 
-    team = teams.current()
-    if team is None:
+    if not executor.has_units:
         upload_folder(place, folder, stale=stale)
         return
-    plan = UploadPlan(**team.told(lambda: asdict(begin_upload(place, staged_files(folder), stale))))
+    plan = UploadPlan(
+        **executor.told(lambda: asdict(begin_upload(place, staged_files(folder), stale)))
+    )
     names = list(plan.files)
 
-    def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+    def share(numbers: Sequence[int], done: Done, progress: Progress) -> None:
         sent = send(place, plan, folder, [names[number] for number in numbers], progress)
         for number in numbers:
             done(number, sent[names[number]])
 
     units = Units()
     every = [units.of((folder / name, plan.upload), size) for name, size in plan.files.items()]
-    results = team.share("uploads", every, share, lambda number: None, None)
-    if teams.leads():
+    results = executor.map("uploads", every, share, lambda number: None, None)
+    if executor.leads:
         finish_upload(
             place, plan, {name: Uploaded(*one) for name, one in zip(names, results, strict=True)}
         )

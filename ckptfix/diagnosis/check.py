@@ -49,6 +49,7 @@ from ckptfix.diagnosis.unread_shards import diagnose_unread_shards
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized, items
+from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import (
     AnyPath,
     Openable,
@@ -358,6 +359,7 @@ def check(
     resumes: bool = False,
     load: "bool | Loaders" = False,
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> CheckReport:
     """Find the problems of a checkpoint folder or file.
 
@@ -368,6 +370,7 @@ def check(
     checkpoint before. ``resumes``: also report why ``latest_checkpoint`` passes over it. ``load``:
     also ask transformers, PEFT or diffusers what they load, in a process of their own that reads no
     tensor; or the ``Loaders`` that ask them. ``progress`` is called with byte counts.
+    ``executor``: shares the work of ``data``.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
@@ -382,6 +385,7 @@ def check(
         resumes=resumes,
         of_run=bool(others),
         progress=progress,
+        executor=executor,
     )
     if load is True:
         from ckptfix.diagnosis.loads.loaders import Loaders
@@ -401,6 +405,7 @@ def _checked(
     of_run: bool = False,
     loaders: "Loaders | None" = None,
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> CheckReport:
     """Return the report of ``check``.
 
@@ -443,6 +448,7 @@ def _checked(
                     resumes=resumes,
                     load=loaders or False,
                     progress=progress,
+                    executor=executor,
                 )
                 misplaced = _nested(target.root, inner)
                 return (
@@ -452,7 +458,12 @@ def _checked(
                 )
             ensure_checkpoint(folder)
         diagnosis = diagnose(
-            folder, data=data, progress=progress, looked_at=READ_BY_UNDERSTAND, neighbours=near
+            folder,
+            data=data,
+            progress=progress,
+            looked_at=READ_BY_UNDERSTAND,
+            neighbours=near,
+            executor=executor,
         )
     is_spared = spared_below(target.root) > spared
     lacking = (
@@ -460,7 +471,9 @@ def _checked(
         if bare is not None
         else missing_here(target, diagnosis, near)
     )
-    below = tuple(models_below(diagnosis, data=data, loaders=loaders, progress=progress))
+    below = tuple(
+        models_below(diagnosis, data=data, loaders=loaders, progress=progress, executor=executor)
+    )
     of_hooks = diagnose_hook_models(
         folder,
         diagnosis.sharded,
@@ -742,6 +755,7 @@ def models_below(
     data: bool = False,
     loaders: "Loaders | None" = None,
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> Iterator[CheckReport]:
     """Yield the reports of the models in sub-folders. Raises OSError."""
     folder = diagnosis.folder
@@ -759,7 +773,13 @@ def models_below(
         if not may_hold_weights(folder.root / where):
             continue
         with suppress(UsageError):  # it holds no file of a checkpoint
-            yield check(folder.root / where, data=data, load=loaders or False, progress=progress)
+            yield check(
+                folder.root / where,
+                data=data,
+                load=loaders or False,
+                progress=progress,
+                executor=executor,
+            )
 
 
 def with_below(

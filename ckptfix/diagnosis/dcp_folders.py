@@ -55,7 +55,7 @@ from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip, records_with_crc
-from ckptfix.storage import teams
+from ckptfix.storage.executor import THREADS, Executor, each
 from ckptfix.storage.files import AnyPath, FileReader, absolute
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import unreadable
@@ -230,7 +230,12 @@ _LEFT = "left"
 
 
 def diagnose_items(
-    root: AnyPath, states: Iterable[DcpFolder], *, data: bool, progress: Progress | None = None
+    root: AnyPath,
+    states: Iterable[DcpFolder],
+    *,
+    data: bool,
+    progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> tuple[list[Finding], dict[PurePosixPath, str]]:
     """Find the files whose items are not tensors, and with ``data`` those with a changed byte.
 
@@ -272,8 +277,8 @@ def diagnose_items(
             for state, path, items in files
         ]
         what = "items" if left is None else "records of items"
-        found = teams.each(
-            what, units, work, progress, is_final=lambda results: not _is_refused(results)
+        found = each(
+            executor, what, units, work, progress, is_final=lambda results: not _is_refused(results)
         )
     else:  # a few bytes of each item: every process of a team reads them
         found = [work(number, progress) for number in range(len(files))]

@@ -97,6 +97,7 @@ from ckptfix.diagnosis.wrong_states import (
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests
+from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import AnyPath, StorePath, folder_entries
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, unreadable
@@ -222,6 +223,7 @@ def diagnose(
     looked_at: Collection[str] = (),
     neighbours: Neighbours | None = None,
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> Diagnosis:
     """Find every kind of damage in a scanned folder.
 
@@ -244,7 +246,12 @@ def diagnose(
         if verdict is None or (full and not verdict.full and verdict.difference is None):
             hashed = digests if prove and full else None
             difference = first_unequal(
-                folder.root, pairing, full=full, progress=progress, digests=hashed
+                folder.root,
+                pairing,
+                full=full,
+                progress=progress,
+                digests=hashed,
+                executor=executor,
             )
             verdict = Verdict(difference, full)
         verdicts[pair] = verdict
@@ -255,7 +262,7 @@ def diagnose(
     scanned = {component.path: component.fingerprint for component in folder.components}
     scanned |= {path: file.fingerprint for state in sharded for path, file in state.files.items()}
     with unchanged(folder.root, scanned):
-        deepspeed = diagnose_deepspeed(folder, data=data, progress=progress)
+        deepspeed = diagnose_deepspeed(folder, data=data, progress=progress, executor=executor)
         scanned |= {path: was for state in deepspeed for path, was in state.scanned.items()}
         named = without_deepspeed(folder)
         groups = group_files(named)
@@ -271,7 +278,7 @@ def diagnose(
             or isinstance(finding, LeftoverIndex)
         }
         findings += diagnose_files(
-            folder, data=data, progress=progress, explained=frozenset(rebuilt)
+            folder, data=data, progress=progress, explained=frozenset(rebuilt), executor=executor
         )
         corrupt = frozenset(
             finding.path
@@ -295,7 +302,9 @@ def diagnose(
         refused: dict[PurePosixPath, str] = {}
         if sharded:
             findings += diagnose_dcp_folders(folder.root, sharded, folder.processes)
-            of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
+            of_items, refused = diagnose_items(
+                folder.root, sharded, data=data, progress=progress, executor=executor
+            )
             findings += of_items
         findings += diagnose_wrong_states(folder)
         renamed = list(diagnose_renamed(folder, _paths(findings, _OF_CONTENT)))
@@ -339,7 +348,14 @@ def diagnose(
             # After a repair, too: by samples alone a difference that it found before would be gone.
             proves = prove or known is not None
             of_families = diagnose_families(
-                folder.root, groups, existing, corrupt, prove=proves, data=data, progress=progress
+                folder.root,
+                groups,
+                existing,
+                corrupt,
+                prove=proves,
+                data=data,
+                progress=progress,
+                executor=executor,
             )
             findings = [*_undecided(findings, of_families.switches), *of_families.findings]
 

@@ -41,6 +41,7 @@ from ckptfix.storage.comparing import (
     same_bytes_without_reading,
     sample_runs,
 )
+from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import AnyPath
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
@@ -104,6 +105,7 @@ def diagnose_families(
     prove: bool,
     data: bool,
     progress: Progress | None,
+    executor: Executor,
 ) -> FamilyFindings:
     """Find the models that a folder holds twice. ``existing``: all of its files. ``damaged``: those
     that lost bytes.
@@ -147,6 +149,7 @@ def diagnose_families(
                 paths,
                 data=data or (prove and is_unlisted),
                 progress=progress,
+                executor=executor,
             )
             # Of the model in the indexes, not of an adapter next to it.
             if {SAFE_INDEX, BIN_INDEX} >= {comparable[0].kind, family.kind} and not is_unlisted:
@@ -236,6 +239,7 @@ def _compared(
     *,
     data: bool,
     progress: Progress | None,
+    executor: Executor,
 ) -> StaleFamily | SecondFamily:
     """Compare two families of one model."""
     unlisted = tuple(family.path for family in (first, second) if not family.is_found)
@@ -265,7 +269,9 @@ def _compared(
         return second_family
     pairs = {fqn: (left[fqn], right[fqn]) for fqn in left if fqn in shared}
     runs = {fqn: run for fqn, pair in pairs.items() if (run := _run(*pair)) is not None}
-    difference, sampled = _difference(root, pairs, runs, data=data, progress=progress)
+    difference, sampled = _difference(
+        root, pairs, runs, data=data, progress=progress, executor=executor
+    )
     if difference is not None:
         return StaleFamily(
             path=second.path,
@@ -304,6 +310,7 @@ def _difference(
     *,
     data: bool,
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> tuple[str | None, bool]:
     """Return the first key with other bytes, None for none, and whether only samples were
     compared.
@@ -321,7 +328,11 @@ def _difference(
             some = sample_runs(every, pages=pages)
             for part in (some, every) if data else (some,):
                 found = first_difference(
-                    one, other, part, progress=None if part is some else progress
+                    one,
+                    other,
+                    part,
+                    progress=None if part is some else progress,
+                    executor=THREADS if part is some else executor,
                 )
                 if found is not None:
                     place = found.offset_a

@@ -69,7 +69,7 @@ from ckptfix.errors import CkptfixError, OperationError
 from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, SafetensorsFile, has_converted_lines
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip, records_with_crc
-from ckptfix.storage import teams
+from ckptfix.storage.executor import THREADS, Executor, each
 from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import FileIdentity, open_reader
@@ -90,6 +90,7 @@ def diagnose_files(
     progress: Progress | None,
     explained: frozenset[PurePosixPath],
     crcs: "WrongCrcs | None" = None,
+    executor: Executor = THREADS,
 ) -> list[Finding]:
     """Find the damage of each single file.
 
@@ -108,7 +109,9 @@ def diagnose_files(
     contents = {one.path: one.content for one in folder.components if one.path not in explained}
     torch_files = {path: file for path, file in contents.items() if isinstance(file, TorchFile)}
     if crcs is None:
-        crcs = _wrong_crcs(folder.root, torch_files, data=data, progress=progress)
+        crcs = _wrong_crcs(
+            folder.root, torch_files, data=data, progress=progress, executor=executor
+        )
     for component in folder.components:
         if component.path in explained:
             continue
@@ -171,6 +174,7 @@ def _wrong_crcs(
     *,
     data: bool,
     progress: Progress | None,
+    executor: Executor,
 ) -> WrongCrcs:
     """Compare the CRC of the records of these files: with ``data`` of every record, which a team
     shares.
@@ -201,7 +205,7 @@ def _wrong_crcs(
 
     units = [(root / path, (begin, end), size) for path, begin, end, size in parts]
     found: dict[PurePosixPath, list[tuple[str, str | None]]] = {path: [] for path in files}
-    for (path, *_), pairs in zip(parts, teams.each("crc", units, work, progress), strict=True):
+    for (path, *_), pairs in zip(parts, each(executor, "crc", units, work, progress), strict=True):
         found[path] += [(name, key) for name, key in pairs]
     return found
 
@@ -338,7 +342,11 @@ def without_deepspeed(folder: CheckpointFolder) -> CheckpointFolder:
 
 
 def diagnose_deepspeed(
-    folder: CheckpointFolder, *, data: bool, progress: Progress | None
+    folder: CheckpointFolder,
+    *,
+    data: bool,
+    progress: Progress | None,
+    executor: Executor = THREADS,
 ) -> tuple[DeepSpeedState, ...]:
     """Diagnose each DeepSpeed checkpoint of a scanned folder. ``data``: compare the CRC of every
     record.
@@ -348,7 +356,8 @@ def diagnose_deepspeed(
     if folder.only is not None:
         return ()
     return tuple(
-        _state(folder, where, index, data, progress) for index, where in deepspeed_folders(folder)
+        _state(folder, where, index, data, progress, executor)
+        for index, where in deepspeed_folders(folder)
     )
 
 
@@ -358,6 +367,7 @@ def _state(
     index: int,
     data: bool,
     progress: Progress | None,
+    executor: Executor,
 ) -> DeepSpeedState:
     # The files of the folder itself are checked with the others of it.
     of_rank = deepspeed_paths if where.parts else universal_paths
@@ -370,8 +380,8 @@ def _state(
     is_broken = not where.parts and any(one.problem is not None for one in folder.components)
     files = size = 0
     crcs = None
-    if data and teams.current() is not None and left_records() is None:
-        crcs = _crcs_of_ranks(folder.root, paths, progress)
+    if data and executor.has_units and left_records() is None:
+        crcs = _crcs_of_ranks(folder.root, paths, progress, executor)
     for path in paths:  # one by one: a thousand ranks have many names
         scanned = _scan_alone(folder.root, path)
         of_root = scanned.components
@@ -411,7 +421,10 @@ def _scan_alone(root: AnyPath, path: PurePosixPath) -> CheckpointFolder:
 
 
 def _crcs_of_ranks(
-    root: AnyPath, every: Sequence[PurePosixPath], progress: Progress | None
+    root: AnyPath,
+    every: Sequence[PurePosixPath],
+    progress: Progress | None,
+    executor: Executor,
 ) -> WrongCrcs:
     """Compare the CRC of every record in files that are parsed one by one; the processes of a team
     share the files.
@@ -430,7 +443,7 @@ def _crcs_of_ranks(
         (root / path, "", stat_of(root / path).st_size if (root / path).exists() else 0)
         for path in every
     ]
-    found = teams.each("crc of ranks", units, work, progress)
+    found = each(executor, "crc of ranks", units, work, progress)
     return {
         path: [(name, key) for name, key in pairs] for path, pairs in zip(every, found, strict=True)
     }

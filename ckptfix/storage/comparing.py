@@ -21,11 +21,11 @@ from itertools import accumulate
 from msgspec import Struct
 
 from ckptfix.errors import FileChangedError, FormatError
-from ckptfix.storage import teams
+from ckptfix.storage.executor import THREADS, Done, Executor
 from ckptfix.storage.files import AnyPath, FileReader, StorePath
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
-from ckptfix.storage.partial_results import Identity, Unit
 from ckptfix.storage.reading import page_buffer
+from ckptfix.storage.results import Identity, Unit
 
 _FS_IOC_FIEMAP = 0xC020660B
 # Unsynced data has no block yet, and a write to shared blocks moves them when it is synced.
@@ -132,6 +132,7 @@ def first_difference(
     threads: int | None = None,
     progress: Progress | None = None,
     digests: Digests | None = None,
+    executor: Executor = THREADS,
 ) -> Difference | None:
     """Return the first differing byte of two files in the order of ``runs``, None when all runs are
     equal.
@@ -153,9 +154,8 @@ def first_difference(
         file_a.expect((run.offset_a, run.length) for run in runs)
         file_b.expect((run.offset_b, run.length) for run in runs)
     search = _Search(file_a, file_b, digests)
-    team = teams.current()
     if (
-        team is None
+        not executor.has_units
         or digests is not None
         or total < _WORTH_SHARING
         or file_a.fd < 0
@@ -166,7 +166,7 @@ def first_difference(
     segments = list(search.segments(runs))
     files = _identity(file_a.fd), _identity(file_b.fd)
 
-    def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+    def share(numbers: Sequence[int], done: Done, progress: Progress) -> None:
         mine = (segments[number] for number in numbers)
         run_all(mine, search.worker, threads=count, progress=progress)
         # The one that differs comes first: of those behind it nothing is known, which only matters
@@ -176,7 +176,7 @@ def first_difference(
             done(number, None if found is None else [found.offset_a, found.offset_b])
 
     units = [Unit(f"{part}", 2 * part.length, files, part.offset_a) for _, _, part in segments]
-    results = team.share("comparison", units, share, lambda number: None, progress)
+    results = executor.map("comparison", units, share, lambda number: None, progress)
     for (_, index, _), offsets in zip(segments, results, strict=True):
         if offsets is not None:
             return Difference(run=index, offset_a=offsets[0], offset_b=offsets[1])

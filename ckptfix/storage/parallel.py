@@ -197,21 +197,9 @@ def in_turn(
         pool.shutdown(cancel_futures=True)
 
 
-_processes = 1
-
-
-def share_cores(processes: int) -> None:
-    """Leave the other cores of this machine to the other processes of a team: so many run on it."""
-    global _processes
-    _processes = processes
-
-
 def cores() -> int:
-    """Return the number of cores for this process. Slurm binds each task to its own; other
-    launchers bind none.
-    """
-    mine = len(os.sched_getaffinity(0))
-    return max(1, mine // _processes) if mine == os.cpu_count() else mine
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def processors() -> int:

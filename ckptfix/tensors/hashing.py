@@ -4,7 +4,7 @@ disk about once.
 Every thread takes the next job. Jobs of one file are adjacent, the file itself first and its
 tensors by offset: the thread that hashes the file and those that hash its tensors go through it
 side by side, so the second read of a block finds it in the page cache. Processes of a team share
-the jobs (``storage.teams``).
+the jobs (``storage.executor``).
 """
 
 import hashlib
@@ -18,12 +18,12 @@ from msgspec import Struct
 
 from ckptfix.checkpoint.manifest import joined
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.storage import teams
+from ckptfix.storage.executor import THREADS, Done, Executor
 from ckptfix.storage.files import AnyPath
 from ckptfix.storage.parallel import Control, Progress, cores, run_all
-from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import unreadable
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
+from ckptfix.storage.results import Units
 from ckptfix.tensors.stored import (
     BLOCK,
     Contiguous,
@@ -120,6 +120,7 @@ def hash_all(
     threads: int | None = None,
     keep_cached: bool = True,
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> list[Hashed]:
     """Do all jobs and return their results, in their order. ``threads``: as many as this process
     has cores. ``keep_cached`` off, for files that nobody else needs: their pages leave the page
@@ -149,8 +150,7 @@ def hash_all(
 
         run_all(_reading_order(jobs, numbers), worker, threads=threads, progress=progress)
 
-    team = teams.current()
-    if team is None:
+    if not executor.has_units:
         results = [Hashed("")] * len(jobs)
         work(range(len(jobs)), results.__setitem__, progress)
         return results
@@ -166,14 +166,14 @@ def hash_all(
         for job in jobs
     ]
 
-    def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+    def share(numbers: Sequence[int], done: Done, progress: Progress) -> None:
         work(
             numbers,
             lambda number, one: done(number, _packed(one, jobs[number]), is_final=not one.problem),
             progress,
         )
 
-    packed = team.share(
+    packed = executor.map(
         "hash",
         every,
         share,

@@ -1,44 +1,59 @@
-"""The processes that torchrun, accelerate launch or Slurm started, joined by torch's store.
+"""The processes that torchrun, accelerate launch or srun started, joined by torch.distributed.
 
-Only the store is used, no process group: nothing is sent but keys and values, which are JSON and
-never unpickled.
+They exchange bytes in uint8 tensors over Gloo, so nothing that another process sends is unpickled.
 """
 
 import os
-import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.errors import TeamError, UsageError
-from ckptfix.storage.joined_team import Store
+from ckptfix.storage.launched_ranks import Exchange
 
 
 class Launched(NamedTuple):
-    """The place of this process among those that a launcher started. ``here``: how many are on this
-    machine.
+    """The place of this process among those that a launcher started.
+
+    ``local``, ``here``: its number on this machine, and how many are there. ``address``: where they
+    meet, "" where nobody set it. ``share``: the variables that ``--shard`` takes.
     """
 
     rank: int
     total: int
+    local: int
     here: int
     address: str
     port: int
+    share: str
 
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun and accelerate launch set for each process."""
 
-_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
-"""Variables that srun sets for each task of a step. A batch script, which is one process, lacks the
-second one.
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+"""Variables that srun sets for each task of a step. A batch script is one process and lacks the
+second one. In the shell of salloc it is 1, and SLURM_NTASKS is that of the job.
 """
 
 SWITCH = "CKPTFIX_TEAM"
 """Variable of the environment: 1 where the launcher starts a script that starts ckptfix, 0 for a
 process alone.
+"""
+
+_TIMEOUT = "CKPTFIX_TEAM_TIMEOUT"
+"""Variable with the seconds that the fastest process waits for the slowest one: a day by default.
+
+Gloo's own 30 minutes would end an intact seal of 10 TB, because they count while the others read.
+"""
+
+_MEETING = 600.0
+"""Seconds in which all processes must have started. A pod of Kubeflow has RANK and WORLD_SIZE in
+its environment, and a command typed there would otherwise wait for a day.
 """
 
 
@@ -51,44 +66,23 @@ def launched(variables: Mapping[str, str]) -> Launched | None:
     switch = variables.get(SWITCH, "")
     if switch not in ("", "0", "1"):
         raise UsageError(f"{SWITCH}={switch}: expected 1 or 0")
-    found = _of_torch(variables) or _of_slurm(variables)
-    if switch == "0" or found is None or found.total < 2:
+    place = _place(variables)
+    if switch == "0" or place is None:
         return None
-    return found if switch == "1" or not _is_inherited(variables) else None
+    return place if switch == "1" or not _is_inherited(variables) else None
 
 
 def left_alone(variables: Mapping[str, str]) -> Launched | None:
     """Return the place that this process has in its variables, and left to its parent; None for any
     other process.
     """
-    found = _of_torch(variables) or _of_slurm(variables)
     is_asked = variables.get(SWITCH, "") != ""
-    return (
-        found if found and found.total > 1 and not is_asked and _is_inherited(variables) else None
-    )
+    return _place(variables) if not is_asked and _is_inherited(variables) else None
 
 
-def join(place: Launched, timeout: float) -> Store:
-    """Connect to the store that all of them see. Raises TeamError when that takes longer than
-    ``timeout`` seconds.
-    """
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # a process that has gone is said in our words alone
-    from torch.distributed import rendezvous
-
-    where = f"{place.address}:{place.port}"
-    url = f"tcp://{place.address}:{place.port}?rank={place.rank}&world_size={place.total}"
-    try:
-        store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout)))
-    except Exception as error:
-        raise TeamError(
-            f"{place.total} processes were started, and they did not meet at {where} within "
-            f"{timeout:g} s: {str(error).splitlines()[0]}; next: let every node reach that "
-            "address (MASTER_ADDR, MASTER_PORT), or give each node a share of the work, without "
-            f"a network: --shard I/N; or, for one process: {SWITCH}=0"
-        ) from error
-    return store  # type: ignore[no-any-return]  # torch's stores have what Store lists
+def _place(variables: Mapping[str, str]) -> Launched | None:
+    place = _of_torch(variables) or _of_slurm(variables)
+    return place if place is not None and place.total > 1 else None
 
 
 def _of_torch(variables: Mapping[str, str]) -> Launched | None:
@@ -96,8 +90,9 @@ def _of_torch(variables: Mapping[str, str]) -> Launched | None:
         return None
     with suppress(ValueError):
         rank, count, port = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        here = int(variables.get("LOCAL_WORLD_SIZE", "1"))
-        return Launched(rank, count, here, variables["MASTER_ADDR"], port)
+        here, local = (int(variables.get(f"LOCAL_{name}", "0")) for name in ("WORLD_SIZE", "RANK"))
+        address = variables["MASTER_ADDR"]
+        return Launched(rank, count, local, here or 1, address, port, "$RANK/$WORLD_SIZE")
     return None
 
 
@@ -105,31 +100,151 @@ def _of_slurm(variables: Mapping[str, str]) -> Launched | None:
     if any(name not in variables for name in _SLURM):
         return None
     with suppress(ValueError):
-        rank, count, job = (int(variables[name]) for name in _SLURM[:3])
-        here = int(re.match(r"\d*", variables.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0] or 1)  # type: ignore[index]
-        address = variables.get("MASTER_ADDR") or first_node(variables["SLURM_STEP_NODELIST"])
-        # Steps of one job and jobs on one node must not meet each other.
-        step = int(variables.get("SLURM_STEP_ID", "0"))
-        port = int(variables.get("MASTER_PORT") or 20000 + (job * 16 + step) % 40000)
-        return Launched(rank, count, here, address, port)
+        rank, count = (int(variables[name]) for name in _SLURM)
+        # "2(x3)": two tasks on each of three nodes.
+        here = int(variables.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0])
+        local = int(variables.get("SLURM_LOCALID", "0"))
+        address, port = (variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        is_set = bool(address and port)
+        return Launched(
+            rank, count, local, here, address if is_set else "", int(port) if is_set else 0,
+            "$SLURM_PROCID/$SLURM_NTASKS",
+        )  # fmt: skip
     return None
-
-
-def first_node(nodes: str) -> str:
-    """Return the first name of a list as Slurm writes it: ``gpu[07-09,12],login`` is ``gpu07``."""
-    match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
-    assert match is not None  # it matches the empty text, too
-    return "".join(part or "" for part in match.groups())
 
 
 def _is_inherited(variables: Mapping[str, str]) -> bool:
     """Return whether the parent process has the same place: then a launcher started that one, and
     not this one.
     """
-    names = (*_TORCH, "TORCHELASTIC_RUN_ID", *_SLURM[:2])
+    names = (*_TORCH, "TORCHELASTIC_RUN_ID", *_SLURM)
     mine = {f"{name}={variables[name]}".encode() for name in names if name in variables}
     try:
         parents = set(Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0"))
     except OSError:  # of another user, such as Slurm's own step daemon
         return False
     return mine <= parents
+
+
+def join(place: Launched, remedy: str) -> Exchange:
+    """Meet the other processes. Raises UsageError with a next step where they cannot, TeamError
+    where they do not all come in time.
+    """
+    if find_spec("torch") is None:
+        raise UsageError(
+            f"{place.total} processes were started, and torch, by which they share their results, "
+            f"is not installed; next: {remedy}"
+        )
+    if not place.address:
+        raise UsageError(
+            f"srun started {place.total} tasks, and MASTER_ADDR and MASTER_PORT, where they meet, "
+            f"are not set; next: set both, or {remedy}"
+        )
+    timeout = _timeout(os.environ)
+    _bind(place)
+    # torch's own words about a process that has gone, a stack of C++, would come before ours.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from torch.distributed import init_process_group, rendezvous
+
+    meeting = min(timeout, _MEETING)
+    where = f"{place.address}:{place.port}"
+    url = f"tcp://{where}?rank={place.rank}&world_size={place.total}"
+    try:
+        store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=meeting)))
+        init_process_group(
+            "gloo", store=store, rank=place.rank, world_size=place.total,
+            timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+    except Exception as error:
+        raise TeamError(
+            f"{place.total} processes were started, and they did not meet at {where} within "
+            f"{meeting:g} s: {str(error).splitlines()[0]}; next: let every node reach that "
+            "address (MASTER_ADDR, MASTER_PORT), or give each node a share of the work, without "
+            f"a network: --shard I/N; or, for one process: {SWITCH}=0"
+        ) from error
+    return _Group(place.rank, place.total, timeout).exchange
+
+
+def _timeout(variables: Mapping[str, str]) -> float:
+    text = variables.get(_TIMEOUT) or "86400"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 2e6:  # Gloo counts milliseconds in 32 bits
+        raise UsageError(f"{_TIMEOUT}={text}: expected a number of seconds above 0")
+    return seconds
+
+
+def _bind(place: Launched) -> None:
+    """Leave the other cores of this machine to its other processes: so many threads run then.
+
+    Slurm binds each task to cores of its own, other launchers bind none.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == os.cpu_count():
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setaffinity(0, cores[place.local :: place.here] or cores)
+
+
+class _Group:
+    """The processes that have met."""
+
+    def __init__(self, rank: int, total: int, timeout: float) -> None:
+        self._rank, self._total, self._timeout = rank, total, timeout
+
+    def exchange(
+        self, kind: int, data: bytes, patience: float | None = None
+    ) -> list[tuple[int, bytes]] | None:
+        """Return what each process gives, by rank; a process that gives no bytes costs no message.
+
+        ``patience``: seconds after which this process goes without the others; it gets None then,
+        and cannot exchange anything any more. Raises TeamError where another process has ended.
+        """
+        import torch
+        from torch.distributed import all_gather, broadcast
+
+        mine = torch.tensor([kind, len(data)])
+        headers = [torch.empty_like(mine) for _ in range(self._total)]
+        if not self._wait(lambda: [all_gather(headers, mine, async_op=True)], patience):
+            return None
+        kinds, lengths = zip(*(header.tolist() for header in headers), strict=True)
+        bodies = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        if data:
+            bodies[self._rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        # All at once: one after the other, 1,024 ranks would wait 1,024 times.
+        self._wait(
+            lambda: [
+                broadcast(body, src=rank, async_op=True)
+                for rank, body in enumerate(bodies)
+                if lengths[rank]
+            ]
+        )
+        return [(kind, body.numpy().tobytes()) for kind, body in zip(kinds, bodies, strict=True)]
+
+    def _wait(self, begin: Callable[[], list[Any]], patience: float | None = None) -> bool:
+        """Wait until collective operations have ended; return False where patience has.
+
+        Gloo's own ``wait`` holds the main thread, and Ctrl-C would come after a day.
+        """
+        end = float("inf") if patience is None else time.monotonic() + patience
+        pause = 0.001
+        try:
+            for work in begin():
+                while not work.is_completed():
+                    if time.monotonic() > end:
+                        return False
+                    time.sleep(pause)
+                    pause = min(1.5 * pause, 0.05)
+                work.wait()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            if "imed out" in reason:
+                raise TeamError(
+                    f"another process gave no answer for {self._timeout:g} s ({_TIMEOUT})"
+                ) from error
+            raise TeamError(
+                "another process, or its node, has ended before its work was done; its own message "
+                "or the launcher's has the reason"
+            ) from error
+        return True

@@ -9,6 +9,7 @@ from ckptfix.checkpoint.latest import is_bare
 from ckptfix.diagnosis.contents import Contents, TensorLocation, read_contents
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import AnyPath, relative
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, refusal, shell_path
@@ -55,6 +56,7 @@ def compare_with(
     data: bool,
     model: str | None = None,
     progress: Progress | None,
+    executor: Executor,
 ) -> Comparison:
     """Compare what was read of a checkpoint with the one at ``path``.
 
@@ -93,7 +95,9 @@ def compare_with(
             for is_ours, state in zip((True, False), optimizer.of(one), strict=True):
                 if state is not None and _are_comparable(*optimizer.of(one)):
                     jobs[is_ours, _location(optimizer, one)] = TensorJob(state)
-    results = dict(zip(jobs, hash_all(list(jobs.values()), progress=progress), strict=True))
+    results = dict(
+        zip(jobs, hash_all(list(jobs.values()), progress=progress, executor=executor), strict=True)
+    )
     for side in (contents, other):
         side.check_unchanged()
     if bad := next(

@@ -16,13 +16,13 @@ from ckptfix.checkpoint.model_configs import is_pretrained
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
-from ckptfix.storage import teams
+from ckptfix.storage.executor import THREADS, Assume, Done, Executor
 from ckptfix.storage.files import Openable, names_in
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
-from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
+from ckptfix.storage.results import Units
 from ckptfix.tensors.numbers import ELEMENTS, Tally, Tolerance, has_numbers, same_bytes, tally
 from ckptfix.tensors.opening import other_files
 from ckptfix.tensors.stored import Contiguous, Layout, StoredCheckpoint, StoredTensor, Weights
@@ -142,12 +142,17 @@ class Comparison:
     """Pairs of tensors of equal shape, one comparison each, however many names a pair has."""
 
     def __init__(
-        self, pairs: Sequence[Pair], tolerance: Tolerance | None, progress: Progress | None
+        self,
+        pairs: Sequence[Pair],
+        tolerance: Tolerance | None,
+        progress: Progress | None,
+        executor: Executor = THREADS,
     ) -> None:
         """Take pairs to compare. ``progress`` gets bytes read, of both sides together."""
         self._pairs = pairs
         self._tolerance = tolerance
         self._progress = progress
+        self._executor = executor
         layouts = [tensor.layout for pair in pairs for tensor in pair]
         self._threads = threads_for(layouts, sum(one.nbytes for one, _ in pairs))
         self._parts: dict[int, dict[int, Tally]] = {}
@@ -173,16 +178,15 @@ class Comparison:
         return result
 
     def _read(
-        self, what: str, found: Iterable["_ByteTask | _NumberTask"], assume: teams.Assume | None
+        self, what: str, found: Iterable["_ByteTask | _NumberTask"], assume: Assume | None
     ) -> None:
         """Do all tasks; in a team, this process does its share of them."""
-        team = teams.current()
-        if team is None:
+        if not self._executor.has_units:
             read_all(found, self._threads, self._progress)
             return
         tasks, units = list(found), Units()
 
-        def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+        def share(numbers: Sequence[int], done: Done, progress: Progress) -> None:
             def each(number: int) -> Task:
                 def do(sides: Sides) -> None:
                     tasks[number](sides)
@@ -196,7 +200,7 @@ class Comparison:
             units.of((task.one, task.other, task.how), task.nbytes, task.begin) for task in tasks
         ]
         for task, packed in zip(
-            tasks, team.share(what, every, share, assume, self._progress), strict=True
+            tasks, self._executor.map(what, every, share, assume, self._progress), strict=True
         ):
             if packed is not None:
                 task.take(packed)
@@ -327,6 +331,7 @@ def diff(
     atol: float | None = None,
     model: str | Callable[[], object] | None = None,
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> DiffReport:
     """Compare the weights of two checkpoints, tensor by tensor, and their optimizers, parameter by
     parameter.
@@ -335,7 +340,7 @@ def diff(
     |a|``; when either is given, two dtypes count as equal, too. ``model``: "module:factory", or the
     function, that makes the models of the run, for optimizers that number their parameters where
     the other side names them. ``progress`` gets the bytes read, of both sides together, from any
-    thread.
+    thread. ``executor``: shares the work.
 
     Raises UsageError when nothing can be compared, OperationError when a checkpoint cannot be read,
     OSError.
@@ -358,7 +363,7 @@ def diff(
             pairs.collect(draft.pairs())
         for pair in optimizers:
             pairs.collect(map(pair.of, pair.matched))
-        pairs.compare(tolerance, progress)
+        pairs.compare(tolerance, progress, executor)
         models = tuple(draft.finished(pairs, tolerance) for draft in drafts)
         states = tuple(_optimizer(pair, pairs, tolerance) for pair in optimizers)
     compared = (
@@ -450,9 +455,11 @@ class _Pairs:
                 self._numbers[_key(a, b)] = len(self._pairs)
                 self._pairs.append((a, b))
 
-    def compare(self, tolerance: Tolerance | None, progress: Progress | None) -> None:
+    def compare(
+        self, tolerance: Tolerance | None, progress: Progress | None, executor: Executor
+    ) -> None:
         """Read them all."""
-        comparison = Comparison(self._pairs, tolerance, progress)
+        comparison = Comparison(self._pairs, tolerance, progress, executor)
         self._unequal = comparison.unequal()
         self._tallies = comparison.tallies(self._unequal)
 

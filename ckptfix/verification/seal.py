@@ -29,10 +29,10 @@ from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.reports import Serialized
-from ckptfix.storage import teams
 from ckptfix.storage.atomic import sync_folder
 from ckptfix.storage.backends import locked
 from ckptfix.storage.edits import Replace
+from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import (
     AnyPath,
     Openable,
@@ -46,9 +46,9 @@ from ckptfix.storage.files import (
 from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.partial_results import PartialResults, default_folder
 from ckptfix.storage.paths import JOURNAL, MANIFEST, SIGNED, UNSIGNED, command, refusal
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
+from ckptfix.storage.results import PartialResults, default_folder
 from ckptfix.storage.staged import temporary_file
 from ckptfix.storage.transactions import Backend, TransactionPlan, commit
 from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
@@ -200,6 +200,7 @@ def seal(
     with_sha256: bool = False,
     tensors: bool = True,
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> SealReceipt:
     """Write the sha256 of every file and tensor of a folder into its manifest, durably; its other
     entries stay.
@@ -222,6 +223,8 @@ def seal(
     cannot name a tensor that changed, nor compare after a repair or in another format. Those that
     the manifest has are compared, and stay.
 
+    ``executor``: shares the reading; its leader writes once all have read.
+
     Raises UsageError when no checkpoint folder is at ``path``, OperationError when it could not
     finish: nothing is changed then. OSError when the folder cannot be read or written.
     """
@@ -239,7 +242,13 @@ def seal(
             f"again, or, to seal it as it is: {command('seal', target.root, '', '--force')}"
         )
     shape = structure(
-        contents, target, data=True, leaves_records=True, verb="seal", progress=progress
+        contents,
+        target,
+        data=True,
+        leaves_records=True,
+        verb="seal",
+        progress=progress,
+        executor=executor,
     )
     for words in shape.refused:
         if (
@@ -249,7 +258,7 @@ def seal(
     findings = _serious(shape)
     if any(map(forbids_seal, findings)) and not force:
         return SealReceipt(path=target.path, written=False, findings=findings)
-    with locked(target.root, "seal") if teams.leads() else nullcontext() as backend:
+    with locked(target.root, "seal") if executor.leads else nullcontext() as backend:
         if any(one.state is State.PENDING for one in transactions(target.root)):
             raise OperationError(
                 f"{target.root}: a repair was interrupted; next: {command('undo', target.root)}"
@@ -276,6 +285,7 @@ def seal(
             records=shape.records,
             tensors=tensors,
             progress=progress,
+            executor=executor,
         )
         for key, one in found.items():
             if one.problem:
@@ -283,7 +293,7 @@ def seal(
                 raise OperationError(
                     f"{target.root}: {what} {refusal(one.problem)}; nothing was written"
                 )
-        findings = _serious(settled(found, shape, contents, target, progress))
+        findings = _serious(settled(found, shape, contents, target, progress, executor))
         if any(map(forbids_seal, findings)) and not force:
             return SealReceipt(path=target.path, written=False, findings=findings)
         items = tuple(compare(contents, recorded, as_recorded(found, known)))
@@ -302,7 +312,7 @@ def seal(
             return SealReceipt(path=target.path, written=False, differing=differing, hub=downloaded)
         hashed = contents if tensors else replace(contents, weights=())
         statements: dict[str, bytes] = {}
-        if (oms or sign is not None) and teams.leads():
+        if (oms or sign is not None) and executor.leads:
             statements = _statements(hashed, as_recorded(found, wanted), sign, ranges=ranges)
         new = {}
         for name, data in statements.items():
@@ -317,7 +327,7 @@ def seal(
             old, hashed, as_recorded(found, wanted), as_recorded(found, {**wanted, **also})
         )
         number = None
-        with teams.as_one():  # nothing is written where one of several processes has failed
+        with executor.as_one():  # nothing is written where one of several processes has failed
             contents.check_unchanged()
         if backend is not None:
             number = _write(backend, manifest, new) if new or manifest != old else None

@@ -33,7 +33,7 @@ from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.values import ValueFinding, judge_moment, judge_values, trained_for
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.storage import teams
+from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import Openable
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
@@ -69,6 +69,7 @@ def verify(
     sha256sums: Sequence[Openable] = (),
     trust: Trust | None = None,
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> VerifyReport:
     """Check a checkpoint, then compare every file and tensor with the digests in its manifest.
 
@@ -76,6 +77,7 @@ def verify(
     checkpoint, of any format, instead of the manifest, its optimizer included. ``model``:
     "module:factory" of the models of the run, for an optimizer that numbers its parameters where
     the other one names them. ``progress`` is called with numbers of bytes.
+    ``executor``: shares the work.
 
     ``signatures``: compare with statements that ``trust`` must have signed, as OpenSSF Model
     Signing has them, instead of the manifest; ``statements``: with statements whoever wrote them;
@@ -119,7 +121,12 @@ def verify(
     )
     try:
         shape = structure(
-            contents, target, data=data, leaves_records=against is None, progress=progress
+            contents,
+            target,
+            data=data,
+            leaves_records=against is None,
+            progress=progress,
+            executor=executor,
         )
     except UsageError:
         if not (recorded.sha256 or recorded.sizes or is_attested or hub is not None):
@@ -131,14 +138,21 @@ def verify(
         from ckptfix.verification.against import compare_with
 
         comparison = compare_with(
-            contents, existing(against), data=data, model=model, progress=progress
+            contents,
+            existing(against),
+            data=data,
+            model=model,
+            progress=progress,
+            executor=executor,
         )
         items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
         lost: tuple[str, ...] = ()
         crossed = comparison.crossed
     else:
-        done, every = hash_recorded(contents, recorded, shape.records, data=data, progress=progress)
-        shape = settled(every, shape, contents, target, progress)
+        done, every = hash_recorded(
+            contents, recorded, shape.records, data=data, progress=progress, executor=executor
+        )
+        shape = settled(every, shape, contents, target, progress, executor)
         if isinstance(recorded, Attested):
             recorded.place(done)
         # Without a statement of tensors, they are parts of files that are compared, and have no
@@ -159,7 +173,7 @@ def verify(
     values: tuple[ValueFinding, ...] = ()
     read: frozenset[str] = frozenset()
     if data:
-        moments = _Moments(contents, target, progress)
+        moments = _Moments(contents, target, progress, executor)
         values = (*found_values(contents, hashed), *moments.findings())
         hashed, told, read = {**hashed, **moments.hashed}, (*told, *moments.unread), moments.files
     findings, unseen, refused, _ = shape
@@ -299,6 +313,7 @@ def structure(
     leaves_records: bool = False,
     verb: str = "verify",
     progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> Structure:
     """Return the structure of a checkpoint. ``data``: it compares the CRC of every record.
 
@@ -307,10 +322,10 @@ def structure(
 
     Raises UsageError when neither it nor ``contents`` knows of a checkpoint.
     """
-    leaves = leaves_records and data and teams.knows_all()
+    leaves = leaves_records and data and executor.knows_all
     try:
         with leaving_records() if leaves else nullcontext(()) as records:
-            report = check(target.path, data=data, progress=progress)
+            report = check(target.path, data=data, progress=progress, executor=executor)
     except UsageError:
         if contents.weights or contents.unreadable:
             return Structure(
@@ -329,7 +344,7 @@ def structure(
 
 def settled(
     found: Mapping["FileDigest | TensorLocation | LeftRecord", Hashed], before: Structure,
-    contents: Contents, target: Target, progress: Progress | None,
+    contents: Contents, target: Target, progress: Progress | None, executor: Executor,
 ) -> Structure:  # fmt: skip
     """Return the structure of a checkpoint after its bytes were read: as before, unless a record is
     not what it was.
@@ -338,7 +353,7 @@ def settled(
     """
     if all(found[one].digest == f"{one.crc:08x}" for one in before.records):
         return before
-    return structure(contents, target, data=True, progress=progress)
+    return structure(contents, target, data=True, progress=progress, executor=executor)
 
 
 class FileDigest(NamedTuple):
@@ -353,7 +368,7 @@ Found = dict[FileDigest | TensorLocation | LeftRecord, Hashed]
 
 def hash_recorded(
     contents: Contents, recorded: Recorded, records: Iterable[LeftRecord] = (), *,
-    data: bool = False, progress: Progress | None = None,
+    data: bool = False, progress: Progress | None = None, executor: Executor = THREADS,
 ) -> tuple[dict[str | TensorLocation, Hashed], Found]:  # fmt: skip
     """Hash what can be compared with something: file -> result, tensor -> result; and as
     ``hash_contents`` has it.
@@ -371,6 +386,7 @@ def hash_recorded(
         tensors=data or has_tensors,
         data=data,
         progress=progress,
+        executor=executor,
     )
     return as_recorded(found, schemes), found
 
@@ -390,6 +406,7 @@ def recorded_schemes(contents: Contents, recorded: Recorded) -> dict[str, Scheme
 def hash_contents(
     contents: Contents, *schemes: Mapping[str, Scheme], records: Iterable[LeftRecord] = (),
     tensors: bool, data: bool = False, progress: Progress | None = None,
+    executor: Executor = THREADS,
 ) -> Found:  # fmt: skip
     """Hash files, by each of their ``schemes`` once, and with ``tensors`` all tensors. ``data``:
     look at their values.
@@ -409,7 +426,8 @@ def hash_contents(
             for tensor in weights.tensors
         }
     jobs |= {one: [FileJob(one.path, one.size, one.offset, CRC)] for one in records}
-    results = iter(hash_all([job for parts in jobs.values() for job in parts], progress=progress))
+    every = [job for parts in jobs.values() for job in parts]
+    results = iter(hash_all(every, progress=progress, executor=executor))
     contents.check_unchanged()
     return {
         key: (
@@ -457,7 +475,9 @@ class _Moments:
     opened, in words.
     """
 
-    def __init__(self, contents: Contents, target: Target, progress: Progress | None) -> None:
+    def __init__(
+        self, contents: Contents, target: Target, progress: Progress | None, executor: Executor
+    ) -> None:
         self.unread: tuple[str, ...] = ()
         self.hashed: dict[str | TensorLocation, Hashed] = {}
         self.files: frozenset[str] = frozenset()
@@ -478,7 +498,9 @@ class _Moments:
             for name, master in {} if is_engine else state.masters.items():
                 self._tensors[TensorLocation(state.label, f"master of {name}")] = master
         jobs = [TensorJob(tensor, scan=True) for tensor in self._tensors.values()]
-        self.hashed = dict(zip(self._tensors, hash_all(jobs, progress=progress), strict=True))
+        self.hashed = dict(
+            zip(self._tensors, hash_all(jobs, progress=progress, executor=executor), strict=True)
+        )
         contents.check_unchanged()
 
     def findings(self) -> Iterator[ValueFinding]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 
-from ckptfix.storage.teams import plan_shares
+from ckptfix.storage.executor import plan_shares
 from tests.benchmarks.digesting import _write_numbers
 from tests.benchmarks.making import drop_from_cache
 from tests.benchmarks.printing import show
@@ -27,22 +27,21 @@ _SEAL = """
 import json, os, sys, time
 rank, count, port, path = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-from contextlib import nullcontext
-from ckptfix.storage import teams
-from ckptfix.storage.joined_team import JoinedTeam
+from ckptfix.storage.executor import THREADS
+from ckptfix.storage.launched_ranks import LaunchedRanks
 from ckptfix.training.rendezvous import Launched, join
 from ckptfix.verification.seal import seal
-team = None
+executor = THREADS
 if count > 1:
-    team = JoinedTeam(rank, count, join(Launched(rank, count, count, "127.0.0.1", port), 120))
-    team.told(lambda: "all are here")
+    place = Launched(rank, count, rank, count, "127.0.0.1", port, "")
+    executor = LaunchedRanks(rank, count, join(place, ""))
 begin, used = time.perf_counter(), time.process_time()
-with teams.working_in(team) if team else nullcontext(), teams.as_one():
-    receipt = seal(path)
+with executor.as_one():
+    receipt = seal(path, executor=executor)
 print(json.dumps([time.perf_counter() - begin, time.process_time() - used, receipt.written]))
 sys.stdout.flush()
-if team:
-    team.finish(0)
+if count > 1:
+    executor.finish(0)
 os._exit(0)
 """
 

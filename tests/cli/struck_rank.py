@@ -2,9 +2,10 @@
 many units.
 
 HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``interrupt`` (Ctrl-C), ``stop-in-repair``, ``error``
-(of the disk), ``error-in-files``, ``error-in-uploads``, ``change-in-the-end`` (UNITS: the look at
-the source that finds it), ``older`` (another version), ``none``. STORE: a folder that is the store
-of the team, so that its processes start without torch; ``torch`` for torch's.
+(of the disk), ``alone`` (an error of the disk while the other rank reads on), ``fault`` (of
+ckptfix), ``error-in-files``, ``error-in-uploads``, ``change-in-the-end`` (UNITS: the look at the
+source that finds it), ``older`` (another version), ``none``. STORE: a folder through which the ranks
+exchange bytes, so that they start without torch; ``torch`` for Gloo.
 """
 
 import errno
@@ -20,40 +21,55 @@ from ckptfix.cli import main, repair, teamwork
 from ckptfix.conversion.sources import Watch
 from ckptfix.conversion.streaming import NewFile
 from ckptfix.diagnosis.contents import Contents
-from ckptfix.errors import ChangedError
-from ckptfix.storage import joined_team, uploads
-from ckptfix.storage.partial_results import PartialResults
+from ckptfix.errors import ChangedError, TeamError
+from ckptfix.storage import launched_ranks, uploads
+from ckptfix.storage.results import PartialResults
 from ckptfix.training import rendezvous
 
 
-class FolderStore:
-    """A store whose keys are files."""
+class FolderGroup:
+    """Processes that exchange bytes in files, as ``rendezvous`` does over Gloo."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, place: rendezvous.Launched) -> None:
+        self.folder, self.rank, self.total = folder, place.rank, place.total
+        self.timeout, self.step = float(os.environ.get("CKPTFIX_TEAM_TIMEOUT", 60)), 0
+        self._write(f"pid-{self.rank}", str(os.getpid()).encode())
 
-    def set(self, key: str, value: bytes) -> None:
-        """Set a key."""
-        new = self.folder / f"{os.getpid()}-{os.urandom(4).hex()}"
-        new.write_bytes(value)
-        new.rename(self._path(key))
+    def exchange(
+        self, kind: int, data: bytes, patience: float | None = None
+    ) -> list[tuple[int, bytes]] | None:
+        """Return what each process gives."""
+        self.step += 1
+        self._write(f"{self.step}-{self.rank}", kind.to_bytes(8, "big") + data)
+        end = time.monotonic() + (self.timeout if patience is None else patience)
+        answers = []
+        for rank in range(self.total):
+            while not (path := self.folder / f"{self.step}-{rank}").exists():
+                if self._has_ended(rank) and not path.exists():
+                    raise TeamError("another process has ended before its work was done")
+                if time.monotonic() > end and patience is not None:
+                    return None
+                if time.monotonic() > end:
+                    raise TeamError(f"another process gave no answer for {self.timeout:g} s")
+                time.sleep(0.002)
+            answer = path.read_bytes()
+            answers.append((int.from_bytes(answer[:8], "big"), answer[8:]))
+        return answers
 
-    def get(self, key: str) -> bytes:
-        """Return the value of a key."""
-        return self._path(key).read_bytes()
+    def _has_ended(self, rank: int) -> bool:
+        try:
+            pid = (self.folder / f"pid-{rank}").read_text()
+        except FileNotFoundError:  # it has not started
+            return False
+        try:
+            return "(zombie)" in Path("/proc", pid, "status").read_text()
+        except OSError:
+            return True
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number: it is the length of a file."""
-        with open(self._path(key), "ab") as file:
-            file.write(b"+" * amount)
-            return file.tell()
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether these keys are there."""
-        return all(self._path(key).exists() for key in keys)
-
-    def _path(self, key: str) -> Path:
-        return self.folder / key.replace("/", "-")
+    def _write(self, name: str, data: bytes) -> None:
+        new = self.folder / f"new-{name}"
+        new.write_bytes(data)
+        new.rename(self.folder / name)
 
 
 rank, units, how, store, *arguments = sys.argv[1:]
@@ -71,20 +87,23 @@ def add_and_end(self: PartialResults, *given: Any, **options: Any) -> None:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "stop":
+                    # The test lets this process go on.
+                    Path(os.environ.get("STOPPED", os.devnull)).write_text(str(os.getpid()))
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if how == "interrupt":
                     raise KeyboardInterrupt
-                if how == "error":
+                if how == "fault":
+                    raise ValueError("a fault of ckptfix")
+                if how in ("error", "alone"):
                     raise OSError(errno.EIO, "Input/output error", "model.safetensors")
             done += 1
-        time.sleep(0.02)  # both ranks are at work when one of them ends
+        # Both ranks are at work when one of them ends.
+        time.sleep(20 if how == "alone" and os.environ["RANK"] != rank else 0.02)
         add(self, *given, **options)
 
 
-if how == "error":
-    joined_team._LINGERS = (
-        3600.0  # the leader ends because the other rank says that it ends, not after some seconds
-    )
+if how == "alone":  # the other rank reads on when this one has failed
+    setattr(launched_ranks, "_PATIENCE", 0.1)  # noqa: B010
 if how == "error-in-files":
     begin = NewFile.begin
 
@@ -128,5 +147,7 @@ elif how == "stop-in-repair":
 elif how != "none":
     PartialResults.add = add_and_end  # type: ignore[method-assign]
 if store != "torch":
-    rendezvous.join = lambda place, timeout: FolderStore(Path(store))
+    setattr(  # noqa: B010
+        rendezvous, "join", lambda place, remedy: FolderGroup(Path(store), place).exchange
+    )
 main(arguments)

@@ -7,8 +7,10 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,7 +63,8 @@ def variables(**more: str) -> dict[str, str]:
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         kept.pop(name, None)
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**kept, **own, **more}
 
 
 def run(*arguments: object, at: str = "", **more: str) -> subprocess.CompletedProcess[str]:
@@ -78,18 +81,38 @@ def run(*arguments: object, at: str = "", **more: str) -> subprocess.CompletedPr
     )
 
 
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1"),
+    "accelerate launch": (
+        "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
+        "--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1",
+        "--main_process_ip=127.0.0.1",
+    ),
+}  # fmt: skip
+
+
+def launched(
+    launcher: str, *arguments: object, script: tuple[object, ...] = ("-m", "ckptfix"), **more: str
+) -> "subprocess.Popen[str]":
+    """Start ckptfix, or a script, in two processes of a launcher."""
+    module, *options = LAUNCHERS[launcher]
+    port = "--master_port" if launcher == "torchrun" else "--main_process_port"
+    command = [
+        sys.executable, "-m", module, *options, f"{port}={next(PORTS)}", *map(str, script),
+        *map(str, arguments),
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables(**more)
+    )
+
+
 def torchrun(
     *arguments: object, script: tuple[object, ...] = ("-m", "ckptfix")
 ) -> subprocess.CompletedProcess[str]:
     """Run ckptfix, or a script, in two processes of torchrun."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-        "--master_addr=127.0.0.1", f"--master_port={next(PORTS)}", *map(str, script),
-        *map(str, arguments),
-    ]  # fmt: skip
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=variables()
-    )
+    with launched("torchrun", *arguments, script=script) as process:
+        out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def ranks(
@@ -99,7 +122,7 @@ def ranks(
     """Run ckptfix in two tasks as Slurm starts them, without its own help when one dies.
 
     ``at``: the working folder of each, as two nodes have other files below one path. ``last``: the
-    last word of each. ``strike``: rank, units and how. ``torch``: with its store, which takes long.
+    last word of each. ``strike``: rank, units and how. ``torch``: over Gloo, which takes long.
     """
     port = next(PORTS)
     started = []
@@ -108,7 +131,7 @@ def ranks(
             slurm = {
                 "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12",
                 "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost",
-                "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1",
+                "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": str(rank), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port), "RANK": str(rank),
             }  # fmt: skip
             command = [
@@ -449,28 +472,79 @@ def test_a_killed_rank_ends_all_and_the_next_run_goes_on(
 @pytest.mark.parametrize("rank", one_of([0, 1]))
 def test_a_rank_that_dies_without_a_launcher_ends_the_other(tmp_path: Path, rank: int) -> None:
     folder = checkpoint(tmp_path / "checkpoint")
-    two = ranks("seal", folder, strike=(rank, 2, "kill"), torch=True, CKPTFIX_TEAM_TIMEOUT="8")
+    two = ranks("seal", folder, strike=(rank, 2, "kill"), torch=True)
     other = two[1 - rank]
     assert two[rank].returncode == -9
     assert other.returncode == 3
-    assert (
-        "no sign of life for 8 s" if rank else "connection to the other processes is lost"
-    ) in other.stderr
-    assert "the same command continues from what was read" in other.stderr
+    assert "another process, or its node, has ended before its work was done" in other.stderr
+    assert "next: the same command continues from what was read" in other.stderr
     assert not (folder / MANIFEST).exists()
 
 
-def test_a_rank_0_that_is_stopped_ends_the_other(tmp_path: Path) -> None:
-    """It runs the store, too: stopped, swapped out or hung, it takes what the others send, and
-    never answers.
-    """
+def test_a_rank_that_is_stopped_ends_the_others_after_the_timeout(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint")
     two = ranks("seal", folder, strike=(0, 2, "stop"), torch=True, CKPTFIX_TEAM_TIMEOUT="5")
     assert two[1].returncode == 3
-    assert "rank 0 (process " in two[1].stderr
-    assert "is stopped or lost, so all of them stop: no answer for 5 s" in two[1].stderr
+    assert "gave no answer for 5 s (CKPTFIX_TEAM_TIMEOUT)" in two[1].stderr
     assert "next: the same command continues from what was read" in two[1].stderr
     assert not (folder / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_error_of_a_rank_is_the_first_thing_on_stderr(
+    tmp_path: Path, rank: int, launcher: str
+) -> None:
+    """The other rank reads on for minutes, and the launcher ends it."""
+    folder = checkpoint(tmp_path / "checkpoint")
+    strike = (rank, 2, "alone", "torch", "seal", folder)
+    with launched(launcher, *strike, script=(STRUCK,)) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    first = err.splitlines()[0]
+    assert first.startswith("ckptfix: ")
+    assert "Input/output error" in first
+    assert rank == 0 or "rank 1 (process" in first
+    assert not (folder / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_ends_the_ranks_that_one_was_killed_of(tmp_path: Path, launcher: str) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    strike = (1, 2, "kill", "torch", "seal", folder)
+    with launched(launcher, *strike, script=(STRUCK,)) as process:
+        process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert not (folder / MANIFEST).exists()
+    assert run("seal", folder).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ends"), one_of([(name, ends) for name in LAUNCHERS for ends in (False, True)])
+)
+def test_nothing_is_written_while_a_rank_is_stopped(
+    tmp_path: Path, launcher: str, ends: bool
+) -> None:
+    """It is stopped until it goes on, or until the launcher ends all."""
+    folder, note = checkpoint(tmp_path / "checkpoint"), tmp_path / "stopped"
+    strike = (1, 2, "stop", "torch", "seal", folder)
+    with launched(launcher, *strike, script=(STRUCK,), STOPPED=str(note)) as process:
+        while not (note.exists() and note.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        stopped = int(note.read_text())
+        time.sleep(3)  # the other rank has read its share
+        assert process.poll() is None
+        assert not (folder / MANIFEST).exists()
+        if ends:  # both launchers kill after 30 s what does not end
+            process.terminate()
+        else:
+            os.kill(stopped, signal.SIGCONT)
+        process.communicate(timeout=120)
+    assert (folder / MANIFEST).exists() != ends
+    assert (process.returncode == 0) != ends
+    if not ends:
+        assert run("verify", "--data", folder).returncode == 0
 
 
 def test_the_first_rank_may_end_before_the_others_hear_of_it(tmp_path: Path) -> None:
@@ -480,8 +554,7 @@ def test_the_first_rank_may_end_before_the_others_hear_of_it(tmp_path: Path) -> 
     folder = checkpoint(tmp_path / "checkpoint")
     two = ranks("repair", folder, strike=(0, 0, "stop-in-repair"), CKPTFIX_TEAM_TIMEOUT="4")
     assert two[1].returncode == 3
-    assert "rank 0 (process " in two[1].stderr
-    assert f"no sign of life for 4 s; next: CKPTFIX_TEAM=0 ckptfix repair {folder}" in two[1].stderr
+    assert f"gave no answer for 4 s; next: CKPTFIX_TEAM=0 ckptfix repair {folder}" in two[1].stderr
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -493,6 +566,17 @@ def test_an_error_of_one_rank_ends_all_at_once_and_names_it(tmp_path: Path, rank
     assert "Input/output error" in ended[0].stderr
     assert rank == 0 or "rank 1 (process" in ended[0].stderr
     assert ended[1].stderr == ""
+    assert not (folder / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fault_in_one_rank_comes_with_its_traceback(tmp_path: Path, rank: int) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    ended = ranks("seal", folder, strike=(rank, 2, "fault"))
+    assert [one.returncode for one in ended] == [3, 3]
+    assert "ValueError: a fault of ckptfix" in ended[0].stderr
+    assert "Traceback" in ended[rank].stderr
+    assert "Traceback" not in ended[1 - rank].stderr
     assert not (folder / MANIFEST).exists()
 
 
@@ -837,6 +921,41 @@ def test_a_child_of_a_rank_works_alone(tmp_path: Path) -> None:
         2,
         "ckptfix: CKPTFIX_TEAM=maybe: expected 1 or 0\n",
     )
+
+
+@pytest.mark.parametrize("is_missing", ["torch", "MASTER_ADDR"])
+def test_tasks_that_cannot_meet_say_how_to_work_as_shares(tmp_path: Path, is_missing: str) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    task = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
+    if is_missing == "torch":
+        hidden = "import sys; sys.modules['torch'] = None; import importlib.util as util; "
+        hidden += "find = util.find_spec; "
+        hidden += "util.find_spec = lambda name: None if name == 'torch' else find(name); "
+        task |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(PORTS))}
+    else:
+        hidden = ""
+    script = f"{hidden}from ckptfix.cli import main; main()"
+
+    def start(*arguments: object, rank: int = 0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True,
+            timeout=60, check=False, env=variables(**{**task, "SLURM_PROCID": str(rank)}),
+        )  # fmt: skip
+
+    refused = start("verify", folder)
+    assert refused.returncode == 2
+    assert f"{is_missing}" in refused.stderr
+    share = "--partial FOLDER --shard $SLURM_PROCID/$SLURM_NTASKS"
+    assert refused.stderr.endswith(
+        f"start each as a share: bash -c 'ckptfix verify {folder} {share}'\n"
+    )
+    assert start("verify", folder, rank=1).stderr == ""
+    assert "in process 0 of 2" in start("seal", folder, "--shard", "1/2").stderr
+    for rank in range(2):
+        done = start("seal", folder, "--shard", f"{rank}/2", rank=rank)
+        assert done.returncode == 0, done.stderr
+    last = run("seal", folder)
+    assert (last.returncode, last.stderr) == (0, "")
 
 
 def test_a_verb_whose_work_has_no_shares_is_refused(pair: tuple[Path, Path]) -> None:

@@ -22,8 +22,8 @@ from ckptfix import ChangedError, OperationError, UsageError, migrate
 from ckptfix.conversion import producing, streaming
 from ckptfix.conversion.proving import prove_copies
 from ckptfix.storage import staged
-from ckptfix.storage.partial_results import PartialResults
-from ckptfix.storage.teams import LoneWorker, working_in
+from ckptfix.storage.executor import Remembering
+from ckptfix.storage.results import PartialResults
 from ckptfix.tensors.stored import StoredTensor
 from tests.conversion.making import digests_at, names_below
 from tests.storage.crash import Fault, Outcome, points, strike
@@ -355,15 +355,11 @@ def test_a_copy_of_another_run_is_proven_again(tmp_path: Path) -> None:
     for folder in (one, other):
         folder.mkdir()
         (folder / "notes.txt").write_text("mine")
-    worker = LoneWorker(PartialResults(tmp_path / "partial"), lambda words: None)
-    with working_in(worker):
-        prove_copies(one, other, [PurePosixPath("notes.txt")], None)
+    executor = Remembering(PartialResults(tmp_path / "partial"), lambda words: None)
+    prove_copies(one, other, [PurePosixPath("notes.txt")], None, executor)
     (other / "notes.txt").write_text("MINE")
-    with (
-        working_in(worker),
-        pytest.raises(OperationError, match=r"notes\.txt differs from its copy from byte 0 on"),
-    ):
-        prove_copies(one, other, [PurePosixPath("notes.txt")], None)
+    with pytest.raises(OperationError, match=r"notes\.txt differs from its copy from byte 0 on"):
+        prove_copies(one, other, [PurePosixPath("notes.txt")], None, executor)
 
 
 def test_a_read_only_place_is_an_error(source: Path) -> None:

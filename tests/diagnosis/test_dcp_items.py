@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from ckptfix import CheckReport, check
 from ckptfix.diagnosis.findings.damaged import CrcMismatch, MalformedFile, NotATensorFile
-from ckptfix.storage.partial_results import PartialResults
-from ckptfix.storage.teams import LoneWorker, working_in
+from ckptfix.storage.executor import Remembering
+from ckptfix.storage.results import PartialResults
 from tests.repairs.dcp_folders import MODEL, change, copy
 from tests.tensors.dcp_making import save
 
@@ -79,8 +79,8 @@ def test_a_flipped_bit_is_found_with_data(tmp_path: Path) -> None:
 
 def with_partial_results(folder: Path, results: Path) -> CheckReport:
     """Check a checkpoint as a process does that goes on from what an earlier run has found."""
-    with working_in(LoneWorker(PartialResults(results), lambda words: None)):
-        return check(folder, data=True)
+    executor = Remembering(PartialResults(results), lambda words: None)
+    return check(folder, data=True, executor=executor)
 
 
 def test_items_of_another_metadata_are_read_again(tmp_path: Path) -> None:

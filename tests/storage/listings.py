@@ -2,7 +2,7 @@
 50 GB.
 """
 
-from ckptfix.storage.partial_results import Identity, Unit
+from ckptfix.storage.results import Identity, Unit
 
 _LAYERS, _DENSE, _EXPERTS = 61, 3, 256
 _HIDDEN, _WIDE, _NARROW, _VOCABULARY = 7168, 18432, 2048, 129280

@@ -23,10 +23,10 @@ from ckptfix.checkpoint.manifest import RANGE, ManifestEntry, joined
 from ckptfix.diagnosis.contents import lasting_label, sealed_entry
 from ckptfix.errors import ChangedError, CkptfixError
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
+from ckptfix.storage.executor import plan_shares
 from ckptfix.storage.parallel import cores
-from ckptfix.storage.partial_results import Units
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer, read_start
-from ckptfix.storage.teams import plan_shares
+from ckptfix.storage.results import Units
 from ckptfix.tensors.hashing import Hashed, TensorJob, first_place, hash_all
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.stored import BLOCK, Format, Weights, digest_head

@@ -1,5 +1,4 @@
-"""Results of units of work that outlive their process, from which the next run goes on, and
-``merge`` ends the work.
+"""Results of units of work that outlive their process: the next run goes on from them.
 
 A folder holds one file of JSON lines for each process that worked, so that no two write to one
 file. A unit goes by its key and by the identity of its files, not by the number of processes. A
@@ -83,22 +82,15 @@ class Units:
 
     def _identity(self, path: AnyPath) -> Identity:
         if path not in self._known:
-            name, inode = str(path), 0
-            is_object = isinstance(path, StorePath)
-            if is_object:
-                inode = int(hashlib.sha256(etag_of(path).encode()).hexdigest()[:12], 16)
             try:
                 status = stat_of(path)
+                size, mtime, inode = status.st_size, status.st_mtime_ns, status.st_ino
+                changed = status.st_ctime_ns
             except OSError:
-                self._known[path] = Identity(name, -1, 0, inode)
-            else:
-                self._known[path] = Identity(
-                    name,
-                    status.st_size,
-                    status.st_mtime_ns,
-                    inode or status.st_ino,
-                    0 if is_object else status.st_ctime_ns,
-                )
+                size, mtime, inode, changed = -1, 0, 0, 0
+            if isinstance(path, StorePath):
+                inode, changed = int(hashlib.sha256(etag_of(path).encode()).hexdigest()[:12], 16), 0
+            self._known[path] = Identity(str(path), size, mtime, inode, changed)
         return self._known[path]
 
 
@@ -170,15 +162,6 @@ def own_version() -> str:
         return "unknown"
 
 
-class Known(NamedTuple):
-    """The result of a unit. ``is_final`` off: it could not be read, and another run may fare
-    better.
-    """
-
-    result: Any
-    is_final: bool
-
-
 def default_folder(root: Path) -> Path:
     """Return where a seal of ``root`` keeps its results: in the folder that is ckptfix's own."""
     return root / JOURNAL / "partial"
@@ -237,26 +220,23 @@ class PartialResults:
         }
         write_file(self.folder / _REQUEST, json.dumps(document, indent=1).encode() + b"\n")
 
-    def known(self, what: str, units: Sequence[Unit]) -> dict[int, Known]:
+    def known(self, what: str, units: Sequence[Unit]) -> dict[int, Any]:
         """Return the results of these units that any process has left here: number of the unit ->
         result.
         """
-        found: dict[str, Known] = {}
-        for name, one in self._lines():
-            if one.is_final or name not in found:
-                found[name] = one
+        results = dict(self._lines())
         names = (_name(what, unit) for unit in units)
-        return {number: found[name] for number, name in enumerate(names) if name in found}
+        return {number: results[name] for number, name in enumerate(names) if name in results}
 
     def all(self) -> Iterator[Any]:
-        """Yield every final result, of whatever work."""
-        yield from (one.result for _, one in self._lines() if one.is_final)
+        """Yield every result, of whatever work."""
+        yield from (result for _, result in self._lines())
 
-    def add(self, what: str, unit: Unit, result: Any, *, is_final: bool) -> None:
+    def add(self, what: str, unit: Unit, result: Any) -> None:
         """Add a result, from any thread; a process that is killed after this has not worked in
         vain.
         """
-        line = json.dumps([_name(what, unit), result, is_final])
+        line = json.dumps([_name(what, unit), result])
         with self._lock:
             if self._fd is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -301,7 +281,7 @@ class PartialResults:
                     times.append(os.stat(self.folder / name).st_mtime)
         return min(times, default=None)
 
-    def _lines(self) -> Iterator[tuple[str, Known]]:
+    def _lines(self) -> Iterator[tuple[str, Any]]:
         try:
             names = sorted(os.listdir(self.folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -315,8 +295,8 @@ class PartialResults:
                     # flipped bit.
                     data, _, crc = line.rpartition(b"\t")
                     if crc == f"{zlib.crc32(data):08x}\n".encode():
-                        unit, result, is_final = json.loads(data)
-                        yield unit, Known(result, is_final)
+                        unit, result = json.loads(data)[:2]
+                        yield unit, result
 
 
 def _name(what: str, unit: Unit) -> str:

@@ -1,12 +1,11 @@
-"""The plan is balanced and the same everywhere; a failure ends all within seconds; results outlive
-their process.
+"""The plan is balanced and the same everywhere; a failure of one ends all; results outlive their
+process.
 """
 
 import json
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,46 +14,39 @@ import pytest
 from hypothesis import given, strategies
 
 from ckptfix.errors import OperationError, TeamError
-from ckptfix.storage import joined_team, teams
-from ckptfix.storage.joined_team import JoinedTeam
+from ckptfix.storage import launched_ranks
+from ckptfix.storage.executor import Do, Done, Remembering, Sharded, plan_shares
+from ckptfix.storage.launched_ranks import Exchange, LaunchedRanks
 from ckptfix.storage.parallel import Progress, Share
-from ckptfix.storage.partial_results import Identity, PartialResults, Request, Unit, Units
-from ckptfix.storage.teams import Done, Finisher, LoneShare, LoneWorker, plan_shares
+from ckptfix.storage.results import Identity, PartialResults, Request, Unit, Units
 from tests.storage.listings import long_files, saved_by_ranks
 
 RANGE = 1_000_000_000
 
 
-class MemoryStore:
-    """A store within one process, as torch's is between several."""
+class MemoryGroup:
+    """Exchanges bytes within one process, as ``rendezvous.Group`` does between several."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.lock = threading.Lock()
-        self.is_gone = False
+    def __init__(self, count: int) -> None:
+        self.answers: list[tuple[int, bytes]] = [(0, b"")] * count
+        self.barrier = threading.Barrier(count)
 
-    def set(self, key: str, value: bytes) -> None:
-        self._ensure()
-        self.values[key] = value
+    def of(self, rank: int) -> Exchange:
+        def exchange(
+            kind: int, data: bytes, patience: float | None = None
+        ) -> list[tuple[int, bytes]] | None:
+            self.answers[rank] = (kind, data)
+            try:
+                self.barrier.wait(patience or 20)
+                answers = [*self.answers]
+                self.barrier.wait(20)
+            except threading.BrokenBarrierError:
+                if patience is None:
+                    raise TeamError("another process has ended") from None
+                return None
+            return answers
 
-    def get(self, key: str) -> bytes:
-        self._ensure()
-        return self.values[key]
-
-    def add(self, key: str, amount: int) -> int:
-        self._ensure()
-        with self.lock:
-            value = int(self.values.get(key, b"0")) + amount
-            self.values[key] = str(value).encode()
-            return value
-
-    def check(self, keys: list[str]) -> bool:
-        self._ensure()
-        return all(key in self.values for key in keys)
-
-    def _ensure(self) -> None:
-        if self.is_gone:
-            raise ConnectionError("connection reset by peer")
+        return exchange
 
 
 def units_of(sizes: Sequence[int], files: int = 3) -> list[Unit]:
@@ -119,7 +111,7 @@ def test_a_long_file_without_ranges_bounds_a_plan() -> None:
     assert max(each) > 2 * sum(each) / 1024
 
 
-def doing(work: Callable[[int], Any]) -> teams.Do:
+def doing(work: Callable[[int], Any]) -> Do:
     def do(numbers: Sequence[int], done: Done, progress: Progress) -> None:
         for number in numbers:
             result = work(number)
@@ -129,7 +121,7 @@ def doing(work: Callable[[int], Any]) -> teams.Do:
     return do
 
 
-def noting(done: list[int]) -> teams.Do:
+def noting(done: list[int]) -> Do:
     def work(number: int) -> int:
         done.append(number)
         return number
@@ -137,18 +129,17 @@ def noting(done: list[int]) -> teams.Do:
     return doing(work)
 
 
-def in_team(count: int, work: Callable[[JoinedTeam], Any], **options: Any) -> list[Any]:
+def in_team(count: int, work: Callable[[LaunchedRanks], Any], **options: Any) -> list[Any]:
     """Return what each process of a team returns or raises; here they are threads."""
-    store = MemoryStore()
+    group = MemoryGroup(count)
     results: list[Any] = [None] * count
 
     def run(rank: int) -> None:
-        team = JoinedTeam(rank, count, store, **options)
+        team = LaunchedRanks(rank, count, group.of(rank), **options)
         try:
             results[rank] = work(team)
         except Exception as error:
             results[rank] = error
-        team._over.set()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     for thread in threads:
@@ -168,9 +159,9 @@ def test_all_go_on_with_the_same_results(count: int) -> None:
         done.append(number)
         return [number, "é"]
 
-    def work(team: JoinedTeam) -> list[Any]:
-        first = team.share("a", units, doing(each), None, None)
-        second = team.share("b", units[:3], doing(lambda number: -number), None, None)
+    def work(team: LaunchedRanks) -> list[Any]:
+        first = team.map("a", units, doing(each), None, None)
+        second = team.map("b", units[:3], doing(lambda number: -number), None, None)
         told = team.told(lambda: {"rank": team.rank})
         team.agree(None)
         return [first, second, told]
@@ -183,75 +174,70 @@ def test_all_go_on_with_the_same_results(count: int) -> None:
 def test_the_units_may_come_in_another_order_in_each_process() -> None:
     units = units_of(range(30))
 
-    def work(team: JoinedTeam) -> list[Any]:
+    def work(team: LaunchedRanks) -> list[Any]:
         mine = units[:]
         random.Random(team.rank).shuffle(mine)
-        results = team.share("a", mine, doing(lambda number: mine[number].key), None, None)
+        results = team.map("a", mine, doing(lambda number: mine[number].key), None, None)
         return [unit.key == result for unit, result in zip(mine, results, strict=True)]
 
     assert in_team(3, work) == [[True] * 30] * 3
 
 
-@pytest.mark.slow
 def test_an_error_of_one_ends_the_work_of_all() -> None:
-    done: list[int] = []
-
-    def work(team: JoinedTeam) -> None:
+    def work(team: LaunchedRanks) -> None:
         def each(number: int) -> int:
             if team.rank == 1:
                 raise OSError(5, "Input/output error", "model.safetensors")
-            time.sleep(0.01)
-            done.append(number)
             return number
 
         try:
-            team.share("a", units_of([1] * 20000), doing(each), None, None)
+            team.map("a", units_of([1] * 200), doing(each), None, None)
         except Exception as error:
             team.agree(error)
             raise
         raise AssertionError("it went on")
 
-    leader, failed, third = in_team(3, work)
-    assert len(done) < 10000, "of 13333: they went on"
-    for error in (leader, failed, third):
+    for error in in_team(3, work):
         assert isinstance(error, TeamError)
         assert "rank 1 (process" in str(error)
         assert "Input/output error: 'model.safetensors'" in str(error)
 
 
-@pytest.mark.slow
-def test_who_explains_every_error_does_not_explain_a_stop() -> None:
-    """The code of a unit may turn any ``Exception`` into its own; a stop must come through to say
-    why.
-    """
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_does_not_wait_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Its launcher must learn of it, and not after hours in which the others read."""
+    monkeypatch.setattr(launched_ranks, "_PATIENCE", 0.1)
+    ended = threading.Event()
+    printed: list[str] = []
 
-    def read_all(numbers: Sequence[int], done: Done, progress: Progress) -> None:
-        for _ in numbers:
-            try:
-                time.sleep(0.01)
-                progress(1)
-            except Exception as error:
-                raise OperationError(f"model.safetensors cannot be read: {error!r}") from error
-
-    def work(team: JoinedTeam) -> None:
-        def fail(number: int) -> None:
-            raise OSError(5, "Input/output error", "model.safetensors")
-
+    def work(team: LaunchedRanks) -> str:
+        if team.rank != rank:
+            ended.wait(20)
+            team.agree(None)
+            return "it went on"
         try:
-            team.share(
-                "a", units_of([1] * 20000), read_all if team.leads else doing(fail), None, None
-            )
-        except Exception as error:
-            team.agree(error)
-            raise
+            team.agree(OSError(5, "Input/output error"))
+        finally:
+            ended.set()
+            assert team.is_lost
+            assert team.finish(3) == 3
+        return "raised by the caller"
 
-    leader, _ = in_team(2, work)
-    assert isinstance(leader, TeamError)
-    assert "Input/output error" in str(leader)
+    everyone = in_team(2, work, shout=lambda error: printed.append(str(error)))
+    assert isinstance(everyone[1 - rank], TeamError)
+    if rank == 0:
+        assert everyone[0] == "raised by the caller"
+        assert printed == ["another process has ended"]
+    else:
+        assert printed == [str(everyone[1])]
+        assert "rank 1 (process" in str(everyone[1])
+        assert "Input/output error" in str(everyone[1])
 
 
 def test_an_error_that_all_have_is_that_of_each() -> None:
-    def work(team: JoinedTeam) -> str:
+    def work(team: LaunchedRanks) -> str:
         team.agree(OperationError("there is no checkpoint"))
         team.agree(None)
         return "the next path"
@@ -259,9 +245,8 @@ def test_an_error_that_all_have_is_that_of_each() -> None:
     assert in_team(3, work) == ["the next path"] * 3
 
 
-@pytest.mark.slow
 def test_the_leaders_own_error_is_raised_on_the_leader() -> None:
-    def work(team: JoinedTeam) -> str:
+    def work(team: LaunchedRanks) -> str:
         team.agree(OSError(28, "No space left on device") if team.leads else None)
         return "raised by the caller"
 
@@ -271,146 +256,47 @@ def test_the_leaders_own_error_is_raised_on_the_leader() -> None:
     assert "No space left" in str(follower)
 
 
-def test_processes_that_see_different_folders_say_which_file() -> None:
-    def work(team: JoinedTeam) -> None:
+def test_processes_that_see_different_folders_do_not_go_on() -> None:
+    def work(team: LaunchedRanks) -> None:
         file = Identity("model.safetensors", 100 + team.rank, 7, 1)
         units = [Unit("[]", 5, (Identity("same", 1, 2, 3),)), Unit("[]", 5, (file,))]
         try:
-            team.share("a", units, doing(lambda number: 0), None, None)
+            team.map("a", units, doing(lambda number: 0), None, None)
         except Exception as error:
             team.agree(error)
             raise
 
-    leader, follower = in_team(2, work)
-    assert "rank 1" in str(leader)
-    assert "sees another folder than rank 0" in str(leader)
-    assert "model.safetensors is 101 bytes" in str(leader)
-    assert "expected 100 bytes" in str(leader)
-    assert "sees another folder" in str(follower)
+    for error in in_team(2, work):
+        assert isinstance(error, TeamError)
+        assert "sees another folder than rank 0" in str(error)
+        assert "; next: mount one folder" in str(error)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_process_that_ends_without_the_others_does_not_let_them_wait(early: int) -> None:
     """As one does that finds an error in a file which the others see in another state."""
 
-    def work(team: JoinedTeam) -> str:
-        try:
-            if team.rank != early:
-                team.share("a", units_of([1, 2]), doing(lambda number: number), None, None)
-        except Exception as error:
-            team.agree(error)
-            raise
+    def work(team: LaunchedRanks) -> str:
+        if team.rank != early:
+            team.map("a", units_of([1, 2]), doing(lambda number: number), None, None)
         team.agree(None)
         return "ended"
 
-    ended = in_team(2, work)
-    assert isinstance(ended[1 - early], OperationError)
-    assert f"sees another folder than rank {early} (" in str(ended[1 - early])
-    assert "which has ended without it; next: mount one folder" in str(ended[1 - early])
-    assert isinstance(ended[early], TeamError)
-
-
-def test_a_process_without_a_sign_of_life_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined_team, "_LOOKS", 0.05)
-    store = MemoryStore()
-    team = JoinedTeam(0, 2, store, timeout=1)
-    store.set("ckptfix/name/1", b"rank 1 (process 7 on node2)")
-    with pytest.raises(
-        TeamError, match=r"rank 1 \(process 7 on node2\) failed.*no sign of life for 1 s"
-    ):
-        team.share("a", units_of([1, 1]), doing(lambda number: 0), None, None)
-    team._over.set()
-
-
-@pytest.mark.slow
-def test_a_leader_without_a_sign_of_life_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined_team, "_LOOKS", 0.05)
-    store = MemoryStore()
-    team = JoinedTeam(1, 2, store, timeout=1)
-    store.set("ckptfix/name/0", b"rank 0 (process 7 on node1)")
-    with pytest.raises(
-        TeamError, match=r"rank 0 \(process 7 on node1\) failed.*no sign of life for 1 s"
-    ):
-        team.told(lambda: None)
-    team._over.set()
-
-
-@pytest.mark.slow
-def test_a_store_that_takes_connections_and_never_answers_ends_the_work() -> None:
-    """Rank 0 often runs the store: stopped, it keeps the connections of all others open."""
-    store = MemoryStore()
-    team = JoinedTeam(1, 2, store, timeout=1)
-    team._first = "rank 0 (process 7 on node1)"
-    stopped = threading.Event()
-    threading.Timer(0.2, lambda: setattr(store, "check", lambda keys: stopped.wait())).start()
-    with pytest.raises(
-        TeamError, match=r"rank 0 \(process 7 on node1\), or .* is stopped or lost.*for 1 s"
-    ):
-        team.told(lambda: None)
-    team._over.set()
-    stopped.set()
-
-
-def test_time_in_which_a_process_was_stopped_is_no_silence_of_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Slurm suspends a job for hours: when all go on, the first to look must not take the others
-    for dead.
-    """
-    monkeypatch.setattr(joined_team, "_LOOKS", 0.01)
-    store, jump = MemoryStore(), [0.0]
-    store.set("ckptfix/alive/1", b"[5, false, 0]")
-    monkeypatch.setattr(time, "monotonic", lambda: time.perf_counter() + jump[0])
-    team = JoinedTeam(0, 2, store, timeout=10)
-    time.sleep(0.2)
-    jump[0] = 3600.0
-    time.sleep(0.2)
-    team._over.set()
-    assert "ckptfix/alive/0" in store.values
-    assert "ckptfix/stop/0" not in store.values
-
-
-@pytest.mark.slow
-def test_a_process_that_reads_nothing_is_named_and_not_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(joined_team, "_STALLED", 0.5)
-    monkeypatch.setattr(joined_team, "_LOOKS", 0.05)
-    told: list[str] = []
-
-    def work(team: JoinedTeam) -> list[Any]:
-        def hang(number: int) -> int:
-            if team.rank == 1:
-                time.sleep(2.5)
-            return number
-
-        return team.share("a", units_of([10**9] * 2), doing(hang), None, None)
-
-    assert in_team(2, work, say=told.append) == [[0, 1]] * 2
-    assert 1 <= len(told) <= 10, "it looked 50 times"
-    assert "rank 1 (process" in told[0]
-    assert "has read nothing for" in told[0]
-
-
-@pytest.mark.slow
-def test_a_store_that_is_gone_ends_the_work() -> None:
-    store = MemoryStore()
-    team = JoinedTeam(1, 2, store)
-    threading.Timer(0.5, lambda: setattr(store, "is_gone", True)).start()
-    with pytest.raises(TeamError, match="connection to the other processes is lost"):
-        team.share("a", units_of([1, 1]), doing(lambda number: 0), None, None)
+    for error in in_team(2, work):
+        assert isinstance(error, TeamError)
+        assert "rank 1 (process" in str(error)
+        assert "sees another folder than rank 0" in str(error)
 
 
 def test_the_next_run_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
     units = units_of([5] * 30)
     told: list[str] = []
-    for number in range(12):
-        PartialResults(tmp_path / "partial").add("a", units[number], number, is_final=number != 3)
+    for number in {*range(12)} - {3}:
+        PartialResults(tmp_path / "partial").add("a", units[number], number)
 
-    def work(team: JoinedTeam) -> tuple[list[Any], list[int]]:
+    def work(team: LaunchedRanks) -> tuple[list[Any], list[int]]:
         done: list[int] = []
-        results = team.share("a", units, noting(done), None, None)
+        results = team.map("a", units, noting(done), None, None)
         return results, done
 
     everyone = in_team(4, work, partial=PartialResults(tmp_path / "partial"), say=told.append)
@@ -424,7 +310,7 @@ def test_lines_that_were_cut_short_are_ignored(tmp_path: Path) -> None:
     units = units_of([5] * 4)
     results = PartialResults(tmp_path)
     for number, unit in enumerate(units[:3]):
-        results.add("a", unit, number, is_final=True)
+        results.add("a", unit, number)
     results.close()
     (path,) = tmp_path.glob("*.results.jsonl")
     data = path.read_bytes()
@@ -432,21 +318,19 @@ def test_lines_that_were_cut_short_are_ignored(tmp_path: Path) -> None:
         path.write_bytes(data[:length])
         known = PartialResults(tmp_path).known("a", units)
         whole = data[:length].count(b"\n")
-        assert {number: one.result for number, one in known.items()} == dict(
-            enumerate(range(whole))
-        )
+        assert known == dict(enumerate(range(whole)))
     # As a file system leaves it after a loss of power.
     path.write_bytes(data[:80] + bytes(500) + b"\n")
     assert PartialResults(tmp_path).known("a", units).keys() <= {0}
     # Another number, and the JSON is as good as it was.
-    path.write_bytes(data.replace(b", 1, ", b", 7, "))
+    path.write_bytes(data.replace(b", 1]", b", 7]"))
     assert PartialResults(tmp_path).known("a", units).keys() == {0, 2}
 
 
 def test_a_unit_of_a_file_that_changed_is_another_unit(tmp_path: Path) -> None:
     results, unit = PartialResults(tmp_path), Unit("key", 5, (Identity("file", 1, 2, 3),))
-    results.add("a", unit, "old", is_final=True)
-    assert results.known("a", [unit])[0].result == "old"
+    results.add("a", unit, "old")
+    assert results.known("a", [unit])[0] == "old"
     for change in (
         {"size": 9},
         {"mtime_ns": 9},
@@ -507,7 +391,7 @@ def test_a_command_that_left_no_results_is_in_nobodys_way(tmp_path: Path) -> Non
     results = PartialResults(tmp_path)
     results.begin(meant)
     assert results.request() == meant
-    results.add("a", units_of([1])[0], 1, is_final=True)
+    results.add("a", units_of([1])[0], 1)
     with pytest.raises(OperationError, match="another command"):
         PartialResults(tmp_path).begin(mistaken)
 
@@ -516,10 +400,10 @@ def test_the_work_of_a_job_array_is_finished(tmp_path: Path) -> None:
     units = units_of(range(1, 20))
     results = PartialResults(tmp_path)
     said: list[str] = []
-    finisher = Finisher(PartialResults(tmp_path), 3, said.append)
+    finisher = Remembering(PartialResults(tmp_path), said.append, 3)
     for number in (0, 2):
-        share = LoneShare(Share(number, 3), results)
-        got = share.share("a", units, doing(lambda number: number), lambda number: "assumed", None)
+        share = Sharded(Share(number, 3), results)
+        got = share.map("a", units, doing(lambda number: number), lambda number: "assumed", None)
         assert share.units == sum(value != "assumed" for value in got) > 0
     made: list[int] = []
 
@@ -527,18 +411,18 @@ def test_the_work_of_a_job_array_is_finished(tmp_path: Path) -> None:
         made.append(number)
         return number
 
-    assert finisher.share("a", units, doing(make), lambda number: 0, None) == list(range(19))
+    assert finisher.map("a", units, doing(make), lambda number: 0, None) == list(range(19))
     (words,) = said
     assert words.endswith("results of share 1/3 are missing, so this process does its work")
     assert made
     nothing = doing(lambda number: pytest.fail("all is known"))
-    assert finisher.share("a", units, nothing, lambda number: 0, None) == list(range(19))
+    assert finisher.map("a", units, nothing, lambda number: 0, None) == list(range(19))
     assert len(said) == 1
 
 
 def test_one_process_goes_on_too(tmp_path: Path) -> None:
     units = units_of([1] * 10)
-    worker = LoneWorker(PartialResults(tmp_path), lambda words: None)
+    worker = Remembering(PartialResults(tmp_path), lambda words: None)
 
     def fail(number: int) -> int:
         if number == 6:
@@ -546,16 +430,16 @@ def test_one_process_goes_on_too(tmp_path: Path) -> None:
         return number
 
     with pytest.raises(OSError, match="interrupted here"):
-        worker.share("a", units, doing(fail), None, None)
+        worker.map("a", units, doing(fail), None, None)
     done: list[int] = []
-    worker = LoneWorker(PartialResults(tmp_path), lambda words: None)
-    assert worker.share("a", units, noting(done), None, None) == list(range(10))
+    worker = Remembering(PartialResults(tmp_path), lambda words: None)
+    assert worker.map("a", units, noting(done), None, None) == list(range(10))
     assert done == [6, 7, 8, 9]
 
 
 def test_a_node_that_does_not_see_the_folder_of_the_leader_is_named(tmp_path: Path) -> None:
-    joined_team.ensure_seen(tmp_path, "next: this")
+    launched_ranks.ensure_seen(tmp_path, "next: this")
     with pytest.raises(
         OperationError, match=r"staging: .* does not see this folder, .*; next: this"
     ):
-        joined_team.ensure_seen(tmp_path / "staging", "next: this")
+        launched_ranks.ensure_seen(tmp_path / "staging", "next: this")
