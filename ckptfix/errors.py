@@ -71,7 +71,7 @@ class OperationError(CkptfixError):
     """An operation could not finish.
 
     The folder is as it was before it. Only after a JournalError a transaction may still be
-    unfinished: then the next repair or undo takes the folder back first, or says what is in the
+    unfinished: then the next repair or undo goes on with it first, or says what is in the
     way.
     """
 

@@ -32,7 +32,7 @@ from ckptfix.diagnosis.wrapped_keys import STATE_DICT
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
 from ckptfix.storage.files import AnyPath, names_in
-from ckptfix.storage.journal import State, transactions
+from ckptfix.storage.journal import transactions
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import MANIFEST, command, listed_files, shell_path
 from ckptfix.storage.reading import ABSENT, OpenFiles, Piece, identity, open_reader, page_buffer
@@ -262,7 +262,7 @@ def ensure_finished(source: StoredCheckpoint) -> None:
     """
     root = source.root
     for one in transactions(root):
-        if one.state is State.PENDING or one.problem:
+        if one.is_interrupted:
             raise OperationError(
                 f"{root}: a repair was interrupted (transaction {one.number}), its files are "
                 f"partly changed; next: {command('undo', root)}"

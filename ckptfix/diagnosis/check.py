@@ -64,7 +64,7 @@ from ckptfix.storage.files import (
     sparing,
     unheld_below,
 )
-from ckptfix.storage.journal import State, is_elsewhere, transactions
+from ckptfix.storage.journal import is_elsewhere, transactions
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, described
@@ -862,7 +862,7 @@ def _pending(folder: AnyPath, path: PurePosixPath) -> tuple[Finding, ...]:
             elsewhere=is_elsewhere(folder, transaction),
         )
         for transaction in transactions(folder)
-        if transaction.state is State.PENDING or transaction.problem
+        if transaction.is_interrupted
     )
 
 

@@ -1,13 +1,15 @@
 """Repair of a checkpoint, from the top to the bytes.
 
 1. ``repair`` plans (``plan_repair``) and executes (``RepairPlan.execute``).
-2. ``plan_repair`` first goes on with what an earlier run left (``Backend.recover``). Then ``_plan``
-   scans, diagnoses, chooses steps, and compiles them into edits of files. It changes nothing.
+2. ``plan_repair`` first takes an interrupted run back, or in a store to its end
+   (``Backend.recover``). Then ``_plan`` scans, diagnoses, chooses steps, and compiles them into
+   edits of files; ``_plan`` changes nothing.
 3. ``execute`` locks the checkpoint, recovers again, and hands the edits to
    ``storage.transactions.commit`` with a proof: the checkpoint is read once more as it will be.
-4. ``commit`` makes the edits, calls the proof, and commits. Whatever stops it before that leaves the
-   old checkpoint, whatever stops it after that the new one, never a mixture: its states, and who
-   goes on from each, are in ``storage.transactions``.
+4. ``commit`` makes the edits, calls the proof, and commits. A run that is killed leaves the old
+   checkpoint, the new one, or a mixture that is known as such and that the next run ends:
+   ``storage.transactions`` has the states, and who goes on from each.
+5. The lock of a folder dies with its process. That of a store stays, and ``--break-lock`` takes it.
 """
 
 import os
@@ -121,7 +123,7 @@ def plan_repair(
     ``output``.
 
     Every byte of what a step deletes is compared first; ``progress`` is called with byte counts.
-    ``recover``: roll back an interrupted earlier run first, which is the only change; without it,
+    ``recover``: go on with an interrupted earlier run first, which is the only change; without it,
     ``execute`` does that and plans again. ``break_lock``: as of ``execute``.
 
     Raises UsageError for an invalid path or policy, OperationError for a folder that cannot be
@@ -248,7 +250,8 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
                 return self._execute_on_copy(self.output, progress)
             if self.draft.is_empty and not transactions(root):
                 return self._receipt(self.diagnosis)
-            with locked(root, "repair", break_lock=break_lock) as backend:
+            # A lock that was broken before the plan is another run's by now.
+            with locked(root, "repair", break_lock=break_lock and not self.recovered) as backend:
                 recovered = backend.recover()
                 if recovered is None or not recovered.has_changed:
                     return self._apply(backend, progress, transfer=transfer)

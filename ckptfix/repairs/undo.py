@@ -69,7 +69,8 @@ def undo(
 ) -> UndoReceipt:
     """Undo the last repair of a folder, or of a lone file.
 
-    A repair that was killed is rolled back instead. Every byte that comes back is compared with its
+    A repair that was killed is rolled back instead; one that had changed nothing yet does not
+    count. Every byte that comes back is compared with its
     digest in the journal first; times of files do not matter. ``force``, for a journal of 0.4.0,
     which has no digests, and for a repair that was killed: accept files whose time changed while
     their size and their ends did not. In a store a repair that was killed while it replaced objects

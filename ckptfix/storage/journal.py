@@ -63,6 +63,13 @@ class TransactionInfo(Struct, frozen=True, kw_only=True):
     foreign: bool = False
     in_store: bool = False
 
+    @property
+    def is_interrupted(self) -> bool:
+        """True where a run was killed, or is running, so that some files are changed and others
+        not; also where that cannot be read.
+        """
+        return self.state is State.PENDING or self.problem is not None
+
 
 def transactions(root: AnyPath) -> tuple[TransactionInfo, ...]:
     """Return the transactions in the journal of ``root``, oldest first. Reads only; needs no lock.

@@ -39,6 +39,7 @@ from ckptfix.storage.object_contents import (
     way_back,
 )
 from ckptfix.storage.object_journal import (
+    DELETIONS,
     Change,
     Found,
     ObjectPlan,
@@ -346,7 +347,15 @@ class ObjectBackend:
             )
             if state.stage is Stage.COMMIT:
                 assert plan is not None
-                _finish(store, found.number, plan, state, found.objects["state.json"], progress)
+                _finish(
+                    store,
+                    found.number,
+                    plan,
+                    state,
+                    found.objects["state.json"],
+                    progress,
+                    self._lock,
+                )
                 last = (found.number, plan)
             else:
                 leftovers += _clean(store, found, {} if plan is None else plan.before, state.undoes)
@@ -677,25 +686,34 @@ def _finish(
     state: ObjectState,
     written: ObjectInfo,
     progress: Progress | None,
-    lock: StoreLock | None = None,
+    lock: StoreLock,
 ) -> None:
     """Copy each new object over its name, skip those that are done, and forget what is no longer
     needed.
 
     ``lock``: looked at before each name. A run that was only slow must not go on with what another
-    one has undone since: a name can then be in the expected state again.
+    one has undone since: a name can then be in the expected state again. Nothing is deleted unless
+    all that stays is as it was made: it may have the bytes of what goes.
     """
     after: dict[str, ObjectInfo | None] = dict(plan.sources)
 
     def place(index: int) -> None:
         change = plan.changes[index]
-        if lock is not None and not store.abilities.atomic:
+        if not store.abilities.atomic:
             lock.check()
         after[change.key] = _place(store, number, plan, index, state.new.get(index))
         if progress is not None and change.size is not None:
             progress(change.size)
 
     for turn in sorted({change.turn for change in plan.changes}):
+        if turn == DELETIONS and not store.abilities.atomic:
+            changed = _changed(store, after, store.list())
+            if changed is not None:
+                raise JournalError(
+                    f"{changed} while the names of {store.name()} were being replaced, so that "
+                    "nothing was deleted; next: bring back what was there, then run the same "
+                    f"command again to finish; or {forget_objects(store, number)}"
+                )
         together(
             [index for index, one in enumerate(plan.changes) if one.turn == turn], place, _AT_ONCE
         )

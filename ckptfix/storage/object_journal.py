@@ -45,7 +45,9 @@ _MOST = 1 << 30
 
 
 class Stage(Enum):
-    """State of a transaction in a store."""
+    """State of a transaction in a store, as ``state.json`` has it; in words of ``journal.State``
+    building, pending and done.
+    """
 
     STAGING = "staging"
     COMMIT = "commit"
@@ -60,6 +62,10 @@ class Rank(Enum):
     DATA = 0
     INDEX = 1
     MANIFEST = 3
+
+
+DELETIONS = 2
+"""The turn of what is deleted."""
 
 
 class Change(Struct, frozen=True, kw_only=True, array_like=True):
@@ -85,7 +91,7 @@ class Change(Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def turn(self) -> int:
         """The turn of this change: what is deleted goes when no index lists it any more."""
-        return 2 if self.size is None else self.rank.value
+        return DELETIONS if self.size is None else self.rank.value
 
 
 class ObjectPlan(Struct, frozen=True, kw_only=True):
@@ -141,7 +147,7 @@ class Found(NamedTuple):
 
     @property
     def has_begun(self) -> bool:
-        """False for what is left of a transaction that was deleted."""
+        """False without a state, as after an answer that came late to a run that was killed."""
         return "state.json" in self.objects
 
 

@@ -5,12 +5,14 @@ One engine over two backends, which go in the direction that suits them. A folde
 file, with a note before each, and goes back. A store has no rename: every new object is made aside
 and proven there, and once names are being replaced, it goes on to the end::
 
-    state      a folder                      a store                          the next run
-    building   plan and new files are made   new objects lie aside            deletes it
-    pending    edits happen                  names are replaced               rolls back | finishes
-    done       committed                     committed                        clears what is left
+    state      a folder                      a store                        the next run
+    building   plan and new files are made   new objects are made aside     deletes it
+                                             ("staging" in its state.json)
+    pending    edits happen                  names are replaced ("commit")  rolls back | finishes
+    done       committed                     committed                      clears what is left
 
-Each state is durable before the step that it announces begins, so that no reader of a journal has
+Who looks at a checkpoint in between reports the second state, and only that, as an interrupted
+repair. Each state is durable before the step that it announces begins, so that no reader of a journal has
 to guess.
 """
 
@@ -53,7 +55,8 @@ class RecoveryReport(Struct, frozen=True, kw_only=True):
     """Result of a recovery: the transaction rolled back (None: none), and the number of left-overs
     removed.
 
-    ``finished``: the transaction that was finished instead, in a store.
+    ``finished``: the transaction that was finished instead, in a store. An undo that was finished
+    there counts as a repair that was rolled back.
     """
 
     rolled_back: TransactionInfo | None

@@ -807,3 +807,47 @@ def test_an_object_that_another_program_wrote_after_the_commit_is_left_alone(
         assert name in str(caught.value)
         assert "aws s3 rm --recursive" in str(caught.value)
         assert cloud.names()[PREFIX + name] == foreign
+
+
+def killed_after_the_commit(cloud: Cloud, store: SimulatedStore, edits: list[Edit]) -> None:
+    quiet = Cloud()
+    quiet.objects = cloud.objects
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        if is_after and stage_of(open_simulated(quiet, URL), 1) == "commit":
+            raise Killed
+
+    cloud.strike = strike
+    with suppress(Killed), store_lock(store, "repair") as lock:
+        commit_edits(store, lock, edits)
+    cloud.strike = lambda method, key, is_after: None
+    assert cloud.names() == old_names()
+
+
+def test_nothing_is_deleted_once_the_original_of_a_duplicate_has_changed(
+    cloud: Cloud, store: SimulatedStore
+) -> None:
+    """The duplicate has the only copy of these bytes then."""
+    duplicate = next(edit for edit in edits() if isinstance(edit, Remove))
+    killed_after_the_commit(cloud, store, [duplicate])
+    before = cloud.objects[PREFIX + "optimizer.bin"]
+    cloud.write(PREFIX + "optimizer.bin", b"of a new save")
+    for _ in range(2):
+        with pytest.raises(JournalError, match=r"optimizer\.bin: .* nothing was deleted"):
+            recover(store)
+        assert cloud.names()[PREFIX + "optimizer_1.bin"] == old_names()[PREFIX + "optimizer_1.bin"]
+        assert any("/kept/" in key for key in cloud.journal())
+    cloud.objects[PREFIX + "optimizer.bin"] = before
+    assert recover(store) == 1
+    assert PREFIX + "optimizer_1.bin" not in cloud.names()
+    undo(store)
+    assert cloud.names() == old_names()
+
+
+def test_a_recovery_whose_lock_is_taken_over_stops(cloud: Cloud, store: SimulatedStore) -> None:
+    killed_after_the_commit(cloud, store, edits())
+    with store_lock(store, "repair", break_lock=True) as lock:
+        cloud.write(PREFIX + LOCK, b"another run")
+        with pytest.raises(LockedError):
+            backend_of(store, lock).recover()
+    assert cloud.names() == old_names()

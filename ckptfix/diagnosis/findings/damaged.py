@@ -292,7 +292,9 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
     code = "interrupted-repair"
     severity = Severity.ERROR
     action = Action.FIX
-    meaning = "a repair or an undo was killed half way; the next repair or undo rolls it back first"
+    meaning = (
+        "a repair or an undo was killed half way; the next one rolls it back, or in a store ends it"
+    )
 
     transaction: int
     in_store: bool = False
