@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import sys
+from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 
 import hypothesis
@@ -25,6 +27,7 @@ __all__ = [
     "pytest_configure",
     "pytest_report_header",
     "pytest_runtest_protocol",
+    "pytest_terminal_summary",
     "simulator",
 ]
 
@@ -42,6 +45,9 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 MEMORY_DISK = Path("/dev/shm")
 ROOM = 6 << 30
 """Free bytes that the temporary folders of a whole run need at most."""
+
+WORTH_A_TABLE = 300
+"""Seconds of tests from which on a run says where they went."""
 
 LONGEST = ("tests/repairs/test_kill.py",)
 """Files that take a minute and more, the longest first: one that begins last keeps a single worker
@@ -116,3 +122,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not file.startswith("tests/storage/"), order.get(file, len(order))
 
     items.sort(key=place)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say where the time of a long run went: the seconds of each folder, and of the longest
+    files.
+    """
+    files: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                files[report.nodeid.partition("::")[0]] += report.duration
+    if sum(files.values()) < WORTH_A_TABLE:
+        return
+    folders: dict[str, float] = defaultdict(float)
+    for file, seconds in files.items():
+        folders[os.path.dirname(file)] += seconds
+    terminalreporter.section("seconds, of all processes together")
+    for title, table in (("folder", folders), ("file", files)):
+        for name, seconds in sorted(table.items(), key=itemgetter(1), reverse=True)[:25]:
+            terminalreporter.write_line(f"{seconds:8.0f}  {title} {name}")
