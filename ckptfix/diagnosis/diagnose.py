@@ -91,6 +91,7 @@ from ckptfix.diagnosis.wrong_states import (
     diagnose_lora,
     diagnose_meta_tensors,
     diagnose_renamed,
+    diagnose_wrong_folders,
     diagnose_wrong_states,
     unchecked_weights,
 )
@@ -297,6 +298,7 @@ def diagnose(
             findings += diagnose_dcp_folders(folder.root, sharded, folder.processes)
             of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
             findings += of_items
+            findings += diagnose_wrong_folders(folder.root, sharded)
         findings += diagnose_wrong_states(folder)
         renamed = list(diagnose_renamed(folder, _paths(findings, _OF_CONTENT)))
         findings += renamed
@@ -508,6 +510,7 @@ def _not_checked(
     data: bool,
 ) -> tuple[str, ...]:
     checked = {state.path for state in sharded} | {state.path for state in deepspeed}
+    checked |= {finding.path for finding in findings}
     words = [
         f"{path}/ ({kind}): {_why_not(folder.root / path, kind)}"
         for path, kind in folder.subfolders.items()

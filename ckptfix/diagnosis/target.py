@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from msgspec import Struct
 
 from ckptfix.checkpoint.completion_markers import missing_marker
-from ckptfix.checkpoint.dcp import belongs, holds_dcp
+from ckptfix.checkpoint.dcp import belongs, dcp_inside, holds_dcp
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders
 from ckptfix.checkpoint.downloads import half_downloads, may_be_download
 from ckptfix.checkpoint.filenames import (
@@ -241,7 +241,8 @@ def find_checkpoints(path: Openable) -> Iterator[AnyPath]:
         sharded = {
             name
             for name in folders
-            if parse_folder_name(name) is not None and holds_dcp(here / name)
+            if parse_folder_name(name) is not None
+            and (holds_dcp(here / name) or dcp_inside(here / name))
         }
         below = deepspeed_below(here, [PurePosixPath(name) for name in folders])
         sharded.update(str(where) for _, where in below if where.parts)
