@@ -31,7 +31,7 @@ from ckptfix.diagnosis.findings.misplaced import (
 from ckptfix.diagnosis.optimizer_kinds import MOMENTS
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
 from ckptfix.errors import CkptfixError, FormatError
-from ckptfix.formats.pickle_tree import text_keys
+from ckptfix.formats.pickle_tree import Node, Text, child, items_of, pairs, text_keys
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
@@ -480,9 +480,31 @@ def _has_outline(path: AnyPath, component: Component) -> bool:
         directory = reader.read(end.directory_offset, end.directory_size)
     records = list(read_entries(directory, end.entries))
     own = content.container
-    if component.role is Role.MODEL and own.pickle.crc not in (record.crc for record in records):
+    is_same_pickle = own.pickle.crc in (record.crc for record in records)
+    if not is_same_pickle and (component.role is Role.MODEL or not _is_in_order_of_groups(content)):
         return False
     return _record_sizes(records) == _record_sizes(own.records)
+
+
+def _is_in_order_of_groups(file: TorchFile) -> bool:
+    """Return whether the states of an optimizer follow one another as its groups list the
+    parameters: then the sizes of its records show to which parameter each belongs.
+    """
+    root = file.tree.root
+    if type(root) is not Node:
+        return True
+    members = (
+        member
+        for group in items_of(child(root, "param_groups"))
+        for member in items_of(child(group, "params"))
+    )
+    places = {_key(member): place for place, member in enumerate(members)}
+    states = [places.get(_key(key), -1) for key, _ in pairs(child(root, "state"))]
+    return states == sorted(states)
+
+
+def _key(value: object) -> object:
+    return value.value if isinstance(value, Text) else value if type(value) is int else None
 
 
 def _record_sizes(records: Sequence[ZipRecord]) -> list[tuple[str, int]]:

@@ -144,6 +144,40 @@ def test_a_run_that_turns_amsgrad_on_is_not_told(tmp_path: Path) -> None:
     assert [told(root) for root in folders if "warning" in str(told(root))] == []
 
 
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_moments_under_the_numbers_of_others_are_told(
+    at: int, is_sorted: bool, tmp_path: Path
+) -> None:
+    """In the order of the file they are as in the checkpoints next to it."""
+    folder = saves(tmp_path, Run())[at]
+    saved = torch.load(folder / "optimizer.bin")
+    states = {(number + 2) % 6: state for number, state in saved["state"].items()}
+    saved["state"] = dict(sorted(states.items())) if is_sorted else states
+    torch.save(saved, folder / "optimizer.bin")
+    assert is_refused(folder)
+    (finding,) = (one for one in check(folder).findings if one.path.name == "optimizer.bin")
+    assert finding.code == "wrong-state"
+    assert "moments of other shapes for 5 parameters" in str(finding)
+    for healthy in tmp_path.glob("checkpoint_*"):
+        assert healthy == folder or not told(healthy)
+
+
+def test_parameters_that_are_trained_later_than_the_rest_are_not_told(tmp_path: Path) -> None:
+    """torch keeps their states behind all others."""
+    run = Run()
+    frozen = list(run.models[0].parameters())[:2]
+    for parameter in frozen:
+        parameter.requires_grad = False
+    run.save(tmp_path / "checkpoint_0")
+    for parameter in frozen:
+        parameter.requires_grad = True
+    folders = saves(tmp_path, run)
+    states = torch.load(folders[-1] / "optimizer.bin")["state"]
+    assert list(states) != sorted(states)
+    assert [told(folder) for folder in folders] == [[], [], []]
+
+
 @pytest.mark.parametrize("kind", ["model.safetensors", "optimizer.bin"])
 def test_a_file_that_was_copied_over_another_is_told(kind: str, tmp_path: Path) -> None:
     _, root, _ = saves(tmp_path, Run())

@@ -132,7 +132,7 @@ def test_a_folder_that_was_copied_over_the_other(
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(last / over), no_dist=True)
 
 
-class Learned(nn.Module):
+class Learned(nn.Module):  # type: ignore[misc]
     """A model whose modules have the names of an optimizer's parts."""
 
     def __init__(self) -> None:
