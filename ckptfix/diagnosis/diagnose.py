@@ -367,7 +367,7 @@ def diagnose(
             if saved.path.suffix == ".pt"
         )
         of_loads = diagnose_loads(
-            [*loads, *adapters_without_config(folder, groups, loads)], trained
+            [*loads, *adapters_without_config(folder, groups, loads)], trained, folder.components
         )
         of_save = diagnose_save(
             folder, sharded, damaged, has_deepspeed=bool(deepspeed), neighbours=neighbours
