@@ -67,6 +67,8 @@ class _Entry(NamedTuple):
         have, expected = self.saved, entry.saved
         if _lacking(have, expected) or _sizes(have) != _sizes(expected):
             return False
+        if self.has_other_numbers(entry):
+            return False
         return not self.is_of_other_variant(entry) and all(
             shape == shape_there
             for name, states in have.states.items()
@@ -74,6 +76,14 @@ class _Entry(NamedTuple):
             if (shape_there := expected.states.get(name, {}).get(state)) is not None
             and shape is not None
         )
+
+    def has_other_numbers(self, entry: "_Entry") -> bool:
+        """Return whether param groups have the numbers of others: torch counts on from group to
+        group, and loads by position.
+        """
+        if self.saved is None or entry.saved is None or self.saved.is_named or entry.saved.is_named:
+            return False
+        return list(map(sorted, self.saved.groups)) != list(map(sorted, entry.saved.groups))
 
     def is_of_other_variant(self, entry: "_Entry") -> bool:
         """Return whether one of two optimizers is AMSGrad and the other is not."""
@@ -144,6 +154,8 @@ class _Entry(NamedTuple):
             return _groups(have), _groups(expected)
         if lacking := _lacking(have, expected):
             return f"param groups without {list_names(lacking)}", "param groups with these options"
+        if self.has_other_numbers(entry):
+            return _numbers(have), _numbers(expected)
         if self.is_of_other_variant(entry):
             kept, left_out = "moments with max_exp_avg_sq", "moments without max_exp_avg_sq"
             return (kept, left_out) if True in _maxima(have) else (left_out, kept)
@@ -203,6 +215,14 @@ def _groups(saved: SavedOptimizer) -> str:
     )
     return (
         f"{count_of(len(sizes), 'param group')} with {count_of(sum(sizes), 'parameter')}{of_each}"
+    )
+
+
+def _numbers(saved: SavedOptimizer) -> str:
+    first = [group[0] for group in saved.groups if group]
+    return (
+        f"param groups that begin with the numbers {', '.join(first[:8])}"
+        f"{', ...' if len(first) > 8 else ''}"
     )
 
 
@@ -487,17 +507,20 @@ def _has_outline(path: AnyPath, component: Component) -> bool:
 
 
 def _is_in_order_of_groups(file: TorchFile) -> bool:
-    """Return whether the states of an optimizer follow one another as its groups list the
-    parameters: then the sizes of its records show to which parameter each belongs.
+    """Return whether param groups count their numbers on from group to group, and states follow one
+    another in this order: then the sizes of records show to which parameter each belongs.
     """
     root = file.tree.root
     if type(root) is not Node:
         return True
-    members = (
+    members = [
         member
         for group in items_of(child(root, "param_groups"))
         for member in items_of(child(group, "params"))
-    )
+    ]
+    numbers = [member for member in members if type(member) is int]
+    if numbers != sorted(numbers):
+        return False
     places = {_key(member): place for place, member in enumerate(members)}
     states = [places.get(_key(key), -1) for key, _ in pairs(child(root, "state"))]
     return states == sorted(states)
@@ -643,11 +666,21 @@ def _misplaced(
             path=entry.path,
             holds=holds,
             expected=f"{wanted}, as in {known_by}",
-            effect=_OF_VARIANT if entry.is_of_other_variant(expected) else effect,
+            effect=_effect(entry, expected, effect),
             remedy="ckptfix repair DIR --keys bare" if is_strippable else "",
         )
 
 
+def _effect(entry: _Entry, expected: _Entry, effect: str) -> str:
+    if entry.is_of_other_variant(expected):
+        return _OF_VARIANT
+    if entry.saved is None or expected.saved is None:
+        return effect
+    is_loaded = _sizes(entry.saved) == _sizes(expected.saved)
+    return _OF_NUMBERS if is_loaded and entry.has_other_numbers(expected) else effect
+
+
+_OF_NUMBERS = "a load gives parameters the moments of others, or the next optimizer step fails"
 _OF_VARIANT = "the load succeeds, and the run goes on with the optimizer of the file"
 """Effect of AMSGrad in a run without it, or the other way round: the load takes over the option."""
 
