@@ -83,7 +83,13 @@ class _Entry(NamedTuple):
         """
         if self.saved is None or entry.saved is None or self.saved.is_named or entry.saved.is_named:
             return False
-        return list(map(sorted, self.saved.groups)) != list(map(sorted, entry.saved.groups))
+        return [*map(frozenset, self.saved.groups)] != [*map(frozenset, entry.saved.groups)]
+
+    def is_reordered(self, entry: "_Entry") -> bool:
+        """Return whether param groups count on in an entry, as torch numbers them, and not here."""
+        if self.saved is None or entry.saved is None or not self.has_other_numbers(entry):
+            return False
+        return _counts_on(entry.saved) and not _counts_on(self.saved)
 
     def is_of_other_variant(self, entry: "_Entry") -> bool:
         """Return whether one of two optimizers is AMSGrad and the other is not."""
@@ -216,6 +222,11 @@ def _groups(saved: SavedOptimizer) -> str:
     return (
         f"{count_of(len(sizes), 'param group')} with {count_of(sum(sizes), 'parameter')}{of_each}"
     )
+
+
+def _counts_on(saved: SavedOptimizer) -> bool:
+    numbers = [int(number) for group in saved.groups for number in sorted(group, key=int)]
+    return numbers == sorted(numbers)
 
 
 def _numbers(saved: SavedOptimizer) -> str:
@@ -648,14 +659,15 @@ def _misplaced(
             if role is Role.MODEL
             else entry.is_shuffled(expected)
         )
-        if len(near) == 1 and (len(own) == 1 or role is Role.OPTIMIZER) and not is_wrapped:
+        is_decided = is_wrapped or entry.is_reordered(expected)
+        if len(near) == 1 and (len(own) == 1 or role is Role.OPTIMIZER) and not is_decided:
             # Either of the two may be the changed one.
             continue
         # No script empties a model and goes on training its parameters.
         is_emptied = role is Role.MODEL and change.has_same_optimizers and not entry.shapes
         is_wrong = (
             is_emptied
-            or is_wrapped
+            or is_decided
             or (len(near) > 1 and (is_between or change.is_excluded or is_other))
         )
         is_strippable = (

@@ -186,11 +186,14 @@ def test_param_groups_in_another_order_are_told(at: int, optimizer: str, tmp_pat
         else "param groups that begin with the numbers 2, 0 (expected param groups that begin with"
     )
     assert f"{optimizer}: it holds {words}" in str(finding)
-    # At an end of the run the script may have changed the sizes.
-    assert finding.severity.value == ("note" if is_refused_by_torch and at != 1 else "warning")
+    assert finding.severity.value == "warning"
     assert is_refused(folder, of_groups)
-    for healthy in tmp_path.glob("checkpoint_*"):
-        assert healthy == folder or not told(healthy)
+    healthy = [path for path in tmp_path.glob("checkpoint_*") if path != folder]
+    assert [told(path) for path in healthy] == [[], []]
+    # torch counts on from group to group: one checkpoint next to it is enough.
+    shutil.rmtree(healthy.pop())
+    assert [severity for severity, _ in told(folder)] == ["warning"]
+    assert told(*healthy) == []
 
 
 def test_numbers_in_the_order_of_the_module_are_healthy_in_every_checkpoint(tmp_path: Path) -> None:
