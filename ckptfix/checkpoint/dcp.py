@@ -225,20 +225,6 @@ def holds_dcp(folder: AnyPath) -> bool:
         return False
 
 
-def dcp_inside(folder: AnyPath) -> str:
-    """Return the name of a folder with a DCP save in a folder without one, "" where there is none.
-
-    ``cp -r optimizer_0 NEW/optimizer_0`` leaves ``optimizer_0/optimizer_0``, if the new one exists.
-    """
-    if holds_dcp(folder):
-        return ""
-    try:
-        names = sorted(names_in(folder))
-    except OSError:
-        return ""
-    return next((name for name in names if holds_dcp(folder / name)), "")
-
-
 def is_empty(folder: AnyPath) -> bool:
     """Return whether a folder is empty, as one whose files were deleted or moved. False when it
     cannot be listed.

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.dcp import DcpFolder, dcp_inside, is_empty, rank_of
+from ckptfix.checkpoint.dcp import DcpFolder, is_empty, rank_of
 from ckptfix.checkpoint.deepspeed_files import LATEST, tag_problem
 from ckptfix.checkpoint.filenames import (
     STEMS_OF_LIBRARIES,
@@ -18,6 +18,7 @@ from ckptfix.checkpoint.filenames import (
     checkpoint_number,
     family_of,
     model_file,
+    parse_deepspeed_folder_name,
     parse_file_name,
     parse_folder_name,
     random_states_name,
@@ -87,11 +88,10 @@ from ckptfix.diagnosis.findings.incomplete import (
 )
 from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 from ckptfix.diagnosis.siblings import under_name_of_trainer
-from ckptfix.diagnosis.target import holds_checkpoint
+from ckptfix.diagnosis.target import holds_checkpoint, save_inside
 from ckptfix.diagnosis.unfinished_copies import interrupted
 from ckptfix.diagnosis.unread_shards import unchecked_shards
 from ckptfix.errors import FormatError
-from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.files import AnyPath, absolute, is_listed, lexists, names_in, walk
@@ -645,7 +645,9 @@ def diagnose_save(
             findings += _lost_configs(folder, neighbours)
         modelless = list(_modelless(folder, states))
         # An empty folder of the only model is told by what it lacks.
-        findings += modelless or ([] if is_saved else _unread_folders(folder))
+        unread = [] if is_saved or modelless else list(_unread_folders(folder))
+        findings += modelless or unread
+        has_deepspeed |= any(parse_deepspeed_folder_name(one.path.name) for one in unread)
         findings += _without_tag(folder)
         gone = list(listed(folder, manifest))
         findings += gone
@@ -741,23 +743,23 @@ def _modelless(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterato
 
 
 def _unread_folders(folder: CheckpointFolder) -> Iterator[UnreadFolder]:
-    """Yield the folders by the name of a DCP save that are empty, or hold the save one level too
+    """Yield the folders by the name of a sharded save that are empty, or hold the save one level too
     deep.
 
     A repair leaves the folder of a duplicate empty. Its number is never 0: the checkpoints next to
     it show whether any other is lost.
     """
     for path in folder.subfolders:
-        name = parse_folder_name(path.name)
+        name = parse_folder_name(path.name) or parse_deepspeed_folder_name(path.name)
         if name is None:
             continue
-        inner = dcp_inside(folder.root / path)
+        inner = save_inside(folder.root / path)
         if inner or (name.index == 0 and is_empty(folder.root / path)):
-            deeper = f"the files of the save are one level too deep, in {path / inner}"
+            deeper = f"its files are one level too deep, in {path / inner}"
             yield UnreadFolder(
                 path=path,
-                missing=(str(path / METADATA_NAME),),
-                known_by=deeper if inner else "the folder is empty",
+                missing=(str(path),),
+                known_by=deeper if inner else "it is empty",
                 inner=str(path / inner) if inner else "",
             )
 

@@ -25,6 +25,7 @@ from tests.repairs.dcp_folders import copy
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
+DEEPSPEED = Path(__file__).parents[2] / "fixtures" / "deepspeed-0.18.2"
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 
 Kind = Callable[[Any], torch.optim.Optimizer]
@@ -168,8 +169,8 @@ def test_a_folder_one_level_too_deep(tmp_path: Path, name: str) -> None:
     (last / "t").rename(last / name / name)
     assert told(last) == [
         (
-            f"incomplete-checkpoint: {name}/.metadata is missing: the files of the save are one "
-            f"level too deep, in {name}/{name}"
+            f"incomplete-checkpoint: {name} holds no save: its files are one level too deep, in "
+            f"{name}/{name}"
         )
     ]
     assert resumed(tmp_path) == "checkpoint_1"
@@ -181,7 +182,7 @@ def test_a_folder_one_level_too_deep(tmp_path: Path, name: str) -> None:
     [
         (
             OPTIMIZER,
-            f"incomplete-checkpoint: {OPTIMIZER}/.metadata is missing: the folder is empty",
+            f"incomplete-checkpoint: {OPTIMIZER} holds no save: it is empty",
         ),
         (
             MODEL,
@@ -199,6 +200,25 @@ def test_an_empty_folder(tmp_path: Path, name: str, words: str) -> None:
     assert told(last) == [words]
     assert not any(said.startswith(OPTIMIZER) for said in check(last).not_checked)
     assert resumed(tmp_path) == "checkpoint_1"
+
+
+@pytest.mark.parametrize("is_deeper", [False, True])
+@pytest.mark.parametrize("name", ["accelerate-zero2", "accelerate-zero3"])
+def test_a_folder_of_deepspeed(name: str, is_deeper: bool, tmp_path: Path) -> None:
+    for number in range(2):
+        shutil.copytree(DEEPSPEED / name / "checkpoint", tmp_path / f"checkpoint_{number}")
+    last = tmp_path / "checkpoint_1"
+    assert told(last) == []
+    (last / "pytorch_model").rename(last / "t")
+    (last / "pytorch_model").mkdir()
+    (last / "t").rename(last / "pytorch_model" / "pytorch_model")
+    words = "its files are one level too deep, in pytorch_model/pytorch_model"
+    if not is_deeper:
+        shutil.rmtree(last / "pytorch_model" / "pytorch_model")
+        words = "it is empty"
+    assert told(last) == [f"incomplete-checkpoint: pytorch_model holds no save: {words}"]
+    assert resumed(tmp_path) == "checkpoint_0"
+    assert list(find_checkpoints(tmp_path)) == [tmp_path / "checkpoint_0", last]
 
 
 def test_an_empty_folder_of_a_later_number(tmp_path: Path) -> None:

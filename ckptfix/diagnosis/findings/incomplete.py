@@ -233,11 +233,11 @@ class UnreadFolder(IncompleteCheckpoint, frozen=True, kw_only=True):
 
     @property
     def resume(self) -> Resume:
-        """It fails: torch looks for ``.metadata`` in the folder itself."""
+        """It fails: torch and DeepSpeed look into the folder itself."""
         return Resume.FAILS
 
     def __str__(self) -> str:
-        return f"{self.missing[0]} is missing: {self.known_by}"
+        return f"{self.path} holds no save: {self.known_by}"
 
     @property
     def advice(self) -> str:
