@@ -647,7 +647,7 @@ def diagnose_save(
         # An empty folder of the only model is told by what it lacks.
         unread = [] if is_saved or modelless else list(_unread_folders(folder))
         findings += modelless or unread
-        has_deepspeed |= any(parse_deepspeed_folder_name(one.path.name) for one in unread)
+        has_deepspeed |= any(parse_deepspeed_folder_name(finding.path.name) for finding in unread)
         findings += _without_tag(folder)
         gone = list(listed(folder, manifest))
         findings += gone

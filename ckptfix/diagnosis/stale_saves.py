@@ -346,10 +346,10 @@ def _owner(
                 points.append((counters[name], counters[moved]))
     if not points:
         return {begin: _Owner.EARLIER, end: _Owner.LATER}.get(step)
-    (step_there, value), *others = points
+    (step_there, value), *more = points
     slope = value / step_there
-    if others and others[0][0] != step_there:
-        slope = (others[0][1] - value) / (others[0][0] - step_there)
+    if more and more[0][0] != step_there:
+        slope = (more[0][1] - value) / (more[0][0] - step_there)
     expected = value + (step - step_there) * slope
     tolerance = (end - begin) / 4
     if expected <= begin + tolerance:

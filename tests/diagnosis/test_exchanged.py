@@ -156,7 +156,7 @@ def test_moments_under_the_numbers_of_others_are_told(
     saved["state"] = dict(sorted(states.items())) if is_sorted else states
     torch.save(saved, folder / "optimizer.bin")
     assert is_refused(folder)
-    (finding,) = (one for one in check(folder).findings if one.path.name == "optimizer.bin")
+    (finding,) = (each for each in check(folder).findings if each.path.name == "optimizer.bin")
     assert finding.code == "wrong-state"
     assert "moments of other shapes for 5 parameters" in str(finding)
     for healthy in tmp_path.glob("checkpoint_*"):
@@ -206,7 +206,7 @@ def test_numbers_in_the_order_of_the_module_are_healthy_in_every_checkpoint(tmp_
             places = {number: place for place, number in enumerate(numbers[1] + numbers[0])}
             for group in saved["param_groups"]:
                 group["params"] = [places[number] for number in group["params"]]
-            saved["state"] = {places[number]: one for number, one in saved["state"].items()}
+            saved["state"] = {places[key]: states for key, states in saved["state"].items()}
             torch.save(saved, folder / optimizer)
     assert [told(folder) for folder in folders] == [[], [], []]
 

@@ -123,7 +123,7 @@ def test_a_folder_that_was_copied_over_the_other(
     last = run(tmp_path, **how)[-1]
     shutil.rmtree(last / over)
     shutil.copytree(last / by, last / over)
-    words = [one for one in told(last) if one.startswith("wrong-state")]
+    words = [said for said in told(last) if said.startswith("wrong-state")]
     assert len(words) == 1
     assert words[0].startswith(f"wrong-state: {over}: it holds ")
     assert resumed(tmp_path) == "checkpoint_1"
@@ -158,7 +158,9 @@ def test_folders_of_other_tools_and_odd_names_are_healthy(tmp_path: Path) -> Non
     }
     for name, content in states.items():
         save(tmp_path / name, content)
-        assert "wrong-state" not in {one.code for one in check(tmp_path / name).findings}, name
+        assert "wrong-state" not in {finding.code for finding in check(tmp_path / name).findings}, (
+            name
+        )
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
@@ -256,4 +258,4 @@ def test_a_rank_that_wrote_shards_and_has_no_random_states(tmp_path: Path) -> No
     # On a node with a disk of its own there are neither.
     for name in (MODEL, OPTIMIZER):
         (root / name / "__1_0.distcp").unlink()
-    assert not any(one.startswith("incomplete-checkpoint") for one in told(root))
+    assert not any(said.startswith("incomplete-checkpoint") for said in told(root))
