@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from msgspec import Struct, convert
 from msgspec.structs import replace
 
+from ckptfix.checkpoint.dcp import is_empty
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
 from ckptfix.checkpoint.entries import group_files
 from ckptfix.checkpoint.filenames import (
@@ -417,7 +418,11 @@ def _damage(
     for name in names:
         if parse_file_name(name) is not None and (checkpoint / name).stat().st_size == 0:
             return f"{name} is empty"
-        if parse_folder_name(name) is not None and not (checkpoint / name / METADATA_NAME).exists():
+        parsed = parse_folder_name(name)
+        if parsed is None or (checkpoint / name / METADATA_NAME).exists():
+            continue
+        # A repair leaves the folder of a duplicate empty.
+        if parsed.index == 0 or not is_empty(checkpoint / name):
             return f"{name} has no {METADATA_NAME}, which is written last"
     folder = scan() if scan is not None else scan_folder(checkpoint, wanted=_is_loaded_whole)
     folder = replace(

@@ -236,10 +236,16 @@ def is_repaired(folder: AnyPath) -> bool:
 
 
 def taken_by_repairs(folder: AnyPath) -> frozenset[str] | None:
-    """Return the names that repairs since the save took away; None where a journal cannot be read,
-    as that of another user. Raises OSError.
+    """Return the files that repairs since the save took away, and the folders that lost their
+    metadata to one; None where a journal cannot be read, as that of another user. Raises OSError.
     """
-    return _names_of(_repairs(folder))[1]
+    taken = _names_of(_repairs(folder))[1]
+    if not taken:
+        return taken
+    from ckptfix.formats.dcp_metadata import METADATA_NAME
+
+    paths = map(PurePosixPath, taken)
+    return taken | {str(path.parent) for path in paths if path.name == METADATA_NAME}
 
 
 def unexplained(

@@ -390,9 +390,17 @@ class Neighbours:
         """Return the folder before the checkpoint, whatever it holds; None where the numbers may be
         of other runs.
         """
+        return self._next_to(is_before=True)
+
+    def after(self) -> Neighbour | None:
+        """Return the folder after the checkpoint in the same way."""
+        return self._next_to(is_before=False)
+
+    def _next_to(self, *, is_before: bool) -> Neighbour | None:
         run = self.siblings.run_of(self.home)
-        before, _ = self._sides(run.listed)
-        nearest = Neighbour(run, run.listed[before[-1]][1], is_before=True) if before else None
+        before, after = self._sides(run.listed)
+        places = before[-1:] if is_before else after[:1]
+        nearest = next((Neighbour(run, run.listed[place][1], is_before) for place in places), None)
         return nearest if nearest is not None and nearest.is_of_same_run else None
 
     def folders(self) -> list[Neighbour]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.dcp import DcpFolder
+from ckptfix.checkpoint.dcp import DcpFolder, is_empty, rank_of
 from ckptfix.checkpoint.deepspeed_files import LATEST, tag_problem
 from ckptfix.checkpoint.filenames import (
     STEMS_OF_LIBRARIES,
@@ -18,6 +18,7 @@ from ckptfix.checkpoint.filenames import (
     checkpoint_number,
     family_of,
     model_file,
+    parse_deepspeed_folder_name,
     parse_file_name,
     parse_folder_name,
     random_states_name,
@@ -83,11 +84,12 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingFile,
     MissingModel,
     Salvaged,
+    UnreadFolder,
     UnreadTag,
 )
 from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 from ckptfix.diagnosis.siblings import under_name_of_trainer
-from ckptfix.diagnosis.target import holds_checkpoint
+from ckptfix.diagnosis.target import holds_checkpoint, save_inside
 from ckptfix.diagnosis.unfinished_copies import interrupted
 from ckptfix.diagnosis.unread_shards import unchecked_shards
 from ckptfix.errors import FormatError
@@ -110,6 +112,7 @@ _FOREIGN = (CONFIG, ADAPTER, PIPELINE, TRAINER_STATE)
 
 def incomplete(
     folder: CheckpointFolder,
+    states: Iterable[DcpFolder],
     manifest: Manifest | None,
     hidden: Sequence[HiddenFile],
     *,
@@ -124,18 +127,19 @@ def incomplete(
     out.
     """
     parts = parts_of(_paths(folder))
-    states = (component.name for component in folder.components if component.name.is_of_save_state)
-    ranks = {name.rank for name in states if name.rank is not None}
+    names = (component.name for component in folder.components if component.name.is_of_save_state)
+    ranks = {name.rank for name in names if name.rank is not None}
     roles = {role for role, _ in parts}
     rest = roles & {Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER}
     if ranks and (rest or 0 in ranks):
-        missing = [rank for rank in range(max(ranks)) if rank not in ranks]
+        shown_by = _writers(states) | {rank: random_states_name(rank) for rank in ranks}
+        missing = [rank for rank in range(max(shown_by) + 1) if rank not in ranks]
         if missing:
-            names = tuple(random_states_name(rank) for rank in missing)
-            there = random_states_name(max(ranks))
+            lost_states = tuple(random_states_name(rank) for rank in missing)
+            there = shown_by[max(shown_by)]
             yield IncompleteCheckpoint(
-                path=PurePosixPath(names[0]),
-                missing=names,
+                path=PurePosixPath(lost_states[0]),
+                missing=lost_states,
                 known_by=f"{there} is there",
                 by_rank=True,
             )
@@ -159,6 +163,16 @@ def incomplete(
         not ranks
     ):  # random states of Accelerate: save_state wrote the folder, whatever else a script put there
         yield from _incomplete_of_trainer(folder, hidden, has_deepspeed=has_deepspeed)
+
+
+def _writers(states: Iterable[DcpFolder]) -> dict[int, str]:
+    """Return the ranks that wrote a part of a DCP save which is there, each with a file of it."""
+    return {
+        rank: str(path)
+        for state in states
+        for path in state.named
+        if path in state.files and (rank := rank_of(path)) is not None
+    }
 
 
 _DEFAULTS = "from_pretrained takes default settings for generation without an error"
@@ -630,7 +644,11 @@ def diagnose_save(
         if not is_saved:  # a save's manifest says what the sub-folders held
             findings += _lost_models(folder)
             findings += _lost_configs(folder, neighbours)
-        findings += _modelless(folder, states)
+        modelless = list(_modelless(folder, states))
+        # An empty folder of the only model is told by what it lacks.
+        unread = [] if is_saved or modelless else list(_unread_folders(folder))
+        findings += modelless or unread
+        has_deepspeed |= any(parse_deepspeed_folder_name(finding.path.name) for finding in unread)
         findings += _without_tag(folder)
         gone = list(listed(folder, manifest))
         findings += gone
@@ -638,7 +656,7 @@ def diagnose_save(
             unchecked += unchecked_shards(folder)
         if not (is_saved or gone):  # a manifest says what belongs here
             hidden = tuple(hidden_files(folder, neighbours))
-            findings += incomplete(folder, manifest, hidden, has_deepspeed=has_deepspeed)
+            findings += incomplete(folder, states, manifest, hidden, has_deepspeed=has_deepspeed)
             findings += _misnamed(folder, hidden)
             findings += _only_for_fsdp(folder)
             unchecked += (
@@ -723,6 +741,28 @@ def _modelless(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterato
     names = [path.name for path in (*_paths(folder), *folder.strays)]
     if optimizer is not None and not holds_weights(folder.root, names):
         yield MissingModel(path=optimizer)
+
+
+def _unread_folders(folder: CheckpointFolder) -> Iterator[UnreadFolder]:
+    """Yield the folders by the name of a sharded save that are empty, or hold the save one level too
+    deep.
+
+    A repair leaves the folder of a duplicate empty. Its number is never 0: the checkpoints next to
+    it show whether any other is lost.
+    """
+    for path in folder.subfolders:
+        name = parse_folder_name(path.name) or parse_deepspeed_folder_name(path.name)
+        if name is None:
+            continue
+        inner = save_inside(folder.root / path)
+        if inner or (name.index == 0 and is_empty(folder.root / path)):
+            deeper = f"its files are one level too deep, in {path / inner}"
+            yield UnreadFolder(
+                path=path,
+                missing=(str(path),),
+                known_by=deeper if inner else "it is empty",
+                inner=str(path / inner) if inner else "",
+            )
 
 
 def _lost_models(folder: CheckpointFolder) -> Iterator[MissingModel]:

@@ -91,6 +91,7 @@ from ckptfix.diagnosis.wrong_states import (
     diagnose_lora,
     diagnose_meta_tensors,
     diagnose_renamed,
+    diagnose_wrong_folders,
     diagnose_wrong_states,
     unchecked_weights,
 )
@@ -306,6 +307,7 @@ def diagnose(
                 folder.root, sharded, data=data, progress=progress, executor=executor
             )
             findings += of_items
+            findings += diagnose_wrong_folders(folder.root, sharded)
         findings += diagnose_wrong_states(folder)
         renamed = list(diagnose_renamed(folder, _paths(findings, _OF_CONTENT)))
         findings += renamed
@@ -381,7 +383,7 @@ def diagnose(
             if saved.path.suffix == ".pt"
         )
         of_loads = diagnose_loads(
-            [*loads, *adapters_without_config(folder, groups, loads)], trained
+            [*loads, *adapters_without_config(folder, groups, loads)], trained, folder.components
         )
         of_save = diagnose_save(
             folder, sharded, damaged, has_deepspeed=bool(deepspeed), neighbours=neighbours
@@ -524,6 +526,7 @@ def _not_checked(
     data: bool,
 ) -> tuple[str, ...]:
     checked = {state.path for state in sharded} | {state.path for state in deepspeed}
+    checked |= {finding.path for finding in findings}
     words = [
         f"{path}/ ({kind}): {_why_not(folder.root / path, kind)}"
         for path, kind in folder.subfolders.items()

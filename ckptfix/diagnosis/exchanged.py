@@ -31,7 +31,7 @@ from ckptfix.diagnosis.findings.misplaced import (
 from ckptfix.diagnosis.optimizer_kinds import MOMENTS
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
 from ckptfix.errors import CkptfixError, FormatError
-from ckptfix.formats.pickle_tree import text_keys
+from ckptfix.formats.pickle_tree import Node, Text, child, items_of, pairs, text_keys
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
@@ -67,6 +67,8 @@ class _Entry(NamedTuple):
         have, expected = self.saved, entry.saved
         if _lacking(have, expected) or _sizes(have) != _sizes(expected):
             return False
+        if self.has_other_numbers(entry):
+            return False
         return not self.is_of_other_variant(entry) and all(
             shape == shape_there
             for name, states in have.states.items()
@@ -74,6 +76,20 @@ class _Entry(NamedTuple):
             if (shape_there := expected.states.get(name, {}).get(state)) is not None
             and shape is not None
         )
+
+    def has_other_numbers(self, entry: "_Entry") -> bool:
+        """Return whether param groups have the numbers of others: torch counts on from group to
+        group, and loads by position.
+        """
+        if self.saved is None or entry.saved is None or self.saved.is_named or entry.saved.is_named:
+            return False
+        return [*map(frozenset, self.saved.groups)] != [*map(frozenset, entry.saved.groups)]
+
+    def is_reordered(self, entry: "_Entry") -> bool:
+        """Return whether param groups count on in an entry, as torch numbers them, and not here."""
+        if self.saved is None or entry.saved is None or not self.has_other_numbers(entry):
+            return False
+        return _counts_on(entry.saved) and not _counts_on(self.saved)
 
     def is_of_other_variant(self, entry: "_Entry") -> bool:
         """Return whether one of two optimizers is AMSGrad and the other is not."""
@@ -144,6 +160,8 @@ class _Entry(NamedTuple):
             return _groups(have), _groups(expected)
         if lacking := _lacking(have, expected):
             return f"param groups without {list_names(lacking)}", "param groups with these options"
+        if self.has_other_numbers(entry):
+            return _numbers(have), _numbers(expected)
         if self.is_of_other_variant(entry):
             kept, left_out = "moments with max_exp_avg_sq", "moments without max_exp_avg_sq"
             return (kept, left_out) if True in _maxima(have) else (left_out, kept)
@@ -203,6 +221,19 @@ def _groups(saved: SavedOptimizer) -> str:
     )
     return (
         f"{count_of(len(sizes), 'param group')} with {count_of(sum(sizes), 'parameter')}{of_each}"
+    )
+
+
+def _counts_on(saved: SavedOptimizer) -> bool:
+    numbers = [int(number) for group in saved.groups for number in sorted(group, key=int)]
+    return numbers == sorted(numbers)
+
+
+def _numbers(saved: SavedOptimizer) -> str:
+    first = [group[0] for group in saved.groups if group]
+    return (
+        f"param groups that begin with the numbers {', '.join(first[:8])}"
+        f"{', ...' if len(first) > 8 else ''}"
     )
 
 
@@ -480,9 +511,34 @@ def _has_outline(path: AnyPath, component: Component) -> bool:
         directory = reader.read(end.directory_offset, end.directory_size)
     records = list(read_entries(directory, end.entries))
     own = content.container
-    if component.role is Role.MODEL and own.pickle.crc not in (record.crc for record in records):
+    is_same_pickle = own.pickle.crc in (record.crc for record in records)
+    if not is_same_pickle and (component.role is Role.MODEL or not _is_in_order_of_groups(content)):
         return False
     return _record_sizes(records) == _record_sizes(own.records)
+
+
+def _is_in_order_of_groups(file: TorchFile) -> bool:
+    """Return whether param groups count their numbers on from group to group, and states follow one
+    another in this order: then the sizes of records show to which parameter each belongs.
+    """
+    root = file.tree.root
+    if type(root) is not Node:
+        return True
+    members = [
+        member
+        for group in items_of(child(root, "param_groups"))
+        for member in items_of(child(group, "params"))
+    ]
+    numbers = [member for member in members if type(member) is int]
+    if numbers != sorted(numbers):
+        return False
+    places = {_key(member): place for place, member in enumerate(members)}
+    states = [places.get(_key(key), -1) for key, _ in pairs(child(root, "state"))]
+    return states == sorted(states)
+
+
+def _key(value: object) -> object:
+    return value.value if isinstance(value, Text) else value if type(value) is int else None
 
 
 def _record_sizes(records: Sequence[ZipRecord]) -> list[tuple[str, int]]:
@@ -603,14 +659,15 @@ def _misplaced(
             if role is Role.MODEL
             else entry.is_shuffled(expected)
         )
-        if len(near) == 1 and (len(own) == 1 or role is Role.OPTIMIZER) and not is_wrapped:
+        is_decided = is_wrapped or entry.is_reordered(expected)
+        if len(near) == 1 and (len(own) == 1 or role is Role.OPTIMIZER) and not is_decided:
             # Either of the two may be the changed one.
             continue
         # No script empties a model and goes on training its parameters.
         is_emptied = role is Role.MODEL and change.has_same_optimizers and not entry.shapes
         is_wrong = (
             is_emptied
-            or is_wrapped
+            or is_decided
             or (len(near) > 1 and (is_between or change.is_excluded or is_other))
         )
         is_strippable = (
@@ -621,11 +678,21 @@ def _misplaced(
             path=entry.path,
             holds=holds,
             expected=f"{wanted}, as in {known_by}",
-            effect=_OF_VARIANT if entry.is_of_other_variant(expected) else effect,
+            effect=_effect(entry, expected, effect),
             remedy="ckptfix repair DIR --keys bare" if is_strippable else "",
         )
 
 
+def _effect(entry: _Entry, expected: _Entry, effect: str) -> str:
+    if entry.is_of_other_variant(expected):
+        return _OF_VARIANT
+    if entry.saved is None or expected.saved is None:
+        return effect
+    is_loaded = _sizes(entry.saved) == _sizes(expected.saved)
+    return _OF_NUMBERS if is_loaded and entry.has_other_numbers(expected) else effect
+
+
+_OF_NUMBERS = "a load gives parameters the moments of others, or the next optimizer step fails"
 _OF_VARIANT = "the load succeeds, and the run goes on with the optimizer of the file"
 """Effect of AMSGrad in a run without it, or the other way round: the load takes over the option."""
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 
+from ckptfix.checkpoint.dcp import is_empty
 from ckptfix.checkpoint.filenames import (
     LORA,
     TRAINER_STATE,
@@ -11,6 +12,7 @@ from ckptfix.checkpoint.filenames import (
     Role,
     name_of_trainer,
     parse_deepspeed_folder_name,
+    parse_folder_name,
     weights_names,
 )
 from ckptfix.checkpoint.manifest import taken_by_repairs, usable_manifest
@@ -58,7 +60,11 @@ def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) ->
     # Its duplicates are gone on purpose: they would count as missing as long as its neighbours have
     # theirs.
     dropped = taken_by_repairs(folder)
-    names = _names(folder)
+    names = [
+        path
+        for path in _names(folder)
+        if parse_folder_name(path.name) is None or not is_empty(folder / path)
+    ]
     own = parts_of(names, NEXT_TO)
     # A run that changed to DeepSpeed has its model and optimizer in one folder.
     for path in names:

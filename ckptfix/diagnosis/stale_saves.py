@@ -15,7 +15,8 @@ have moments of zeros, and stay unchanged.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from enum import Enum
 from functools import partial
 from math import nan
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.load_inputs import SAMPLED
-from ckptfix.checkpoint.neighbours import Neighbour, Neighbours
+from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.samples import (
     Piece,
     are_equal,
@@ -43,6 +44,7 @@ from ckptfix.diagnosis.findings.stale import (
     CopiedSave,
     DoubtfulSave,
     DoubtfulShard,
+    LaterState,
     OldShard,
     StaleSave,
 )
@@ -68,12 +70,19 @@ def diagnose_stale_saves(
     ``data``: compare every byte where all samples are equal. An earlier checkpoint that cannot be
     read shows nothing: a run may delete it.
     """
-    before = neighbours.before()
-    if folder.only is not None or before is None:
+    before, after = neighbours.before(), neighbours.after()
+    if folder.only is not None or (before is None and after is None):
         return
     with suppress(CkptfixError, OSError):
         weights, optimizers = weights_in(folder, sharded), optimizers_in(folder, sharded)
-        if not (weights or optimizers):
+        if after is not None and optimizers:
+            with after.opened() as root:
+                if _are_equal(folder.root, root, optimizers, data=data):
+                    same = bool(weights) and _are_equal(folder.root, root, weights or (), data=data)
+                    yield from _of_later(
+                        folder, sharded, root, neighbours, optimizers, same_weights=same, data=data
+                    )
+        if before is None or not (weights or optimizers):
             return
         with before.opened() as root:
             same_weights, same_optimizers = (
@@ -81,7 +90,14 @@ def diagnose_stale_saves(
                 for pieces in (weights or (), optimizers or ())
             )
             judge = partial(
-                _judged, folder, sharded, root, before, weights or (), optimizers or (), data=data
+                _judged,
+                folder,
+                sharded,
+                root,
+                neighbours,
+                weights or (),
+                optimizers or (),
+                data=data,
             )
             if same_weights or same_optimizers:
                 yield from judge(same_weights=same_weights, same_optimizers=same_optimizers)
@@ -172,7 +188,7 @@ def _judged(
     folder: CheckpointFolder,
     sharded: Sequence[DcpFolder],
     root: AnyPath,
-    before: Neighbour,
+    neighbours: Neighbours,
     weights: Sequence[Piece],
     optimizers: Sequence[Piece],
     *,
@@ -186,25 +202,15 @@ def _judged(
 
     ``root``: the folder of the earlier checkpoint.
     """
+    before = neighbours.before()
+    assert before is not None
     earlier = before.scan(*_READ, root=root)
     now, then = _progress_of(folder, sharded), _progress_of(earlier, scan_dcp_folders(earlier))
     is_sampled = not data and store_of(root) is None
     known = [name for name in now.counters if name in then.counters]
-    # A script may move its schedule after each epoch, and save again: where nothing else is new, a
-    # schedule shows a step if it moves with each.
     may_be_same = not shards and (same_weights or not weights)
-    own = [then.counters[name] for name in then.counters if name.startswith(_OWN_STEP)]
-    moved = next(
-        (
-            name
-            for name in known
-            if now.counters[name] > then.counters[name]
-            and not (
-                may_be_same and name.startswith(_MOVES) and then.counters[name] < max(own or [0])
-            )
-        ),
-        "",
-    )
+    own = then.own_steps
+    moved = now.moved_since(then, may_be_same=may_be_same)
     words = ("weights",) * same_weights + ("optimizer state",) * same_optimizers
     path, state = (weights if same_weights else optimizers)[0].path, " and ".join(words)
     if not moved and not shards:
@@ -243,8 +249,16 @@ def _judged(
         and (same_optimizers or must_change(rate, dtypes_in(folder, sharded)))
         and (bool(own) or not may_be_same or not moved.startswith(_MOVES))
     )
+    owner = (
+        _owner(now, then, moved, neighbours, (before.name, neighbours.home.name))
+        if same_optimizers
+        else None
+    )
+    if owner is _Owner.LATER:
+        return
     finding = (StaleSave if is_sure else DoubtfulSave)(
         path=path,
+        is_undecided=owner is None,
         save=before.name,
         state=state,
         counter=moved,
@@ -260,6 +274,87 @@ def _judged(
     for shard in shards:
         if _is_trained(shard, folder, saved, root, of_earlier):
             yield as_kind(OldShard if is_sure else DoubtfulShard, replace(finding, path=shard.path))
+
+
+def _of_later(
+    folder: CheckpointFolder,
+    sharded: Sequence[DcpFolder],
+    root: AnyPath,
+    neighbours: Neighbours,
+    optimizers: Sequence[Piece],
+    *,
+    same_weights: bool,
+    data: bool,
+) -> Iterator[LaterState]:
+    """Yield that the optimizers of a checkpoint are those of the one after it, in ``root``, by
+    their step.
+    """
+    after = neighbours.after()
+    assert after is not None
+    later = after.scan(*_READ, root=root)
+    now, then = _progress_of(later, scan_dcp_folders(later)), _progress_of(folder, sharded)
+    moved = now.moved_since(then, may_be_same=same_weights)
+    pair = (neighbours.home.name, after.name)
+    if moved and _owner(now, then, moved, neighbours, pair) is _Owner.LATER:
+        yield LaterState(
+            path=optimizers[0].path,
+            save=after.name,
+            state="optimizer state",
+            counter=moved,
+            begin=then.counters[moved],
+            end=now.counters[moved],
+            step=next(iter(then.own_steps)),
+            sampled=not data and store_of(root) is None,
+        )
+
+
+class _Owner(Enum):
+    """The one of two checkpoints with equal optimizers to which these belong."""
+
+    EARLIER = "earlier"
+    LATER = "later"
+
+
+def _owner(
+    now: "_Progress",
+    then: "_Progress",
+    moved: str,
+    neighbours: Neighbours,
+    pair: tuple[str, str],
+) -> _Owner | None:
+    """Return which of two checkpoints with equal optimizers these belong to, None where nothing
+    decides.
+
+    Their step fits one value of the counter that moved: by the saves on either side, of which
+    ``pair`` are none, or without any where it is equal to one of the two values.
+    """
+    names = [name for name in then.counters if name.startswith(_OWN_STEP)]
+    name = next((name for name in names if now.counters.get(name) == then.counters[name]), "")
+    if not name:
+        return None
+    step, begin, end = then.counters[name], then.counters[moved], now.counters[moved]
+    points: list[tuple[float, float]] = []
+    before, after = neighbours.saves()
+    for side in (before, after):
+        near = next((save for save in side if save.name not in pair), None)
+        with suppress(CkptfixError, OSError), near.opened() if near else nullcontext() as root:
+            if near is None or root is None:
+                continue
+            there = near.scan(*_READ, root=root)
+            counters = _progress_of(there, scan_dcp_folders(there)).counters
+            if counters.get(moved) and counters.get(name, step) != step:
+                points.append((counters[name], counters[moved]))
+    if not points:
+        return {begin: _Owner.EARLIER, end: _Owner.LATER}.get(step)
+    (step_there, value), *more = points
+    slope = value / step_there
+    if more and more[0][0] != step_there:
+        slope = (more[0][1] - value) / (more[0][0] - step_there)
+    expected = value + (step - step_there) * slope
+    tolerance = (end - begin) / 4
+    if expected <= begin + tolerance:
+        return _Owner.EARLIER
+    return _Owner.LATER if expected >= end - tolerance else None
 
 
 _OWN_STEP = "step in "
@@ -282,6 +377,32 @@ class _Progress(NamedTuple):
     scale: float | None
     backoff: float
     is_without_states: bool
+
+    @property
+    def own_steps(self) -> list[float]:
+        """The steps that the optimizers count."""
+        return [self.counters[name] for name in self.counters if name.startswith(_OWN_STEP)]
+
+    def moved_since(self, then: "_Progress", *, may_be_same: bool) -> str:
+        """Return the first counter that moved since then, "" where none did.
+
+        ``may_be_same``: nothing else is new. A script may move its schedule after each epoch, and
+        save again: so a schedule shows a step if it moves with each.
+        """
+        return next(
+            (
+                name
+                for name, value in self.counters.items()
+                if name in then.counters
+                and value > then.counters[name]
+                and not (
+                    may_be_same
+                    and name.startswith(_MOVES)
+                    and then.counters[name] < max(then.own_steps or [0])
+                )
+            ),
+            "",
+        )
 
     def may_have_skipped(self, steps: float, then: "_Progress") -> bool:
         """Return whether fp16 may have skipped all of these steps since then: each skipped one

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ckptfix.checkpoint.completion_markers import missing_marker
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
-from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders
+from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders, is_deepspeed_file
 from ckptfix.checkpoint.downloads import half_downloads, may_be_download
 from ckptfix.checkpoint.filenames import (
     describe_folder_name,
@@ -41,6 +41,7 @@ from ckptfix.storage.files import (
     exists,
     is_of_listing,
     is_symlink,
+    names_in,
     store_of,
     walk,
 )
@@ -195,6 +196,29 @@ def nested_checkpoint(folder: CheckpointFolder) -> AnyPath | None:
     return inner if holds_files(inner) else None
 
 
+def save_inside(folder: AnyPath) -> str:
+    """Return the name of a folder with a sharded save in a folder without one, "" where there is
+    none.
+
+    ``cp -r optimizer_0 NEW/optimizer_0`` leaves ``optimizer_0/optimizer_0``, if the new one exists.
+    """
+    names = _names(folder)
+    if any(map(_is_sharded, names)):
+        return ""
+    return next((name for name in names if any(map(_is_sharded, _names(folder / name)))), "")
+
+
+def _names(folder: AnyPath) -> list[str]:
+    try:
+        return sorted(names_in(folder))
+    except OSError:
+        return []
+
+
+def _is_sharded(name: str) -> bool:
+    return belongs(name) or is_deepspeed_file(name)
+
+
 def _listed(root: AnyPath) -> int:
     """Return the number of files in the manifest of a folder, 0 without a valid one."""
     try:
@@ -241,7 +265,8 @@ def find_checkpoints(path: Openable) -> Iterator[AnyPath]:
         sharded = {
             name
             for name in folders
-            if parse_folder_name(name) is not None and holds_dcp(here / name)
+            if (parse_folder_name(name) is not None and holds_dcp(here / name))
+            or (describe_folder_name(name) is not None and save_inside(here / name))
         }
         below = deepspeed_below(here, [PurePosixPath(name) for name in folders])
         sharded.update(str(where) for _, where in below if where.parts)

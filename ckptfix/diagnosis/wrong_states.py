@@ -2,12 +2,20 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import PurePosixPath
 
+from ckptfix.checkpoint.dcp import DcpFolder, flattened_optimizers, optimizers_in
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
-from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, Role, parse_file_name
+from ckptfix.checkpoint.filenames import (
+    LORA,
+    TRAINER_STATE,
+    FolderName,
+    Role,
+    parse_file_name,
+    parse_folder_name,
+)
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
 from ckptfix.checkpoint.placeholders import files_with_placeholders, remedy_for_placeholders
@@ -31,11 +39,14 @@ from ckptfix.diagnosis.findings.misplaced import (
     WrongState,
 )
 from ckptfix.errors import FormatError
+from ckptfix.formats.dcp_metadata import METADATA_NAME, MODEL_KEY
+from ckptfix.formats.dcp_rewrite import paths_of
 from ckptfix.formats.pickle_tree import Text, is_dict_like, pairs, text_keys
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import is_tensor
 from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.files import AnyPath, absolute
 from ckptfix.wording import list_names
 
 _EFFECTS = {
@@ -172,6 +183,55 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
             remedy=remedy_for_placeholders(folder) if path in placeholders else problem.remedy,
         )
 
+
+def diagnose_wrong_folders(root: AnyPath, states: Iterable[DcpFolder]) -> Iterator[WrongState]:
+    """Yield the DCP folders under a name of accelerate that plainly hold the state of the other
+    role.
+
+    Accelerate saves ``{"model": ...}`` and ``{"optimizer": ...}``, and loads only these keys
+    (``utils/fsdp_utils.py``, 1.0 to 1.15). Other tools use the names with other keys, and may save
+    both states in a folder.
+    """
+    names: dict[PurePosixPath, FolderName] = {}
+    wrong: dict[PurePosixPath, Content] = {}
+    for state in states:
+        name = state.name or (None if state.path.parts else parse_folder_name(absolute(root).name))
+        if name is None or state.metadata is None:
+            continue
+        names[state.path] = name
+        # So are the most: of them no path is looked at.
+        if (name.role is Role.MODEL) is (state.model is not None):
+            continue
+        paths = set(paths_of(state.metadata).values())
+        optimizers = {*optimizers_in(paths), *flattened_optimizers(paths)}
+        if name.role is Role.OPTIMIZER:
+            if not optimizers and all(path[:1] == (MODEL_KEY,) for path in paths):
+                wrong[state.path] = Content.MODEL
+        elif paths and all(
+            any(path[: len(prefix)] == prefix for prefix in optimizers) for path in paths
+        ):
+            wrong[state.path] = Content.OPTIMIZER
+    for path, content in wrong.items():
+        partner = next(
+            (
+                there
+                for there, reverse in wrong.items()
+                if reverse is not content and names[there].index == names[path].index
+            ),
+            None,
+        )
+        yield WrongState(
+            path=path if path.parts else PurePosixPath(METADATA_NAME),
+            holds=content.value,
+            expected=_EXPECTED[names[path].role].value,
+            effect="the load fails",
+            exchanged_with=str(partner) if partner is not None else "",
+            remedy="" if partner is not None else _COPY_FOLDER,
+        )
+
+
+_COPY_FOLDER = "copy the folder again from where it came, or use an older checkpoint"
+_EXPECTED = {Role.MODEL: Content.MODEL, Role.OPTIMIZER: Content.OPTIMIZER}
 
 _NOUNS = {
     Role.MODEL: "a model",

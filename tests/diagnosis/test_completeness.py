@@ -352,7 +352,7 @@ def test_a_scheduler_that_is_gone_from_a_sharded_run_of_the_trainer(
     root = make_of_trainer(tmp_path / "checkpoint-4")
     if optimizer == "optimizer_0":
         (root / "optimizer.pt").unlink()
-        (root / optimizer).mkdir()
+        dcp_making.save(root / optimizer, {"optimizer": {"x": torch.ones(4)}})
     else:
         (root / "optimizer.pt").rename(root / optimizer)
         shutil.copy(root / "model.safetensors", root / "pytorch_model_fsdp.bin")

@@ -144,6 +144,88 @@ def test_a_run_that_turns_amsgrad_on_is_not_told(tmp_path: Path) -> None:
     assert [told(root) for root in folders if "warning" in str(told(root))] == []
 
 
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_moments_under_the_numbers_of_others_are_told(
+    at: int, is_sorted: bool, tmp_path: Path
+) -> None:
+    """In the order of the file they are as in the checkpoints next to it."""
+    folder = saves(tmp_path, Run())[at]
+    saved = torch.load(folder / "optimizer.bin")
+    states = {(number + 2) % 6: state for number, state in saved["state"].items()}
+    saved["state"] = dict(sorted(states.items())) if is_sorted else states
+    torch.save(saved, folder / "optimizer.bin")
+    assert is_refused(folder)
+    (finding,) = (each for each in check(folder).findings if each.path.name == "optimizer.bin")
+    assert finding.code == "wrong-state"
+    assert "moments of other shapes for 5 parameters" in str(finding)
+    for healthy in tmp_path.glob("checkpoint_*"):
+        assert healthy == folder or not told(healthy)
+
+
+def of_groups(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:
+    every = list(parameters)
+    return torch.optim.AdamW([{"params": every[:2]}, {"params": every[2:]}], lr=lr)
+
+
+@pytest.mark.parametrize("optimizer", ["optimizer.bin", "optimizer_1.bin"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_param_groups_in_another_order_are_told(at: int, optimizer: str, tmp_path: Path) -> None:
+    """Where they have as many parameters, torch gives each the moments of another one. The second
+    network has two of two.
+    """
+    folder = saves(tmp_path, Run(of_groups))[at]
+    saved = torch.load(folder / optimizer)
+    saved["param_groups"].reverse()
+    torch.save(saved, folder / optimizer)
+    (finding,) = check(folder).findings
+    is_refused_by_torch = optimizer == "optimizer.bin"
+    words = (
+        "2 param groups with 6 parameters (4, 2) (expected 2 param groups with 6 parameters (2, 4)"
+        if is_refused_by_torch
+        else "param groups that begin with the numbers 2, 0 (expected param groups that begin with"
+    )
+    assert f"{optimizer}: it holds {words}" in str(finding)
+    assert finding.severity.value == "warning"
+    assert is_refused(folder, of_groups)
+    healthy = [path for path in tmp_path.glob("checkpoint_*") if path != folder]
+    assert [told(path) for path in healthy] == [[], []]
+    # torch counts on from group to group: one checkpoint next to it is enough.
+    shutil.rmtree(healthy.pop())
+    assert [severity for severity, _ in told(folder)] == ["warning"]
+    assert told(*healthy) == []
+
+
+def test_numbers_in_the_order_of_the_module_are_healthy_in_every_checkpoint(tmp_path: Path) -> None:
+    """FSDP's rekey_optim_state_dict leaves them, where the head is the first group."""
+    folders = saves(tmp_path, Run(of_groups))
+    for folder in folders:
+        for optimizer in ("optimizer.bin", "optimizer_1.bin"):
+            saved = torch.load(folder / optimizer)
+            numbers = [group["params"] for group in saved["param_groups"]]
+            places = {number: place for place, number in enumerate(numbers[1] + numbers[0])}
+            for group in saved["param_groups"]:
+                group["params"] = [places[number] for number in group["params"]]
+            saved["state"] = {places[key]: states for key, states in saved["state"].items()}
+            torch.save(saved, folder / optimizer)
+    assert [told(folder) for folder in folders] == [[], [], []]
+
+
+def test_parameters_that_are_trained_later_than_the_rest_are_not_told(tmp_path: Path) -> None:
+    """torch keeps their states behind all others."""
+    run = Run()
+    frozen = list(run.models[0].parameters())[:2]
+    for parameter in frozen:
+        parameter.requires_grad = False
+    run.save(tmp_path / "checkpoint_0")
+    for parameter in frozen:
+        parameter.requires_grad = True
+    folders = saves(tmp_path, run)
+    states = torch.load(folders[-1] / "optimizer.bin")["state"]
+    assert list(states) != sorted(states)
+    assert [told(folder) for folder in folders] == [[], [], []]
+
+
 @pytest.mark.parametrize("kind", ["model.safetensors", "optimizer.bin"])
 def test_a_file_that_was_copied_over_another_is_told(kind: str, tmp_path: Path) -> None:
     _, root, _ = saves(tmp_path, Run())

@@ -19,6 +19,7 @@ from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from tests.commanding import Said, said
 from tests.diagnosis.test_completeness import FIXTURES, make, make_of_trainer
+from tests.tensors.dcp_making import save
 
 __all__ = ["said"]
 
@@ -100,6 +101,13 @@ OF_ACCELERATE: dict[str, tuple[Change, str]] = {
     "empty file": (written("optimizer.bin", ""), "is empty"),
     "cut file": (written("optimizer.bin", "PK\x03\x04"), "optimizer.bin"),
     "folder without metadata": (written("optimizer_0/__0_0.distcp", "x"), ".metadata"),
+    "empty folder": (lambda root: (root / "optimizer_0").mkdir(), ".metadata"),
+    "folder in a folder": (
+        lambda root: save(
+            root / "optimizer_0" / "optimizer_0", {"optimizer": {"x": torch.ones(4)}}
+        ),
+        ".metadata",
+    ),
     "component": (lost_component, "unet/ has no weights"),
     "other state": (
         lambda root: shutil.copy(SCHEDULER, root / "optimizer.bin"),

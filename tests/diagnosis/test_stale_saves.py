@@ -75,7 +75,7 @@ SAMPLED = "; the first bytes of each tensor are equal"
         (
             (WEIGHTS,),
             [
-                f"{WEIGHTS}: weights of checkpoint-2 (expected new values: step in {OPTIMIZER} "
+                f"{WEIGHTS}: weights as in checkpoint-2 (expected other values: step in {OPTIMIZER} "
                 "went from 2 to 3 at a learning rate of 0.001)"
             ],
         ),
@@ -105,6 +105,73 @@ def test_old_bytes_are_a_warning(
     ]
     assert [told(run_of_trainer / f"checkpoint-{number}") for number in (1, 2, 4)] == [[], [], []]
     assert run(["check", "-r", str(run_of_trainer)]) == bool(expected)
+
+
+@pytest.mark.parametrize(("source", "target"), [(2, 1), (3, 2), (4, 3)])
+def test_a_newer_optimizer_in_an_older_checkpoint_is_told_there(
+    run_of_trainer: Path, source: int, target: int
+) -> None:
+    """The checkpoint that it comes from is healthy."""
+    folder = copied(run_of_trainer, OPTIMIZER, source=source, target=target)
+    for options in ({}, {"data": True}):
+        ((severity, words),) = told(folder, **options)
+        assert severity == "warning"
+        assert words.startswith(
+            f"{OPTIMIZER}: optimizer state of checkpoint-{source}, which is later: its step "
+            f"{source} belongs to last_epoch in {SCHEDULER} {source} (expected that of {target})"
+        )
+    others = {1, 2, 3, 4} - {target}
+    assert [told(run_of_trainer / f"checkpoint-{number}") for number in others] == [[], [], []]
+    findings = check(folder, siblings=run_of_trainer.iterdir()).findings
+    (finding,) = (one for one in findings if one.code == "stale-save")
+    assert f"resume from checkpoint-{source}, or copy {OPTIMIZER} again" in finding.advice
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("at", [0, 7])
+def test_the_saves_next_to_two_show_whose_optimizer_it_is(
+    tmp_path: Path, processes: int, at: int
+) -> None:
+    """Accelerate moves a schedule once for each process, and an optimizer may come from before."""
+    model = torch.nn.Linear(30, 40)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    def step(times: int) -> None:
+        for _ in range(times):
+            model(torch.rand(2, 30)).sum().backward()
+            optimizer.step()
+
+    step(at)
+    for number in range(4):
+        step(2)
+        for _ in range(2 * processes):
+            schedule.step()
+        folder = tmp_path / f"checkpoint_{number}"
+        folder.mkdir()
+        save_file(model.state_dict(), folder / WEIGHTS)
+        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+        torch.save(schedule.state_dict(), folder / "scheduler.bin")
+        torch.save({"step": number}, folder / "random_states_0.pkl")
+    folders = [tmp_path / f"checkpoint_{number}" for number in range(4)]
+    kept = [(folder / "optimizer.bin").read_bytes() for folder in folders]
+    for source, target in ((1, 2), (2, 1)):
+        (folders[target] / "optimizer.bin").write_bytes(kept[source])
+        found = {folder.name: told(folder) for folder in folders}
+        assert [name for name, findings in found.items() if findings] == [f"checkpoint_{target}"]
+        assert f"optimizer state of checkpoint_{source}" in found[f"checkpoint_{target}"][0][1]
+        (folders[target] / "optimizer.bin").write_bytes(kept[target])
+    # Of two alone whose counters are unlike, nothing decides.
+    for folder in (folders[0], folders[3]):
+        shutil.rmtree(folder)
+    (folders[1] / "optimizer.bin").write_bytes(kept[2])
+    if processes > 1 or at:
+        assert told(folders[1]) == []
+        ((severity, words),) = told(folders[2])
+        assert severity == "warning"
+        assert "optimizer state as in checkpoint_1 (expected other values: last_epoch in" in words
+    else:
+        assert [bool(told(folder)) for folder in folders[1:3]] == [True, False]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -410,7 +477,7 @@ def test_a_schedule_next_to_no_count_of_steps_is_a_note(momentum: float, tmp_pat
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ((WEIGHTS,), f"{WEIGHTS}: weights of checkpoint_60 "),
+        ((WEIGHTS,), f"{WEIGHTS}: weights as in checkpoint_60 "),
         (("optimizer.bin",), ""),
         ((WEIGHTS, "optimizer.bin"), f"{WEIGHTS}: copy of checkpoint_60 "),
     ],
@@ -516,7 +583,7 @@ def test_old_bytes_of_many_tensors_are_a_warning_and_a_healthy_run_is_clean(
     shutil.copy(output / "checkpoint_2" / path, output / "checkpoint_3" / path)
     ((severity, words),) = told(output / "checkpoint_3")
     assert severity == "warning"
-    assert words.startswith(f"{path}: weights of checkpoint_2 ")
+    assert words.startswith(f"{path}: weights as in checkpoint_2 ")
 
 
 def in_sub_folder(folder: Path, weights: Tensors, optimizer: dict[str, Any]) -> str:
@@ -568,7 +635,7 @@ def test_every_layout_is_compared(save: Callable[..., str], tmp_path: Path) -> N
     assert [len(findings) for findings in found] == [0, 0, 1, 0]
     ((severity, words),) = found[2]
     assert severity == "warning"
-    assert words.startswith(f"{path}: weights of checkpoint_2 (expected new values: ")
+    assert words.startswith(f"{path}: weights as in checkpoint_2 (expected other values: ")
     assert "at a learning rate of 0.001" in words
 
 
@@ -628,7 +695,7 @@ def test_one_shard_of_an_earlier_save_is_found(tmp_path: Path) -> None:
             ((severity, words),) = told(folder, **options)
             assert severity == "warning"
             assert words.startswith(
-                f"{name}: weights of checkpoint-2 (expected new values: step in {OPTIMIZER} went "
+                f"{name}: weights as in checkpoint-2 (expected other values: step in {OPTIMIZER} went "
                 "from 2 to 3"
             )
         (folder / name).write_bytes(new)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from ckptfix import check, latest_checkpoint
@@ -283,6 +283,18 @@ def test_an_adapter_next_to_the_merged_model(
     assert is_zero_after_resume(last)
     assert codes(last) == {"trainer-pickle", "incomplete-adapter"}
     assert codes(before) == {"trainer-pickle"}
+    for name in ("config.json", "generation_config.json"):
+        (last / name).unlink(missing_ok=True)
+    assert is_zero_after_resume(last)
+    assert codes(last) == {"trainer-pickle", "incomplete-adapter"}
+    # With the keys that the adapted model has in memory the Trainer loads the adapter, too.
+    kept = (last / "model.safetensors").read_bytes()
+    in_memory = adapted(tmp_path / "out").model
+    peft.set_peft_model_state_dict(in_memory, load_file(last / "adapter_model.safetensors"))
+    save_file(in_memory.state_dict(), last / "model.safetensors", metadata={"format": "pt"})
+    assert not is_zero_after_resume(last)
+    assert "incomplete-adapter" not in codes(last)
+    (last / "model.safetensors").write_bytes(kept)
     # The answer of PEFT is none about the Trainer.
     base.save_pretrained(tmp_path / "base")
     settings = json.loads((last / "adapter_config.json").read_text())

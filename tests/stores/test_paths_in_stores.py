@@ -200,7 +200,7 @@ def test_nothing_next_to_a_dcp_folder_is_listed(
 ) -> None:
     """Whoever may read one prefix may not be allowed to list the one above it."""
     folder = next(DCP.parent.rglob(".metadata")).parent
-    put(f"{url}/checkpoint_1/pytorch_model_fsdp_0", folder)
+    put(f"{url}/checkpoint_1/{folder.name}", folder)
     children = Store.children
 
     def denied(self: Store, below: str = "") -> Any:
@@ -210,7 +210,7 @@ def test_nothing_next_to_a_dcp_folder_is_listed(
 
     monkeypatch.setattr(Store, "children", denied)
     for verb in ("check", "seal"):
-        status, text = said(verb, f"{url}/checkpoint_1/pytorch_model_fsdp_0")
+        status, text = said(verb, f"{url}/checkpoint_1/{folder.name}")
         assert (status, "AccessDenied" in text) == (0, False), text
 
 

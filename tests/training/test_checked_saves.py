@@ -223,6 +223,27 @@ def test_a_change_after_clean_saves_is_told(
     ]
 
 
+@pytest.mark.usefixtures("guarded")
+def test_an_adapter_that_became_zeros_after_clean_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(adapted())
+    for _ in range(25):
+        run.step()
+    for number in range(2):
+        run.step()
+        run.model.save_pretrained(str(tmp_path / f"{number}"))
+    assert warnings(caplog) == []
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    run.model.save_pretrained(str(tmp_path / "zeros"))
+    (message,) = warnings(caplog)
+    assert message.startswith(f"{tmp_path / 'zeros'} (step 27): ")
+    assert message.endswith("ckptfix explain untrained-adapter")
+
+
 class WrappedKeys(transformers.Trainer):  # type: ignore[misc]
     """Saves the tensors that a compiled model has for its adapter, as trainers of scripts do."""
 

@@ -224,6 +224,30 @@ class NestedCheckpoint(IncompleteCheckpoint, frozen=True, kw_only=True):
         )
 
 
+class UnreadFolder(IncompleteCheckpoint, frozen=True, kw_only=True):
+    """A folder of a sharded state without the files of a save. ``inner``: the folder in it that has
+    them, "" where it is empty.
+    """
+
+    inner: str = ""
+
+    @property
+    def resume(self) -> Resume:
+        """It fails: torch and DeepSpeed look into the folder itself."""
+        return Resume.FAILS
+
+    def __str__(self) -> str:
+        return f"{self.path} holds no save: {self.known_by}"
+
+    @property
+    def advice(self) -> str:
+        """Advice to move the files, or to copy the folder."""
+        again = "copy the folder again, or resume from a complete checkpoint"
+        if self.inner:
+            return f"the load fails: move the files of {self.inner} to {self.path}, or {again}"
+        return f"the load fails: {again}"
+
+
 class FewerRanks(IncompleteCheckpoint, frozen=True):
     """Random states that one neighbour has: a run that resumed with fewer processes has none, so no
     status changes.

@@ -11,7 +11,8 @@ class StaleSave(Finding, frozen=True, kw_only=True):
 
     ``save``: the earlier checkpoint. ``state``: what is equal, in words. ``counter``: what moved,
     "" for nothing, from ``begin`` to ``end``. ``rate``: the learning rate, None where it is not
-    known. ``sampled``: the first bytes of each tensor were compared.
+    known. ``sampled``: the first bytes of each tensor were compared. ``is_undecided``: nothing shows
+    which of the two checkpoints has the bytes of the other.
     """
 
     code = "stale-save"
@@ -19,8 +20,8 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     action = Action.TELL
     meaning = (
         "a checkpoint has the weights or the optimizer of the checkpoint before it, though a "
-        "counter in it moved: the save wrote old bytes. A note where no counter moved, as in a "
-        "copy"
+        "counter in it moved: the save wrote old bytes; or it has the optimizer of the one after "
+        "it. A note where no counter moved, as in a copy"
     )
 
     save: str
@@ -30,17 +31,27 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     end: float = 0
     rate: float | None = None
     sampled: bool
+    is_undecided: bool = False
 
     def __str__(self) -> str:
         rate = f" at a learning rate of {self.rate:.3g}" if self.rate is not None else ""
+        are, wanted = ("as in", "other") if self.is_undecided else ("of", "new")
         return (
-            f"{self.path}: {self.state} of {self.save} (expected new values: {self.counter} went "
-            f"from {self.begin:.15g} to {self.end:.15g}{rate}){self._compared}"
+            f"{self.path}: {self.state} {are} {self.save} (expected {wanted} values: "
+            f"{self.counter} went from {self.begin:.15g} to {self.end:.15g}{rate}){self._compared}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to find out what the script saves."""
+        if self.is_undecided:
+            return (
+                f"either this save wrote old bytes, or its bytes were copied over those of "
+                f"{self.save}, and nothing in the two shows which: resume from a checkpoint before "
+                f"{self.save}, and look at what the script saves (an asynchronous copy that was "
+                "not awaited, another model object). If nothing was trained between the two "
+                "saves, ignore this"
+            )
         return (
             "a resume would continue from the older values: resume from a checkpoint before "
             f"{self.save}, or from {self.save} itself, and look at what the script saves (an "
@@ -66,6 +77,29 @@ class DoubtfulSave(StaleSave, frozen=True):
     severity = Severity.NOTE
 
 
+class LaterState(StaleSave, frozen=True, kw_only=True):
+    """A checkpoint with the optimizer of the one after it, ``save``, by the ``step`` in it: somebody
+    copied the newer file over the older one.
+    """
+
+    step: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.state} of {self.save}, which is later: its step {self.step:.15g} "
+            f"belongs to {self.counter} {self.end:.15g} (expected that of {self.begin:.15g})"
+            f"{self._compared}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to resume from the later one."""
+        return (
+            "a resume would continue older weights with a newer optimizer: resume from "
+            f"{self.save}, or copy {self.path} again from where the checkpoint came"
+        )
+
+
 class OldShard(StaleSave, frozen=True):
     """A shard with the weights of an earlier checkpoint, next to shards with new ones."""
 
@@ -73,9 +107,9 @@ class OldShard(StaleSave, frozen=True):
     def advice(self) -> str:
         """Advice to get the shard of this save."""
         return (
-            f"the model is mixed of two saves: copy {self.path} again from where the checkpoint "
-            f"came, or resume from {self.save}. If the script did not train these weights, ignore "
-            "this"
+            f"the model here or in {self.save} is mixed of two saves: copy {self.path} of both "
+            f"again from where they came, or resume from a checkpoint before {self.save}. If the "
+            "script did not train these weights, ignore this"
         )
 
 

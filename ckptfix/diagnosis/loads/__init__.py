@@ -4,8 +4,9 @@ alone.
 Only what a config or the keys record is judged. Everything else is listed as not checked.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
@@ -16,11 +17,14 @@ listed.
 """
 
 
-def diagnose_loads(loads: Iterable[Load], trained: int = 0) -> LoadVerdict:
+def diagnose_loads(
+    loads: Iterable[Load], trained: int = 0, files: Sequence[Component] = ()
+) -> LoadVerdict:
     """Return the verdict on every load of a judged library. Its rules are imported where a folder
     has such a load.
 
-    ``trained``: the number of parameters in the optimizer of the Trainer next to them.
+    ``trained``: the number of parameters in the optimizer of the Trainer next to them. ``files``:
+    those of the folder, with and without a config.
     """
     loads = tuple(loads)
     verdicts: list[LoadVerdict] = []
@@ -35,7 +39,7 @@ def diagnose_loads(loads: Iterable[Load], trained: int = 0) -> LoadVerdict:
         from ckptfix.diagnosis.loads.adapters import judge_adapter, judge_halves, passed_over
 
         verdicts.append(judge_adapter(load) if load.config else judge_halves(load))
-        verdicts.append(LoadVerdict(tuple(passed_over(load, of_models, trained))))
+        verdicts.append(LoadVerdict(tuple(passed_over(load, files, trained))))
     if of_models:
         from ckptfix.diagnosis.loads.pretrained_models import judge_pretrained
         from ckptfix.diagnosis.loads.quantized_models import judge_quantized

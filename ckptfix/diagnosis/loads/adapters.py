@@ -17,6 +17,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import weights_names
+from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import (
     PRIVATE_WRAPPERS,
     WRAPPERS,
@@ -223,25 +224,24 @@ def judge_halves(load: Load) -> LoadVerdict:
     )
 
 
-def passed_over(load: Load, others: Iterable[Load], trained: int) -> Iterator[PassedOver]:
+def passed_over(load: Load, files: Iterable[Component], trained: int) -> Iterator[PassedOver]:
     """Yield the finding about an adapter next to weights in one file, which the Trainer takes
-    (``_load_from_checkpoint``, transformers 5.23).
+    without a config, too (``_load_from_checkpoint``, transformers 5.23).
 
     ``trained``: the number of parameters in its optimizer. Those of the adapter show that the Trainer
     trained that, and no model to which a script added an adapter.
     """
     if load.states_of != "Trainer" or load.deepspeed or trained != len(load.tensors):
         return
-    for other in others:
-        if other.path.name in weights_names("transformers") and not any(
-            key.startswith("base_model.") for key in other.tensors
-        ):
+    for file in files:
+        is_taken = str(file.path) in weights_names("transformers") and bool(file.tensors)
+        if is_taken and not any(tensor.fqn.startswith("base_model.") for tensor in file.tensors):
             yield PassedOver(
                 path=load.path,
-                lacks=f"the Trainer passes over it, because {other.path} is there",
+                lacks=f"the Trainer passes over it, because {file.path} is there",
                 effect="a resume trains an adapter from its start, with the optimizer of this one",
                 remedy=(
-                    f"move {other.path} into a folder of its own; the adapter is intact, and PEFT "
+                    f"move {file.path} into a folder of its own; the adapter is intact, and PEFT "
                     "loads it"
                 ),
             )
