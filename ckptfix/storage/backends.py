@@ -37,8 +37,8 @@ def carriage(root: AnyPath, edits: Sequence[Edit], *, is_copy: bool) -> str | No
     """
     if not isinstance(root, StorePath) or not (edits or is_copy):
         return None
-    from ckptfix.storage.object_backend import carriage_of_edits
     from ckptfix.storage.object_copies import carriage_of_copy
+    from ckptfix.storage.object_drafts import carriage_of_edits
 
     cost = carriage_of_copy if is_copy else carriage_of_edits
     return str(cost(root.files.store, edits, root.files.objects_below("")))

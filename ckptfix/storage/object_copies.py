@@ -17,8 +17,8 @@ from ckptfix.errors import ChangedError, CkptfixError, FormatError, OperationErr
 from ckptfix.storage.edits import Edit
 from ckptfix.storage.files import Prefix, Shown
 from ckptfix.storage.markers import UPLOAD, Commit, begun_now, parse_begun
-from ckptfix.storage.object_backend import Carriage, carriage_of
 from ckptfix.storage.object_contents import Content, Source, contents_after, joined, size_of
+from ckptfix.storage.object_drafts import Carriage, carriage_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import COMMITTED, JOURNAL, MANIFEST
 from ckptfix.storage.stores import (
