@@ -59,7 +59,9 @@ def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) ->
         return
     # Its duplicates are gone on purpose: they would count as missing as long as its neighbours have
     # theirs.
-    dropped = taken_by_repairs(folder)
+    taken = taken_by_repairs(folder)
+    at_top = [PurePosixPath(name) for name in sorted(taken or ()) if "/" not in name]
+    dropped = None if taken is None else parts_of(at_top, NEXT_TO)
     names = [
         path
         for path in _names(folder)
@@ -88,7 +90,7 @@ def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) ->
             return False
         if dropped is None:
             return index == 0
-        if any(save.parts.get(part) in dropped for save in near):
+        if part in dropped:
             return False
         if is_of_others:
             return True

@@ -95,7 +95,13 @@ def undo(
             )
         done = _done(target.root, wanted)
         if not done:
-            others = sorted({info.target or "the folder" for info in transactions(target.root)})
+            others = sorted(
+                {
+                    info.target or "the folder"
+                    for info in transactions(target.root)
+                    if info.state is State.DONE
+                }
+            )
             # A run was killed before it touched anything, and what it left is gone now.
             if not others:
                 raise UsageError(f"{target.path}: there is no repair to undo")

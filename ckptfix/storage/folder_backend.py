@@ -54,7 +54,7 @@ from ckptfix.storage.journal import (
     transactions,
 )
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, command, locate
+from ckptfix.storage.paths import JOURNAL, command, locate, shell_path
 from ckptfix.storage.reading import ABSENT, identity, unchanged
 from ckptfix.storage.recipes import Recipe, build, with_digests
 from ckptfix.storage.transactions import RecoveryReport, TransactionPlan
@@ -95,7 +95,8 @@ class FolderBackend:
                 raise JournalError(
                     f"{root}: repair {info.number} was cut short in a store, and the folder was "
                     "downloaded from there then; next: ckptfix undo URL there, and download the "
-                    "checkpoint again"
+                    "checkpoint again; or, if it is complete there: rm -r "
+                    f"{shell_path(root / JOURNAL)}/*.objects"
                 )
         folders = journal_folders(root)
         for _, _, folder in folders:

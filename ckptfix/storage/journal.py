@@ -19,8 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from ckptfix.errors import ChangedError, JournalError
+from ckptfix.errors import ChangedError, JournalError, StoreError
 from ckptfix.storage.edits import edited_paths, gone_after
 from ckptfix.storage.files import AnyPath, StorePath, names_in
 from ckptfix.storage.folder_journal import read_record
@@ -72,7 +73,8 @@ class TransactionInfo(Struct, frozen=True, kw_only=True):
 
 
 def transactions(root: AnyPath) -> tuple[TransactionInfo, ...]:
-    """Return the transactions in the journal of ``root``, oldest first. Reads only; needs no lock.
+    """Return the transactions in the journal of ``root``, oldest first, before them those of the
+    place where the checkpoint comes from. Reads only; needs no lock.
 
     Raises JournalError when ``.ckptfix`` is a symbolic link or no directory, OSError when it cannot
     be listed.
@@ -80,7 +82,7 @@ def transactions(root: AnyPath) -> tuple[TransactionInfo, ...]:
     if isinstance(root, StorePath):
         return _transactions_in(root) if (root / JOURNAL).is_dir() else ()
     own = (describe(folder, number, state) for number, state, folder in journal_folders(root))
-    return (*own, *_downloaded(root))
+    return (*_downloaded(root), *own)
 
 
 def is_elsewhere(root: AnyPath, info: TransactionInfo) -> bool:
@@ -116,10 +118,11 @@ def check_later(root: AnyPath, every: Sequence[TransactionInfo], number: int) ->
     """Raise ChangedError where a transaction after that of a number has to be undone first: it
     changed what an undo reads, or reads what an undo changes.
     """
-    undone = next(info for info in every if info.number == number)
-    for info in every:
-        # Repairs of a folder that was uploaded later have numbers of their own.
-        if info.number <= number or info.in_store != undone.in_store:
+    # Those of the place where the checkpoint comes from have numbers of their own.
+    own = [info for info in every if not is_elsewhere(root, info)]
+    undone = next(info for info in own if info.number == number)
+    for info in own:
+        if info.number <= number:
             continue
         if info.foreign or info.problem:
             why = info.problem or "it belongs to another user, who alone can read and undo it"
@@ -148,13 +151,9 @@ def _transactions_in(root: StorePath) -> tuple[TransactionInfo, ...]:
         for number, state, _ in journal_folders(root)
         if state is not State.BUILDING
     )
-    by_number = {info.number: info for info in uploaded}
     # A fleet is listed once, and nothing in it is changed.
     known = files.objects_below(key) if files.whole is not None else None
-    by_number |= {
-        record.number: _of_record(record) for record in recorded(files.store.below(key), known)
-    }
-    return tuple(by_number[number] for number in sorted(by_number))
+    return (*uploaded, *map(_of_record, recorded(files.store.below(key), known)))
 
 
 def _downloaded(root: Path) -> Iterator[TransactionInfo]:
@@ -170,7 +169,15 @@ def _downloaded(root: Path) -> Iterator[TransactionInfo]:
     from ckptfix.storage.object_journal import recorded
     from ckptfix.storage.uploads import MountedFolder
 
-    yield from map(_of_record, recorded(MountedFolder(str(root))))
+    try:
+        infos = [_of_record(record) for record in recorded(MountedFolder(str(root)))]
+    except (OSError, StoreError) as error:
+        why = f"{root / JOURNAL}: the journal of a store cannot be read: {error}"
+        infos = [TransactionInfo(number=0, state=State.PENDING, problem=why, in_store=True)]
+    for info in infos:
+        # Complete in the store; which files it changed is not known here.
+        is_done = info.state is State.DONE and info.problem is not None
+        yield replace(info, foreign=True, problem=None) if is_done else info
 
 
 def _of_record(record: "Recorded") -> TransactionInfo:

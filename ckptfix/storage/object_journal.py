@@ -178,8 +178,10 @@ def recorded(store: Store, listed: Mapping[str, ObjectInfo] | None = None) -> li
         if not one.has_begun:
             described[number] = Recorded(number, "building", None, None)
             continue
+        name = "pending"
         try:
             state = read_state(store, one)
+            name = "pending" if state.stage is Stage.COMMIT else "done"
             is_garbage = state.stage is Stage.STAGING or (
                 state.stage is Stage.DONE and state.undoes is not None
             )
@@ -187,10 +189,9 @@ def recorded(store: Store, listed: Mapping[str, ObjectInfo] | None = None) -> li
                 undone.add(state.undoes)
             plan = None if is_garbage else read_plan(store, one, state)
         except JournalError as error:
-            described[number] = Recorded(number, "pending", None, str(error))
+            described[number] = Recorded(number, name, None, str(error))
             continue
-        name = "building" if is_garbage else "pending" if state.stage is Stage.COMMIT else "done"
-        described[number] = Recorded(number, name, plan, None)
+        described[number] = Recorded(number, "building" if is_garbage else name, plan, None)
     for number in undone & described.keys():
         described[number] = Recorded(number, "building", None, None)
     return [described[number] for number in sorted(described)]

@@ -175,8 +175,12 @@ class StoreFiles:
             if shown is not None:
                 key = shown.key if store is not None else f"{start}{shown.key}"
                 moved = None if shown.moved is None else f"{start}{shown.moved}"
-                self._shown[f"{start}{name}"] = Shown(key, shown.info, moved)
-                objects[f"{start}{name}"] = shown.info
+                info = shown.info
+                # As a rename keeps the time of a file: a proof tells by it that nothing changed.
+                if moved is not None and (source := before.get(moved)) is not None:
+                    info = info._replace(modified_ns=source.modified_ns)
+                self._shown[f"{start}{name}"] = Shown(key, info, moved)
+                objects[f"{start}{name}"] = info
         self.cache.forget(self)
         self.listing = Listing(objects.items(), len(os.fsencode(self.url)))
         self._store_of_shown = store

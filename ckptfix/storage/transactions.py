@@ -27,7 +27,7 @@ from ckptfix.errors import UsageError
 from ckptfix.storage.comparing import Digests
 from ckptfix.storage.edits import Edit
 from ckptfix.storage.files import AnyPath
-from ckptfix.storage.journal import TransactionInfo, check_later
+from ckptfix.storage.journal import TransactionInfo, check_later, is_elsewhere
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import FileIdentity
 
@@ -182,7 +182,7 @@ def undo(
     not finish: the next recovery does.
     """
     every = backend.transactions()
-    numbers = [info.number for info in every]
+    numbers = [info.number for info in every if not is_elsewhere(backend.root, info)]
     if number not in numbers:
         known = ", ".join(map(str, numbers)) or "there is none"
         raise UsageError(

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptfix
+from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.conversion.uploading import upload
 from ckptfix.diagnosis.findings.base import Severity
@@ -25,6 +26,8 @@ from tests.stores.servers import QUICK
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 DOUBLED = FIXTURES / "student-teacher-wrapper-safetensors" / "checkpoint"
 PAIRS = FIXTURES / "pairs-twice" / "checkpoint"
+DCP = FIXTURES.parent / "dcp-2.13.0" / "fsdp2-doubled" / "checkpoint"
+ONE = Policy(keep={Role.MODEL: 1})
 SHARDED = FIXTURES / "sharded-gpt2" / "checkpoint"
 
 
@@ -77,7 +80,7 @@ def test_a_repair_in_a_store_among_neighbours(run_url: str, tmp_path: Path) -> N
     receipt = ckptfix.repair(middle, transfer=True)
     assert receipt.status == 0, str(receipt)
     assert ckptfix.check(middle).status == 0
-    assert ckptfix.repair(middle, transfer=True).steps == ()
+    assert ckptfix.repair(middle, policy=ONE, transfer=True).steps == ()
     for number in range(3):
         download(f"{run_url}/checkpoint_{number}", tmp_path / f"checkpoint_{number}")
     assert ckptfix.check(tmp_path / "checkpoint_1").status == 0
@@ -255,3 +258,82 @@ def test_an_index_of_shards_that_may_not_be_looked_at(tmp_path: Path) -> None:
         os.setuid(65534)
         os._exit(ckptfix.check(folder).status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_a_downloaded_journal_without_the_plan_of_a_complete_repair(
+    run_url: str, tmp_path: Path
+) -> None:
+    """What it changed is not known then, and nothing is missed."""
+    for number in range(3):
+        put(DOUBLED, f"{run_url}/checkpoint_{number}")
+    ckptfix.repair(f"{run_url}/checkpoint_1", transfer=True)
+    for number in range(3):
+        download(f"{run_url}/checkpoint_{number}", tmp_path / f"checkpoint_{number}")
+    folder = tmp_path / "checkpoint_1"
+    journal = folder / ".ckptfix" / "0001.objects"
+    (journal / "plan").unlink()
+    assert errors(folder) == []
+    assert ckptfix.repair(folder).status == 0
+    (journal / "state.json").write_bytes(b"{}")
+    assert errors(folder)[0] == "interrupted-repair"
+    report = "\n".join(map(str, ckptfix.check(folder).lines()))
+    assert "*.objects" in report
+    assert "ckptfix repair" not in report
+    (journal / "state.json").unlink()
+    with pytest.raises(UsageError, match="there is no repair to undo"):
+        ckptfix.undo(folder)
+
+
+def test_a_folder_that_a_repair_took_away_among_neighbours(run_url: str, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    shutil.copytree(DCP, save)
+    for path in DOUBLED.glob("random_states_*.pkl"):
+        shutil.copy(path, save)
+    two = Policy(keep={Role.MODEL: 2})
+    for number in range(3):
+        put(save, f"{run_url}/checkpoint_{number}")
+        shutil.copytree(save, tmp_path / "run" / f"checkpoint_{number}")
+    middle = f"{run_url}/checkpoint_1"
+    assert ckptfix.repair(middle, policy=two, transfer=True).steps
+    assert "incomplete-checkpoint" not in errors(middle)
+    folder = tmp_path / "run" / "checkpoint_1"
+    assert ckptfix.repair(folder, policy=two).steps
+    assert "incomplete-checkpoint" not in errors(folder)
+    for path in folder.iterdir():
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+    assert "incomplete-checkpoint" not in errors(folder)
+    shutil.rmtree(folder / "optimizer_0")
+    assert "incomplete-checkpoint" in errors(folder)
+
+
+def test_a_repair_of_a_download_follows_that_of_its_store(run_url: str, tmp_path: Path) -> None:
+    """The store moves model_2 to the name that the folder then takes away."""
+    for number in range(3):
+        put(DOUBLED, f"{run_url}/checkpoint_{number}")
+    ckptfix.repair(f"{run_url}/checkpoint_1", transfer=True)
+    for number in range(3):
+        download(f"{run_url}/checkpoint_{number}", tmp_path / f"checkpoint_{number}")
+    folder = tmp_path / "checkpoint_1"
+    shutil.copy(folder / "model.safetensors", folder / "model_1.safetensors")
+    receipt = ckptfix.repair(folder, policy=ONE)
+    assert "delete model_1.safetensors" in "".join(map(str, receipt.steps))
+    assert receipt.status == 0, str(receipt)
+    assert ckptfix.undo(folder).transaction == 1
+
+
+def test_a_seal_in_a_store_hides_no_repair_of_the_uploaded_folder(
+    run_url: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint_1"
+    shutil.copytree(DOUBLED, folder)
+    ckptfix.repair(folder)
+    for number in (0, 2):
+        put(DOUBLED, f"{run_url}/checkpoint_{number}")
+    url = put(folder, f"{run_url}/checkpoint_1")
+    assert ckptfix.check(url).status == 0
+    ckptfix.repair(url, policy=Policy(keys=Keys.DDP), transfer=True)
+    assert ckptfix.check(url).status == 0
+    assert ckptfix.undo(url, transfer=True).transaction == 1
+    with pytest.raises(UsageError, match="changed the folder before it was uploaded"):
+        ckptfix.undo(url, transfer=True)

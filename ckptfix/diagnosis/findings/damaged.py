@@ -301,6 +301,11 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
     elsewhere: bool = False
     """Of the folder that was uploaded, or of the store from which the folder was downloaded."""
 
+    @property
+    def is_fixable(self) -> bool:
+        """True where it ran: only there it is ended."""
+        return not self.elsewhere and super().is_fixable
+
     def __str__(self) -> str:
         what = (
             "some objects may be old and some new" if self.in_store else "files may be half changed"
@@ -318,7 +323,8 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
         if self.elsewhere:
             # No "DIR": the command is for another place.
             return (
-                "in that store, ckptfix undo URL, then download the checkpoint again"
+                "in that store, ckptfix undo URL, then download the checkpoint again; or, if it is "
+                "complete there: rm -r DIR/.ckptfix/*.objects"
                 if self.in_store
                 else "download the checkpoint, run ckptfix undo there, and upload it again"
             )
