@@ -31,6 +31,7 @@ in that time, and rank 0 prints the error for all; the others may read for hours
 """
 
 _FAILED = 0
+_STATUS = "status"
 
 
 class Exchange(Protocol):
@@ -70,7 +71,7 @@ class LaunchedRanks(Sharing):
         self._exchange, self._say, self._shout = exchange, say, shout
         self._remedy = remedy
         self.is_lost = False
-        self._is_ending = False
+        self.has_ended = False
         own = f"rank {rank} (process {os.getpid()} on {os.uname().nodename})"
         self._names: list[str] = [own] * count
         self._names = self._meet("names", own)
@@ -112,13 +113,13 @@ class LaunchedRanks(Sharing):
 
     def agree(self, error: BaseException | None) -> None:
         """Find out whether all ended alike, as ``Executor`` says."""
-        if self._is_ending:
+        if self.has_ended:
             return
         if error is None:
             self._meet("ended")
             return
         if isinstance(error, KeyboardInterrupt):
-            self._is_ending = self.is_lost = True
+            self.has_ended = self.is_lost = True
             return
         words = str(error) or type(error).__name__
         is_fault = not isinstance(error, CkptfixError | OSError)
@@ -130,7 +131,7 @@ class LaunchedRanks(Sharing):
             answers = []
         if answers and {data for _, data in answers} == {_packed(words)}:
             return
-        self._is_ending = True
+        self.has_ended = True
         if not self.leads:
             failed = self._failed({self.rank: words})
             failed.__cause__ = error
@@ -143,15 +144,17 @@ class LaunchedRanks(Sharing):
 
         A launcher ends all ranks when the first one ends with an error.
         """
-        return status if self.is_lost else int(self._led("status", lambda: status))
+        return status if self.is_lost else int(self._led(_STATUS, lambda: status))
 
     def _led(self, what: str, make: Callable[[], Any]) -> Any:
         return self._meet(what, make() if self.leads else None)[0]
 
     def _meet(self, what: str, value: Any = None) -> list[Any]:
         """Return the values of all ranks. Raises TeamError where one of them has failed, or does
-        something else.
+        something else, or where the ranks have ended apart before.
         """
+        if self.is_lost or (self.has_ended and what != _STATUS):
+            raise TeamError(f"{self._names[self.rank]}: the ranks do not work together any more")
         kind = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
         try:
             answers = self._swapped(kind, b"" if value is None else _packed(value))
@@ -162,7 +165,7 @@ class LaunchedRanks(Sharing):
         kinds = [kind for kind, _ in answers]
         if kinds == [kind] * self.count:
             return [_unpacked(data) if data else None for _, data in answers]
-        self._is_ending = True
+        self.has_ended = True
         failed = {
             rank: _unpacked(data) for rank, (kind, data) in enumerate(answers) if kind == _FAILED
         }
@@ -181,7 +184,7 @@ class LaunchedRanks(Sharing):
         try:
             answers = self._exchange(kind, data, patience)
         except BaseException as error:
-            self._is_ending = self.is_lost = True
+            self.has_ended = self.is_lost = True
             if isinstance(error, TeamError):
                 raise self._advised(str(error)) from error
             raise
