@@ -13,7 +13,7 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from ckptfix.storage.executor import Assume, Executor, Sharing, plan_shares, res
 from ckptfix.storage.mounts import local_devices
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.results import PartialResults, Unit
+from ckptfix.storage.staged import sweep
 from ckptfix.wording import count_of, moment
 
 _PATIENCE = 5.0
@@ -239,6 +240,23 @@ def ensure_seen(folder: Path, remedy: str) -> None:
             f"{folder}: {os.uname().nodename} does not see this folder, which rank 0 has made for "
             f"all; {remedy}"
         )
+
+
+@contextmanager
+def in_folder_of_leader(executor: Executor, folder: Path, remedy: str) -> Iterator[None]:
+    """Let a process that does not lead write in a folder that the leader makes for all, and removes
+    at the end.
+
+    A leader that failed alone may have removed it while this process wrote, so what is there again
+    is removed here. Raises OperationError where this process does not see the folder.
+    """
+    try:
+        with executor.as_one():
+            ensure_seen(folder, remedy)
+            yield
+    except TeamError:
+        sweep(folder.parent)
+        raise
 
 
 def ensure_same_names(executor: Executor, names: Sequence[str]) -> None:

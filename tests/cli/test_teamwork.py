@@ -286,6 +286,19 @@ def test_a_migration_that_one_rank_fails_writes_nothing(tmp_path: Path, rank: in
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_stays_of_a_migration_whose_ranks_have_lost_each_other(
+    tmp_path: Path, rank: int
+) -> None:
+    """The first rank has removed what the other one still writes in, or the other way round."""
+    source = checkpoint(tmp_path / "source")
+    command = ("migrate", source, tmp_path / "new", *MIGRATE)
+    ended = ranks(*command, strike=(rank, 0, "late-in-files"))
+    assert [process.returncode for process in ended] == [3, 3]
+    assert "Input/output error" in ended[rank].stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 MIGRATE = ("--to", "safetensors", "--dtype", "fp16", "--max-shard-size", "20KB")
 """Nine files of four tensors or so each, and their index."""
 
