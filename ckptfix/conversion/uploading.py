@@ -231,7 +231,7 @@ def _folder_for(
     try:
         path.mkdir(mode=0o700)
         executor.told(lambda: [str(path), stale])
-        # No other reads there any more when the folder is removed, unless this one has failed alone.
+        # No other reads there when the folder is removed, unless this one has failed alone.
         with executor.as_one():
             yield path, stale
     finally:
