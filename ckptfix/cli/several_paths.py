@@ -120,7 +120,7 @@ def visit(
     executor: Executor = THREADS,
 ) -> Batch:
     """Do the work on each path, and print its lines or annotations. After a failure the next path
-    follows.
+    follows, unless one of several processes has failed alone: then all of them stop.
 
     Of a lone path, a failure is raised. An interrupt ends the work on all of them. ``keep`` is
     called with the JSON values of each, ``lines`` with a result and whether it is the only one.
@@ -163,6 +163,8 @@ def visit(
             message, status = ending_of(result)
             if not isinstance(result, FAILURES):
                 message = f"{path}: {message}"
+            if executor.has_ended and not isinstance(result, Interrupted):
+                raise TeamError(f"rank 0 failed, so all of them stop: {message}") from result
             report.message(f"ckptfix: {message}")
             keep({"path": str(path), "status": status, "error": message})
             batch.add(status, _FAILED)

@@ -25,7 +25,7 @@ from ckptfix.conversion.sources import files_read
 from ckptfix.errors import OperationError, TeamError
 from ckptfix.storage.atomic import read_file, rename_to_free, sync_folder
 from ckptfix.storage.executor import Executor
-from ckptfix.storage.launched_ranks import ensure_seen
+from ckptfix.storage.launched_ranks import in_folder_of_leader
 from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.recipes import Literal
 from ckptfix.storage.results import PartialResults, Units
@@ -72,8 +72,8 @@ def shared_staging(plan: MigrationPlan, executor: Executor) -> Iterator[tuple[St
         return
     if not executor.leads:
         folder, *kept = executor.told(list)
-        with executor.as_one():
-            ensure_seen(Path(folder), "next: write to a folder that all nodes see")
+        remedy = "next: write to a folder that all nodes see"
+        with in_folder_of_leader(executor, Path(folder), remedy):
             yield Staging(Path(folder), output.absolute(), name), Kept(*kept)
         return
     planned = "" if results is None else _fingerprint(plan)
@@ -85,7 +85,8 @@ def shared_staging(plan: MigrationPlan, executor: Executor) -> Iterator[tuple[St
     with begun as staging:
         kept = Kept() if results is None else _kept(planned, staging, results)
         executor.told(lambda: [str(staging.folder), *kept])
-        with executor.as_one():  # no other writes any more when the folder is removed
+        # No other writes any more when the folder is removed, unless this one has failed alone.
+        with executor.as_one():
             yield staging, kept
 
 

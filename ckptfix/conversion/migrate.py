@@ -418,7 +418,8 @@ def migrate(
     the work; all but its leader return before anything is put in place.
 
     Raises UsageError for invalid words and paths, OperationError when it could not finish, OSError;
-    nothing is left behind then.
+    nothing is left behind then. Where a launcher kills a process that writes, the next migration to
+    a path next to ``dst`` removes its files.
     """
     options = make_options(
         to=to,

@@ -24,7 +24,7 @@ from ckptfix.reports import Serialized
 from ckptfix.storage.executor import THREADS, Done, Executor
 from ckptfix.storage.files import is_url, local_path
 from ckptfix.storage.journal import State, transactions
-from ckptfix.storage.launched_ranks import ensure_seen
+from ckptfix.storage.launched_ranks import in_folder_of_leader
 from ckptfix.storage.markers import DESTINATION, Uploaded
 from ckptfix.storage.mounts import object_mount_of
 from ckptfix.storage.opened import errors_with_place, with_place
@@ -220,11 +220,8 @@ def _folder_for(
     """
     if not executor.leads:
         folder, stale = executor.told(list)
-        with executor.as_one():
-            ensure_seen(
-                Path(folder),
-                f"next: export {STAGING_VARIABLE}=FOLDER, a folder that all nodes see",
-            )
+        remedy = f"next: export {STAGING_VARIABLE}=FOLDER, a folder that all nodes see"
+        with in_folder_of_leader(executor, Path(folder), remedy):
             yield Path(folder), stale
         return
     stale = find_stale()
@@ -234,7 +231,8 @@ def _folder_for(
     try:
         path.mkdir(mode=0o700)
         executor.told(lambda: [str(path), stale])
-        with executor.as_one():  # no other reads there any more when the folder is removed
+        # No other reads there when the folder is removed, unless this one has failed alone.
+        with executor.as_one():
             yield path, stale
     finally:
         shutil.rmtree(path, ignore_errors=True)

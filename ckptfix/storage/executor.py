@@ -111,13 +111,15 @@ class Executor:
 
     ``leads``: this process writes and prints. ``knows_all``: it learns the results of all units.
     ``is_share``: another run ends the work. ``has_units``: units must be named and their results
-    packed as JSON values; threads do without.
+    packed as JSON values; threads do without. ``has_ended``: a process has failed alone, or is
+    gone; the others stop, and this one must not begin anything that they share.
     """
 
     leads = True
     knows_all = True
     is_share = False
     has_units = False
+    has_ended = False
     partial: PartialResults | None = None
 
     @property

@@ -13,7 +13,7 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from ckptfix.storage.executor import Assume, Executor, Sharing, plan_shares, res
 from ckptfix.storage.mounts import local_devices
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.results import PartialResults, Unit
+from ckptfix.storage.staged import sweep
 from ckptfix.wording import count_of, moment
 
 _PATIENCE = 5.0
@@ -31,6 +32,7 @@ in that time, and rank 0 prints the error for all; the others may read for hours
 """
 
 _FAILED = 0
+_STATUS = "status"
 
 
 class Exchange(Protocol):
@@ -70,7 +72,7 @@ class LaunchedRanks(Sharing):
         self._exchange, self._say, self._shout = exchange, say, shout
         self._remedy = remedy
         self.is_lost = False
-        self._is_ending = False
+        self.has_ended = False
         own = f"rank {rank} (process {os.getpid()} on {os.uname().nodename})"
         self._names: list[str] = [own] * count
         self._names = self._meet("names", own)
@@ -112,13 +114,13 @@ class LaunchedRanks(Sharing):
 
     def agree(self, error: BaseException | None) -> None:
         """Find out whether all ended alike, as ``Executor`` says."""
-        if self._is_ending:
+        if self.has_ended:
             return
         if error is None:
             self._meet("ended")
             return
         if isinstance(error, KeyboardInterrupt):
-            self._is_ending = self.is_lost = True
+            self.has_ended = self.is_lost = True
             return
         words = str(error) or type(error).__name__
         is_fault = not isinstance(error, CkptfixError | OSError)
@@ -130,7 +132,7 @@ class LaunchedRanks(Sharing):
             answers = []
         if answers and {data for _, data in answers} == {_packed(words)}:
             return
-        self._is_ending = True
+        self.has_ended = True
         if not self.leads:
             failed = self._failed({self.rank: words})
             failed.__cause__ = error
@@ -143,15 +145,17 @@ class LaunchedRanks(Sharing):
 
         A launcher ends all ranks when the first one ends with an error.
         """
-        return status if self.is_lost else int(self._led("status", lambda: status))
+        return status if self.is_lost else int(self._led(_STATUS, lambda: status))
 
     def _led(self, what: str, make: Callable[[], Any]) -> Any:
         return self._meet(what, make() if self.leads else None)[0]
 
     def _meet(self, what: str, value: Any = None) -> list[Any]:
         """Return the values of all ranks. Raises TeamError where one of them has failed, or does
-        something else.
+        something else, or where the ranks have ended apart before.
         """
+        if self.is_lost or (self.has_ended and what != _STATUS):
+            raise TeamError(f"{self._names[self.rank]}: the ranks do not work together any more")
         kind = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
         try:
             answers = self._swapped(kind, b"" if value is None else _packed(value))
@@ -162,7 +166,7 @@ class LaunchedRanks(Sharing):
         kinds = [kind for kind, _ in answers]
         if kinds == [kind] * self.count:
             return [_unpacked(data) if data else None for _, data in answers]
-        self._is_ending = True
+        self.has_ended = True
         failed = {
             rank: _unpacked(data) for rank, (kind, data) in enumerate(answers) if kind == _FAILED
         }
@@ -181,7 +185,7 @@ class LaunchedRanks(Sharing):
         try:
             answers = self._exchange(kind, data, patience)
         except BaseException as error:
-            self._is_ending = self.is_lost = True
+            self.has_ended = self.is_lost = True
             if isinstance(error, TeamError):
                 raise self._advised(str(error)) from error
             raise
@@ -236,6 +240,23 @@ def ensure_seen(folder: Path, remedy: str) -> None:
             f"{folder}: {os.uname().nodename} does not see this folder, which rank 0 has made for "
             f"all; {remedy}"
         )
+
+
+@contextmanager
+def in_folder_of_leader(executor: Executor, folder: Path, remedy: str) -> Iterator[None]:
+    """Let a process that does not lead write in a folder that the leader makes for all, and removes
+    at the end.
+
+    A leader that failed alone may have removed it while this process wrote, so what is there again
+    is removed here. Raises OperationError where this process does not see the folder.
+    """
+    try:
+        with executor.as_one():
+            ensure_seen(folder, remedy)
+            yield
+    except TeamError:
+        sweep(folder.parent)
+        raise
 
 
 def ensure_same_names(executor: Executor, names: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 from ckptfix.errors import TeamError, UsageError
@@ -52,8 +53,10 @@ Gloo's own 30 minutes would end an intact seal of 10 TB, because they count whil
 """
 
 _MEETING = 600.0
-"""Seconds in which all processes must have started. A pod of Kubeflow has RANK and WORLD_SIZE in
-its environment, and a command typed there would otherwise wait for a day.
+"""Seconds in which all processes must have started, and then as many to connect to each other.
+
+A pod of Kubeflow has RANK and WORLD_SIZE in its environment, and a command typed there would
+otherwise wait for a day.
 """
 
 
@@ -149,12 +152,17 @@ def join(place: Launched, remedy: str) -> Exchange:
     meeting = min(timeout, _MEETING)
     where = f"{place.address}:{place.port}"
     url = f"tcp://{where}?rank={place.rank}&world_size={place.total}"
-    try:
+
+    def connect() -> None:
         store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=meeting)))
         init_process_group(
             "gloo", store=store, rank=place.rank, world_size=place.total,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=meeting),
         )  # fmt: skip
+        _let_wait(timeout)
+
+    try:
+        _interruptibly(connect)
     except Exception as error:
         raise TeamError(
             f"{place.total} processes were started, and they did not meet at {where} within "
@@ -163,6 +171,36 @@ def join(place: Launched, remedy: str) -> Exchange:
             f"a network: --shard I/N; or, for one process: {SWITCH}=0"
         ) from error
     return _Group(place.rank, place.total, timeout).exchange
+
+
+def _interruptibly(work: Callable[[], None]) -> None:
+    """Do work in a thread that an interrupt leaves behind: torch meets the others in C++, where
+    Python hears no Ctrl-C.
+    """
+    errors: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    thread = Thread(target=attempt, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)
+    for error in errors:
+        raise error
+
+
+def _let_wait(timeout: float) -> None:
+    """Let the collective operations wait longer than the processes did to connect."""
+    from torch.distributed import distributed_c10d, group
+
+    if hasattr(group.WORLD, "set_timeout"):
+        group.WORLD.set_timeout(timedelta(seconds=timeout))
+    else:  # older versions of torch
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
 
 
 def _timeout(variables: Mapping[str, str]) -> float:

@@ -2,10 +2,11 @@
 many units.
 
 HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``interrupt`` (Ctrl-C), ``stop-in-repair``, ``error``
-(of the disk), ``alone`` (an error of the disk while the other rank reads on), ``fault`` (of
-ckptfix), ``error-in-files``, ``error-in-uploads``, ``change-in-the-end`` (UNITS: the look at the
-source that finds it), ``older`` (another version), ``none``. STORE: a folder through which the ranks
-exchange bytes, so that they start without torch; ``torch`` for Gloo.
+(of the disk), ``alone`` (an error of the disk while the other rank reads on), ``late`` (the other
+reads on for some seconds), ``alike`` (the other meets the same error that much later), ``fault``
+(of ckptfix), ``error-in-files``, ``late-in-files``, ``error-in-uploads``, ``change-in-the-end``
+(UNITS: the look at the source that finds it), ``older`` (another version), ``none``. STORE: a
+folder through which the ranks exchange bytes, so that they start without torch; ``torch`` for Gloo.
 """
 
 import errno
@@ -94,23 +95,35 @@ def add_and_end(self: PartialResults, *given: Any, **options: Any) -> None:
                     raise KeyboardInterrupt
                 if how == "fault":
                     raise ValueError("a fault of ckptfix")
-                if how in ("error", "alone"):
+                if how in ("error", "alone", "late", "alike"):
                     raise OSError(errno.EIO, "Input/output error", "model.safetensors")
             done += 1
+        elif how in ("late", "alike") and not done:
+            done += 1
+            time.sleep(4)
+            if how == "alike":
+                raise OSError(errno.EIO, "Input/output error", "model.safetensors")
         # Both ranks are at work when one of them ends.
         time.sleep(20 if how == "alone" and os.environ["RANK"] != rank else 0.02)
         add(self, *given, **options)
 
 
-if how == "alone":  # the other rank reads on when this one has failed
+if how in (
+    "alone",
+    "late",
+    "alike",
+    "late-in-files",
+):  # the other rank reads on when this one has failed
     setattr(launched_ranks, "_PATIENCE", 0.1)  # noqa: B010
-if how == "error-in-files":
+if how in ("error-in-files", "late-in-files"):
     begin = NewFile.begin
 
     def begin_or_fail(self: NewFile, *given: Any) -> int:
         """Begin a file, or fail."""
         if os.environ["RANK"] == rank:
             raise OSError(errno.EIO, "Input/output error", "model.safetensors")
+        if how == "late-in-files":
+            time.sleep(4)
         return begin(self, *given)
 
     NewFile.begin = begin_or_fail  # type: ignore[assignment,method-assign]

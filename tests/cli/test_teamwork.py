@@ -2,6 +2,7 @@
 fails ends all.
 """
 
+import fcntl
 import json
 import os
 import random
@@ -282,6 +283,19 @@ def test_a_migration_that_one_rank_fails_writes_nothing(tmp_path: Path, rank: in
     )
     assert [process.returncode for process in ended] == [3, 3]
     assert "Input/output error" in ended[0].stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_stays_of_a_migration_whose_ranks_have_lost_each_other(
+    tmp_path: Path, rank: int
+) -> None:
+    """The first rank has removed what the other one still writes in, or the other way round."""
+    source = checkpoint(tmp_path / "source")
+    command = ("migrate", source, tmp_path / "new", *MIGRATE)
+    ended = ranks(*command, strike=(rank, 0, "late-in-files"))
+    assert [process.returncode for process in ended] == [3, 3]
+    assert "Input/output error" in ended[rank].stderr
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -567,6 +581,54 @@ def test_an_error_of_one_rank_ends_all_at_once_and_names_it(tmp_path: Path, rank
     assert rank == 0 or "rank 1 (process" in ended[0].stderr
     assert ended[1].stderr == ""
     assert not (folder / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("how", ["late", "alike"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_have_lost_each_other_go_to_no_further_checkpoint(
+    tmp_path: Path, rank: int, how: str
+) -> None:
+    """The exchange is over by then: a rank that went on would wait for the others for a day."""
+    folders = [checkpoint(tmp_path / name) for name in ("first", "second")]
+    options = ("--data", "--partial", tmp_path / "partial")
+    ended = ranks("verify", *options, *folders, torch=True, strike=(rank, 0, how))
+    assert [process.returncode for process in ended] == [3, 3]
+    assert "Input/output error" in ended[rank].stderr
+    assert f"rank {rank}" in ended[rank].stderr
+    assert "failed, so all of them stop: " in ended[rank].stderr
+    assert "sees another folder" not in "".join(process.stderr for process in ended)
+    assert "second" not in "".join(process.stdout for process in ended)
+
+
+def test_a_launcher_ends_after_a_rank_that_failed_with_more_checkpoints_to_come(
+    tmp_path: Path,
+) -> None:
+    folders = [checkpoint(tmp_path / name) for name in ("first", "second")]
+    options = ("--data", "--partial", tmp_path / "partial")
+    strike = (0, 0, "alone", "torch", "verify", *options, *folders)
+    with launched("torchrun", *strike, script=(STRUCK,)) as process:
+        try:
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.terminate()
+    assert process.returncode == 1
+    assert err.startswith("ckptfix: rank 0 failed, so all of them stop: ")
+    assert "Input/output error" in err.splitlines()[0]
+
+
+def test_an_error_that_the_leader_alone_has_stops_all_ranks(tmp_path: Path) -> None:
+    first, second = (checkpoint(tmp_path / name) for name in ("first", "second"))
+    (first / ".ckptfix").mkdir()
+    with open(first / ".ckptfix" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ended = ranks("seal", first, second, CKPTFIX_TEAM_TIMEOUT="3600")
+    assert [process.returncode for process in ended] == [3, 3]
+    (line,) = ended[0].stderr.splitlines()
+    assert line.startswith("ckptfix: rank 0 failed, so all of them stop: ")
+    assert str(first) in line
+    assert ended[1].stderr == ""
+    assert not (first / MANIFEST).exists()
+    assert not (second / MANIFEST).exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,29 @@ def test_the_leaders_own_error_is_raised_on_the_leader() -> None:
     assert leader == "raised by the caller"
     assert isinstance(follower, TeamError)
     assert "No space left" in str(follower)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_nothing_is_exchanged_after_the_ranks_have_ended_apart(
+    monkeypatch: pytest.MonkeyPatch, *, is_lost: bool
+) -> None:
+    """It would meet another operation of the others, or nobody."""
+    if is_lost:
+        monkeypatch.setattr(launched_ranks, "_PATIENCE", 0.1)
+    over = threading.Event()
+
+    def work(team: LaunchedRanks) -> list[bool]:
+        before = team.has_ended
+        if is_lost and not team.leads:
+            over.wait(20)
+        with suppress(TeamError):
+            team.agree(OSError(28, "No space left on device") if team.leads else None)
+        over.set()
+        with pytest.raises(TeamError, match="do not work together any more"):
+            team.told(lambda: 1)
+        return [before, team.has_ended, team.finish(3) == 3]
+
+    assert in_team(2, work) == [[False, True, True]] * 2
 
 
 def test_processes_that_see_different_folders_do_not_go_on() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -72,6 +73,74 @@ sys.stdout.flush()
 sys.stdin.read()
 os._exit(0)
 """
+
+
+_MEETING = """
+import os, sys, time
+from ckptfix.training import rendezvous
+rendezvous._MEETING = float(sys.argv[1])
+exchange = rendezvous.join(rendezvous.launched(os.environ), "")
+time.sleep(5 * int(os.environ["RANK"]))
+print([kind for kind, _ in exchange(7, b"")])
+sys.stdout.flush()
+exchange(8, b"")
+os._exit(0)
+"""
+
+
+def meeting(seconds: int, interface: str = "lo") -> list["subprocess.Popen[str]"]:
+    """Start two processes that wait ``seconds`` for each other, the second one on ``interface``."""
+    port = str(random.randrange(30000, 60000))
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", _MEETING, str(seconds)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port, "CKPTFIX_TEAM": "1",
+                "GLOO_SOCKET_IFNAME": interface if rank else "lo",
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+            },
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def ends_of(started: list["subprocess.Popen[str]"]) -> list[tuple[int, str, str]]:
+    """Return status, output and errors of each process; none is left to run."""
+    try:
+        texts = [process.communicate(timeout=90) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *text) for process, text in zip(started, texts, strict=True)]
+
+
+@pytest.mark.slow
+def test_processes_that_cannot_connect_do_not_wait_for_a_day() -> None:
+    """Both reach the store, and the second one then has no interface to be reached at."""
+    for status, _, err in ends_of(meeting(6, "none0")):
+        assert status == 1
+        assert "TeamError: 2 processes were started, and they did not meet at 127.0.0.1:" in err
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_process_that_waits_for_a_connection() -> None:
+    first, second = started = meeting(3600, "none0")
+    try:
+        assert second.wait(90) == 1
+        first.send_signal(signal.SIGINT)
+        first.wait(60)
+    finally:
+        (status, _, err), _ = ends_of(started)
+    assert status not in (0, -signal.SIGKILL)
+    assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.slow
+def test_processes_that_have_met_wait_longer_for_each_other() -> None:
+    for status, out, err in ends_of(meeting(3)):
+        assert (status, out) == (0, "[7, 7]\n"), err
 
 
 @pytest.mark.slow
