@@ -325,11 +325,11 @@ def incomplete(
     the folder with all headers, for a caller that needs them, too.
 
     With the manifest of a save, every file of that save must exist with its size, but for what a
-    repair changed. Without one, as stock accelerate leaves it, sealed or not,
-    there must be weights of a model and the main process's state of the generators, which it writes
-    after all but the custom objects; no file may be empty, and those of weights and states must be
-    intact by their headers and hold what their names say. A folder that ``salvage`` wrote with
-    losses is incomplete. A folder of the Trainer needs weights, too, and ``trainer_state.json``,
+    repair changed. Without one, as stock accelerate leaves it, sealed or not, there must be weights
+    of a model and the main process's state of the generators, which it writes after all but the
+    custom objects; no file may be empty, and those of weights and states must be intact by their
+    headers and hold what their names say. A folder that ``salvage`` wrote with losses is
+    incomplete. A folder of the Trainer needs weights, too, and ``trainer_state.json``,
     which it writes last, with the step of the folder's name.
     """
     try:

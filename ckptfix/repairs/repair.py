@@ -129,23 +129,31 @@ def plan_repair(
     Raises UsageError for an invalid path or policy, OperationError for a folder that cannot be
     repaired now, OSError when it cannot be read.
     """
-    output = local_path(output)
-    if isinstance(path, str) and is_url(path):
-        with ExitStack() as opened:
-            place = opened.enter_context(open_files(path))
-            plan = plan_repair(
-                place,
-                policy,
-                output=output,
-                recover=recover,
-                break_lock=break_lock,
-                progress=progress,
-            )
-            return replace(plan, opened=opened.pop_all())
-    target = find_target(path)
+    with ExitStack() as opened:
+        target = find_target(opened.enter_context(open_files(path)))
+        plan = _planned(
+            target,
+            policy or Policy(),
+            local_path(output),
+            progress,
+            recover=recover,
+            break_lock=break_lock,
+        )
+        return replace(plan, opened=opened.pop_all())
+
+
+def _planned(
+    target: Target,
+    policy: Policy,
+    output: str | os.PathLike[str] | None,
+    progress: Progress | None,
+    *,
+    recover: bool,
+    break_lock: bool,
+) -> "RepairPlan":
+    """Plan where no earlier run is in the way, after it was ended if ``recover`` says so."""
     if inside := interrupted_inside(target):
         raise OperationError(f"{target.path}: {inside[0]}; {inside[0].advice_at(str(target.path))}")
-    policy = policy or Policy()
     if output is not None:
         if pending := interrupted(target):
             raise OperationError(

@@ -49,7 +49,7 @@ from ckptfix.storage.journal import (
     TransactionInfo,
     check_real,
     describe,
-    is_elsewhere,
+    downloaded,
     journal_folders,
     transactions,
 )
@@ -90,8 +90,8 @@ class FolderBackend:
         """Roll back the transaction that was cut short, and clean up. Raises JournalError."""
         root = self.root
         leftovers, rolled_back = 0, None
-        for info in self.transactions():
-            if is_elsewhere(root, info) and info.state is State.PENDING:
+        for info in downloaded(root):
+            if info.state is State.PENDING:
                 raise JournalError(
                     f"{root}: repair {info.number} was cut short in a store, and the folder was "
                     "downloaded from there then; next: ckptfix undo URL there, and download the "

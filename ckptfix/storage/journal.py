@@ -82,7 +82,7 @@ def transactions(root: AnyPath) -> tuple[TransactionInfo, ...]:
     if isinstance(root, StorePath):
         return _transactions_in(root) if (root / JOURNAL).is_dir() else ()
     own = (describe(folder, number, state) for number, state, folder in journal_folders(root))
-    return (*_downloaded(root), *own)
+    return (*downloaded(root), *own)
 
 
 def is_elsewhere(root: AnyPath, info: TransactionInfo) -> bool:
@@ -102,7 +102,7 @@ def is_partly_changed(root: AnyPath) -> bool:
     if not isinstance(root, StorePath):
         try:
             return any(state is State.PENDING for _, state, _ in journal_folders(root)) or any(
-                info.state is State.PENDING for info in _downloaded(root)
+                info.state is State.PENDING for info in downloaded(root)
             )
         except JournalError:  # a link or a file, which is no journal of ours
             return False
@@ -156,7 +156,7 @@ def _transactions_in(root: StorePath) -> tuple[TransactionInfo, ...]:
     return (*uploaded, *map(_of_record, recorded(files.store.below(key), known)))
 
 
-def _downloaded(root: Path) -> Iterator[TransactionInfo]:
+def downloaded(root: Path) -> Iterator[TransactionInfo]:
     """Yield the transactions that were made in a store from which the folder was downloaded, or of
     which it is a mount.
     """

@@ -5,8 +5,6 @@ while the name has its old object. No name is ever half new, and a run that is c
 back before "commit", and finished after it (``transactions`` has the states).
 """
 
-import secrets
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
@@ -31,10 +29,16 @@ from ckptfix.storage.object_contents import (
     Source,
     size_of,
 )
-from ckptfix.storage.object_drafts import Draft, draft_of, like_of, pieces_of, total_cost
+from ckptfix.storage.object_drafts import (
+    Draft,
+    draft_of,
+    draft_of_undo,
+    like_of,
+    pieces_of,
+    total_cost,
+)
 from ckptfix.storage.object_journal import (
     DELETIONS,
-    Change,
     Found,
     ObjectPlan,
     ObjectState,
@@ -208,37 +212,18 @@ class ObjectBackend:
                 f"repair {number} left there, then run the same command again; or "
                 f"{forget_objects(store, number)}"
             )
-        contents: dict[int, Content] = {}
-        changes: list[Change] = []
-        for change in plan.changes:
-            content = plan.before[change.path]
-            if content is not None:
-                contents[len(changes)] = content
-            size = None if content is None else size_of(content)
-            changes.append(replace(change, old=listed.get(change.key), size=size))
-        for content in contents.values():
+        draft = draft_of_undo(number, plan, listed)
+        for content in draft.contents.values():
             for piece in content:
                 if isinstance(piece, Source) and piece.key not in listed:
                     raise ChangedError(
                         f"{store.name(piece.key)} is missing, and an undo needs its bytes; nothing "
                         f"was undone; {forget_objects(store, number)}"
                     )
-        for index, info in state.kept.items():
-            key = f"{folder(number)}/kept/{index}"
-            if key in listed and listed[key].etag != info.etag:
-                raise ChangedError(
-                    f"{_written_by_another(store, key, info, listed[key])}; nothing was undone; "
-                    f"{forget_objects(store, number)}"
-                )
-        back = ObjectPlan(
-            id=secrets.token_hex(8),
-            target=plan.target,
-            summary=plan.summary,
-            created=time.time(),
-            changes=tuple(changes),
-            undoes=number,
-        )
-        draft = Draft(plan=back, contents=contents, kept={}, pins=listed)
+        kept = {f"{folder(number)}/kept/{index}": info for index, info in state.kept.items()}
+        there = {key: info for key, info in kept.items() if key in listed}
+        if (changed := _changed(store, there, listed)) is not None:
+            raise ChangedError(f"{changed}; nothing was undone; {forget_objects(store, number)}")
         attempt = self._attempt(max(every) + 1, draft, listed, transfer=transfer, progress=progress)
         carry_out(attempt, lambda: None)
         return ()

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.errors import (
     OperationError,
@@ -163,17 +164,14 @@ def draft_of(
         read,
     )
     late = frozenset(asked.indexes)
-    changes: list[Change] = []
-    contents: dict[int, Content] = {}
+    new: list[tuple[Change, Content | None]] = []
     for path, content in after.by_path.items():
         old = infos.get(str(path))
         if content == _whole(str(path), old) or (content is None and old is None):
             continue
-        if content is not None:
-            contents[len(changes)] = content
         rank = Rank.MANIFEST if str(path) == MANIFEST else Rank.INDEX if path in late else Rank.DATA
-        size = None if content is None else size_of(content)
-        changes.append(Change(path=path, old=old, size=size, rank=rank))
+        new.append((Change(path=path, old=old, size=None, rank=rank), content))
+    changes, contents = _numbered(new)
     names = {change.key for change in changes}
     read_keys = {str(path) for edit in edits for path in read_paths(edit)} | {
         piece.key
@@ -186,11 +184,41 @@ def draft_of(
         target=asked.target,
         summary=asked.summary,
         created=time.time(),
-        changes=tuple(changes),
+        changes=changes,
         before={change.path: back.by_path[change.path] for change in changes},
         sources={key: infos[key] for key in sorted(read_keys - names - set(kept_keys.values()))},
     )
     return Draft(plan=plan, contents=contents, kept=after.aside, pins=infos)
+
+
+def draft_of_undo(number: int, undone: ObjectPlan, listed: Mapping[str, ObjectInfo]) -> Draft:
+    """Return what the undo of a transaction writes: the contents that its plan recorded."""
+    changes, contents = _numbered(
+        (replace(change, old=listed.get(change.key)), undone.before[change.path])
+        for change in undone.changes
+    )
+    plan = ObjectPlan(
+        id=secrets.token_hex(8),
+        target=undone.target,
+        summary=undone.summary,
+        created=time.time(),
+        changes=changes,
+        undoes=number,
+    )
+    return Draft(plan=plan, contents=contents, kept={}, pins=listed)
+
+
+def _numbered(
+    new: Iterable[tuple[Change, Content | None]],
+) -> tuple[tuple[Change, ...], dict[int, Content]]:
+    """Return changes with the sizes of what they write, and this by their numbers."""
+    changes: list[Change] = []
+    contents: dict[int, Content] = {}
+    for change, content in new:
+        if content is not None:
+            contents[len(changes)] = content
+        changes.append(replace(change, size=None if content is None else size_of(content)))
+    return tuple(changes), contents
 
 
 def _whole(key: str, info: ObjectInfo | None) -> Content | None:

@@ -73,6 +73,16 @@ def errors(path: object) -> list[str]:
     ]
 
 
+def repaired_and_downloaded(run_url: str, target: Path) -> Path:
+    """Repair the second of three checkpoints in a store, download all, and return its folder."""
+    for number in range(3):
+        put(DOUBLED, f"{run_url}/checkpoint_{number}")
+    ckptfix.repair(f"{run_url}/checkpoint_1", transfer=True)
+    for number in range(3):
+        download(f"{run_url}/checkpoint_{number}", target / f"checkpoint_{number}")
+    return target / "checkpoint_1"
+
+
 def test_a_repair_in_a_store_among_neighbours(run_url: str, tmp_path: Path) -> None:
     for number in range(3):
         put(DOUBLED, f"{run_url}/checkpoint_{number}")
@@ -264,12 +274,7 @@ def test_a_downloaded_journal_without_the_plan_of_a_complete_repair(
     run_url: str, tmp_path: Path
 ) -> None:
     """What it changed is not known then, and nothing is missed."""
-    for number in range(3):
-        put(DOUBLED, f"{run_url}/checkpoint_{number}")
-    ckptfix.repair(f"{run_url}/checkpoint_1", transfer=True)
-    for number in range(3):
-        download(f"{run_url}/checkpoint_{number}", tmp_path / f"checkpoint_{number}")
-    folder = tmp_path / "checkpoint_1"
+    folder = repaired_and_downloaded(run_url, tmp_path)
     journal = folder / ".ckptfix" / "0001.objects"
     (journal / "plan").unlink()
     assert errors(folder) == []
@@ -309,12 +314,7 @@ def test_a_folder_that_a_repair_took_away_among_neighbours(run_url: str, tmp_pat
 
 def test_a_repair_of_a_download_follows_that_of_its_store(run_url: str, tmp_path: Path) -> None:
     """The store moves model_2 to the name that the folder then takes away."""
-    for number in range(3):
-        put(DOUBLED, f"{run_url}/checkpoint_{number}")
-    ckptfix.repair(f"{run_url}/checkpoint_1", transfer=True)
-    for number in range(3):
-        download(f"{run_url}/checkpoint_{number}", tmp_path / f"checkpoint_{number}")
-    folder = tmp_path / "checkpoint_1"
+    folder = repaired_and_downloaded(run_url, tmp_path)
     shutil.copy(folder / "model.safetensors", folder / "model_1.safetensors")
     receipt = ckptfix.repair(folder, policy=ONE)
     assert "delete model_1.safetensors" in "".join(map(str, receipt.steps))

@@ -310,10 +310,17 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
         what = (
             "some objects may be old and some new" if self.in_store else "files may be half changed"
         )
+        whose = ""
         if self.elsewhere:
-            where = "the store it was downloaded from" if self.in_store else "the uploaded folder"
-            what = f"it ran in {where}; {what}"
-        return f"{self.path} holds transaction {self.transaction}, which was interrupted; {what}"
+            whose = (
+                " of the store from which the folder was downloaded"
+                if self.in_store
+                else " of the folder that was uploaded"
+            )
+        return (
+            f"{self.path} holds transaction {self.transaction}{whose}, which was interrupted; "
+            f"{what}"
+        )
 
     @property
     def advice(self) -> str:
