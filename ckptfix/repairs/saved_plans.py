@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert, to_builtins
 from msgspec.structs import asdict
 
-from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
+from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.repairs.repair import RepairPlan, plan_repair
 from ckptfix.reports import plain
@@ -28,6 +28,18 @@ from ckptfix.storage.undoable import is_as_left
 from ckptfix.wording import count_of
 
 _VERSION = 1
+
+
+class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file holds, next to the sha256 over it."""
+
+    plan_version: int
+    path: str
+    output: str | None
+    policy: Policy
+    files: dict[str, tuple[int, int]]
+    steps: list[Any]
+    unplanned: list[Any]
 
 
 class SavedPlan(Struct, frozen=True, kw_only=True):
@@ -43,7 +55,7 @@ class SavedPlan(Struct, frozen=True, kw_only=True):
     path: Path | str
     output: Path | str | None
     policy: Policy
-    files: Mapping[str, list[int]]
+    files: Mapping[str, tuple[int, int]]
     steps: list[Any]
     unplanned: list[Any]
 
@@ -137,23 +149,19 @@ def save_plan(plan: RepairPlan, file: str | os.PathLike[str]) -> None:
         raise UsageError(
             f"{path} lies inside {plan.target.root}, which it would change; choose another path"
         )
-    content: dict[str, object] = {
-        "plan_version": _VERSION,
-        "path": str(absolute(plan.path)),
-        "output": None if plan.output is None else _absolute(plan.output),
-        "policy": {
-            "keep": {role.value: count for role, count in plan.policy.keep.items()},
-            "keys": plan.policy.keys.value,
-            "only": sorted(plan.policy.only),
-            "allow": sorted(plan.policy.allow),
-            "atomic": plan.policy.atomic,
-            "adapter": plan.policy.adapter,
-            "families": sorted(plan.policy.families),
-        },
-        "files": _files(plan),
-        "steps": _steps(plan),
-        "unplanned": _unplanned(plan),
-    }
+    output = None if plan.output is None else str(plan.output)
+    content = to_builtins(
+        _Document(
+            plan_version=_VERSION,
+            path=str(absolute(plan.path)),
+            output=output if output is None or is_url(output) else os.path.abspath(output),
+            policy=plan.policy,
+            files=_files(plan),
+            steps=_steps(plan),
+            unplanned=_unplanned(plan),
+        ),
+        order="deterministic",
+    )
     document = {**content, "sha256": _digest(content)}
     try:
         create_file(path, json.dumps(document, indent=1).encode() + b"\n")
@@ -189,34 +197,20 @@ def read_plan(file: str | os.PathLike[str]) -> SavedPlan:
             "next: plan again with --plan-out and a new file"
         )
     try:
-        return _saved_plan(path, document)
-    except (LookupError, TypeError, ValueError, AttributeError):
+        read = convert(document, _Document)
+    except ValidationError:
         raise UsageError(
             f"{path} is not a plan that ckptfix wrote; next: plan again with --plan-out and a new "
             "file"
         ) from None
-
-
-def _saved_plan(path: AnyPath, document: Mapping[str, Any]) -> SavedPlan:
-    asked = document["policy"]
     return SavedPlan(
         file=path,
-        path=_place(document["path"]),
-        output=None if document["output"] is None else _place(document["output"]),
-        policy=Policy(
-            keep={KEEPABLE[name]: count for name, count in asked["keep"].items()},
-            keys=Keys(asked["keys"]),
-            only=frozenset(asked["only"]),
-            allow=frozenset(asked["allow"]),
-            atomic=asked["atomic"],
-            adapter=asked.get("adapter", ""),
-            families=frozenset(asked.get("families", ())),
-        ),
-        files={
-            str(name): [int(size), int(time)] for name, (size, time) in document["files"].items()
-        },
-        steps=list(document["steps"]),
-        unplanned=list(document["unplanned"]),
+        path=_place(read.path),
+        output=None if read.output is None else _place(read.output),
+        policy=read.policy,
+        files=read.files,
+        steps=read.steps,
+        unplanned=read.unplanned,
     )
 
 
@@ -224,19 +218,15 @@ def _place(path: str) -> Path | str:
     return path if is_url(path) else Path(path)
 
 
-def _absolute(output: Path | str) -> str:
-    return str(output) if is_url(output) else os.path.abspath(output)
-
-
 def apply_command(file: str | os.PathLike[str]) -> str:
     """Return the command that applies a saved plan."""
     return f"ckptfix repair --plan {shell_path(Path(file))}"
 
 
-def _files(plan: RepairPlan) -> dict[str, list[int]]:
+def _files(plan: RepairPlan) -> dict[str, tuple[int, int]]:
     # Inodes can change when a file system is mounted again, so they are not compared.
     return {
-        str(path): [status.size, status.mtime_ns] for path, status in plan.diagnosis.scanned.items()
+        str(path): (status.size, status.mtime_ns) for path, status in plan.diagnosis.scanned.items()
     }
 
 
