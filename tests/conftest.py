@@ -49,6 +49,14 @@ ROOM = 6 << 30
 WORTH_A_TABLE = 300
 """Seconds of tests from which on a run says where they went."""
 
+SECONDS = "ckptfix/seconds"
+"""Where pytest's cache keeps the seconds of a case of each test function, from the last runs."""
+
+QUICK = 0.05
+"""Seconds of a case up to which ``--quick`` runs a test: four in five of all, in a tenth of the
+time.
+"""
+
 LONGEST = ("tests/repairs/test_kill.py",)
 """Files that take a minute and more, the longest first: one that begins last keeps a single worker
 busy.
@@ -57,6 +65,11 @@ busy.
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ckptfix")
+    group.addoption(
+        "--quick",
+        action="store_true",
+        help="leave out what is marked slow, and what took long in the last run here",
+    )
     group.addoption(
         "--exhaustive",
         action="store_true",
@@ -110,11 +123,22 @@ def pytest_report_header() -> str:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the storage: its tests fork thousands of times, which is slow once torch has
     filled this process.
     """
     hooks.pytest_collection_modifyitems(items)
+    if config.getoption("quick"):
+        known = _known_seconds(config)
+        quick: list[pytest.Item] = []
+        left: list[pytest.Item] = []
+        for item in items:
+            is_long = (
+                item.get_closest_marker("slow") or known.get(_function(item.nodeid), 0) > QUICK
+            )
+            (left if is_long else quick).append(item)
+        items[:] = quick
+        config.hook.pytest_deselected(items=left)
     order = {name: place for place, name in enumerate(LONGEST)}
 
     def place(item: pytest.Item) -> tuple[bool, int]:
@@ -124,15 +148,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say where the time of a long run went: the seconds of each folder, and of the longest
-    files.
+def _function(nodeid: str) -> str:
+    """Return the file and name of a test without its case."""
+    return nodeid.partition("[")[0]
+
+
+def _known_seconds(config: pytest.Config) -> dict[str, float]:
+    known: dict[str, float] = config.cache.get(SECONDS, {}) if config.cache else {}
+    return known
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Keep the seconds of each test function for ``--quick``, and say where the time of a long run
+    went: those of each folder, and of the longest files.
     """
+    cases: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     files: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
+                cases[_function(report.nodeid)][report.nodeid] += report.duration
                 files[report.nodeid.partition("::")[0]] += report.duration
+    if config.cache and cases:
+        means = {name: round(sum(of.values()) / len(of), 3) for name, of in cases.items()}
+        config.cache.set(SECONDS, {**_known_seconds(config), **means})
     if sum(files.values()) < WORTH_A_TABLE:
         return
     folders: dict[str, float] = defaultdict(float)
