@@ -175,11 +175,8 @@ class Runs:
             problem = problems_in(choice.passed_over)
             names = series([one.path.name for one in choice.rivals])
             if choice.proof:
-                problem = f"{names} are complete, and of two runs"
-                words = (
-                    f"{run}: {names} are of two runs ({choice.proof}); next: move the older run "
-                    "out of the folder"
-                )
+                problem = f"{names} are complete, and contradict each other"
+                words = f"{run}: {choice.proof}; next: move the older one out of the folder"
                 return Resume(
                     run=run,
                     checkpoint=None,
@@ -234,7 +231,4 @@ def _abandoned(run: AnyPath, best: AnyPath, other: OtherRun | None) -> str:
     if other is None:
         return ""
     name = other.candidate.path.name
-    return (
-        f"{run}: {best.name} and {name} are of two runs ({other.proof}), and {name} was saved "
-        f"before; next: move {name} out of the folder"
-    )
+    return f"{run}: {other.proof}, and {name} was saved before; next: move {name} out of the folder"

@@ -7,16 +7,26 @@ in any order. The Trainer's ``log_history`` does: it only grows, also over a res
 before it. A callback may drop old entries, and an evaluation may follow a save: only steps that
 both have, or that lie between two of the later one, are compared. ``total_flos`` only grows, too,
 with each step, and is saved and resumed without any log.
+
+accelerate keeps no history. The step of an optimizer only grows, but in a run that went back to an
+earlier checkpoint, or made a new optimizer. Neither saves the bytes of an earlier checkpoint again,
+or before a lower number: an old backup that was restored does, and two folders that were exchanged.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
+from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import Candidate, time_of
+from ckptfix.checkpoint.samples import are_equal, optimizers_in, samples_of, weights_in
+from ckptfix.diagnosis.optimizer_values import steps_of
+from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.files import AnyPath, is_of_listing
 from ckptfix.storage.opened import opened_part
@@ -34,11 +44,15 @@ _MOST_STATE = 32 << 20
 """A longer ``trainer_state.json`` is not read: its history has a million lines."""
 
 
-class OtherRun(NamedTuple):
-    """The newest complete checkpoint of another run than that with the highest number, and what
-    proves that.
+_MOST_STEPS = 64
+"""Checkpoints whose steps are read to find the one that another is a copy of."""
 
-    ``is_older``: by the time of its save, too, as the rest of a branch that was given up.
+
+class OtherRun(NamedTuple):
+    """A complete checkpoint with a lower number than the highest one, which need not be newer.
+
+    ``proof``: what shows that, as a sentence about both. ``is_older``: by the time of its save,
+    too, as the rest of a branch that was given up.
     """
 
     candidate: Candidate
@@ -50,13 +64,22 @@ class History(NamedTuple):
     """History of a run as a checkpoint records it. ``entries``: step -> text of an entry -> its
     values.
 
-    ``flos``: the floating point operations so far, 0 where they are not counted.
+    ``flos``: the floating point operations so far, 0 where they are not counted. ``steps``: those
+    of each optimizer that counts them, in a folder of accelerate.
     """
 
     entries: Mapping[int, Mapping[str, Mapping[str, Any]]]
     max_steps: int | None
     time: float | None
     flos: float = 0
+    steps: Mapping[str, int] = MappingProxyType({})
+
+    def has_more_steps(self, later: "History") -> bool:
+        """Return whether each optimizer that both have made more steps here than in a checkpoint
+        with a higher number.
+        """
+        both = self.steps.keys() & later.steps.keys()
+        return bool(both) and all(self.steps[path] > later.steps[path] for path in both)
 
 
 def other_run(
@@ -77,6 +100,8 @@ def other_run(
     newer = read(best.path) if lower else None
     if newer is None:
         return None
+    if newer.steps:
+        return _turned_back(best, newer, lower, look, read)
 
     def proof_at(place: int) -> str:
         history = read(lower[place][1])
@@ -103,13 +128,66 @@ def other_run(
         number, path = lower[at]
         candidate = look(path, number)
         if candidate.problem is None:
-            is_older = None not in (candidate.time, best.time) and (candidate.time or 0) < (
-                best.time or 0
+            names = f"{best.path.name} and {path.name}"
+            shown = OtherRun(
+                candidate, f"{names} are of two runs ({proof})", _is_older(candidate, best)
             )
-            if not is_older:
-                return OtherRun(candidate, proof, is_older)
-            older = older or OtherRun(candidate, proof, is_older)
+            if not shown.is_older:
+                return shown
+            older = older or shown
     return older
+
+
+def _is_older(candidate: Candidate, best: Candidate) -> bool:
+    return None not in (candidate.time, best.time) and (candidate.time or 0) < (best.time or 0)
+
+
+def _turned_back(
+    best: Candidate,
+    newest: History,
+    lower: Sequence[tuple[int, AnyPath]],
+    look: Callable[[AnyPath, int], Candidate],
+    read: "Callable[[AnyPath], History | None]",
+) -> OtherRun | None:
+    """Return the complete checkpoint with the most steps where those of ``best`` are fewer, and it
+    was saved first or has the bytes of an earlier one.
+    """
+    further: list[tuple[int, Candidate]] = []
+    for place in sorted({0, _saved_last(lower)}):
+        number, path = lower[place]
+        history = read(path)
+        if history is not None and history.has_more_steps(newest):
+            candidate = look(path, number)
+            if candidate.problem is None:
+                further.append((max(history.steps.values()), candidate))
+    if not further:
+        return None
+    steps, candidate = max(further, key=itemgetter(0))
+    name, own = best.path.name, max(newest.steps.values())
+    words = f"{name} is of optimizer step {own}, and {candidate.path.name} of step {steps}"
+    # Uploads of many files at once have times in any order.
+    is_dated = None not in (best.time, candidate.time) and not is_of_listing(best.path.parent)
+    if is_dated and not _is_older(candidate, best):
+        return OtherRun(candidate, f"{words} was saved after it", is_older=False)
+    for _, path in lower[:_MOST_STEPS]:
+        history = read(path)
+        if history is not None and history.steps == newest.steps and _is_copy(best.path, path):
+            proof = f"{words}: {name} is a copy of {path.name}"
+            return OtherRun(candidate, proof, is_older=False)
+    return None
+
+
+def _is_copy(checkpoint: AnyPath, earlier: AnyPath) -> bool:
+    """Return whether the beginnings of all tensors in two checkpoints are equal."""
+    with (
+        suppress(CkptfixError, OSError),
+        opened_part(checkpoint) as root,
+        opened_part(earlier) as there,
+    ):
+        folder = scan_folder(root, wanted=lambda file: file.role in (Role.MODEL, Role.OPTIMIZER))
+        samples = samples_of((*(weights_in(folder, ()) or ()), *(optimizers_in(folder, ()) or ())))
+        return bool(samples) and are_equal(root, there, samples or ())
+    return False
 
 
 def _saved_last(lower: Sequence[tuple[int, AnyPath]]) -> int:
@@ -123,7 +201,7 @@ def _saved_last(lower: Sequence[tuple[int, AnyPath]]) -> int:
 
 
 def history_of(checkpoint: AnyPath) -> History | None:
-    """Return the history of a checkpoint of the Trainer, None without one that can be read."""
+    """Return the history of a checkpoint, None without one that can be read."""
     state: Any = None
     time = None
     with (
@@ -131,6 +209,8 @@ def history_of(checkpoint: AnyPath) -> History | None:
         opened_part(checkpoint) as place,
     ):
         time = time_of(place)
+        if not (place / TRAINER_STATE).exists():
+            return History({}, None, time, steps=_steps_in(place))
         data = read_start(place / TRAINER_STATE, _MOST_STATE)
         state = json.loads(data) if data is not None and len(data) < _MOST_STATE else None
     history = state.get("log_history") if isinstance(state, dict) else None
@@ -149,6 +229,12 @@ def history_of(checkpoint: AnyPath) -> History | None:
         time,
         flos if isinstance(flos, float) and isfinite(flos) else 0,
     )
+
+
+def _steps_in(root: AnyPath) -> dict[str, int]:
+    folder: CheckpointFolder = scan_folder(root, wanted=lambda file: file.role is Role.OPTIMIZER)
+    steps = {str(saved.path): steps_of(root, saved) for saved in saved_optimizers(folder, ())}
+    return {path: count for path, count in steps.items() if count}
 
 
 def _contradiction(lower: History, higher: History) -> str:

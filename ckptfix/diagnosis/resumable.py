@@ -8,7 +8,7 @@ from functools import partial
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.filenames import FAMILIES, family_of
+from ckptfix.checkpoint.filenames import FAMILIES, TRAINER_STATE, family_of
 from ckptfix.checkpoint.latest import (
     HALF_REPAIRED,
     UNFINISHED,
@@ -47,9 +47,9 @@ class Choice(Struct, frozen=True, kw_only=True):
 
     ``passed_over``: the incomplete ones that are newer, and those of families without a complete
     one. ``rivals``: the newest complete one of each family where there are several: their numbers
-    cannot be compared, so the time of the save decides. ``proof``: what shows that the two
-    ``rivals`` of one family are of two runs, so that the higher number need not be the newer one.
-    ``abandoned``: one of another run than ``best``, older by number and time.
+    cannot be compared, so the time of the save decides. ``proof``: what shows of the two ``rivals``
+    of one family that the higher number need not be the newer one. ``abandoned``: one of another
+    run than ``best``, older by number and time.
     """
 
     best: Candidate | None
@@ -114,15 +114,15 @@ def choose(
     )
 
 
-def of_two_runs(folder: AnyPath, choice: Choice) -> str:
+def contradicted(folder: AnyPath, choice: Choice) -> str:
     """Return the message about a choice with a ``proof``."""
     higher, lower = choice.rivals
-    calls = [
-        f"trainer.train(resume_from_checkpoint={str(rival.path)!r})" for rival in (lower, higher)
-    ]
+    is_of_trainer = (higher.path / TRAINER_STATE).exists()
+    call = "trainer.train(resume_from_checkpoint=" if is_of_trainer else "accelerator.load_state("
+    calls = [f"{call}{str(rival.path)!r})" for rival in (lower, higher)]
     return (
-        f"{folder}: {lower.path.name} and {higher.path.name} are of two runs ({choice.proof}), so "
-        f"the higher number need not be the newer one; next: {calls[0]} or {calls[1]}"
+        f"{folder}: {choice.proof}, so the higher number need not be the newer one; next: "
+        f"{calls[0]} or {calls[1]}"
     )
 
 

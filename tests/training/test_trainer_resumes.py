@@ -79,7 +79,7 @@ def test_the_highest_number_of_an_older_run_is_not_taken(run: Any) -> None:
     with pytest.warns(UserWarning, match="holds checkpoint-8, of another run"):
         build(folder, [], max_steps=4, learning_rate=1e-2, save_total_limit=None).train()
     said = (
-        r"checkpoint-4 and checkpoint-8 are of two runs .*next:"
+        r"checkpoint-8 and checkpoint-4 are of two runs .*next:"
         r" trainer.train\(resume_from_checkpoint='"
     )
     with pytest.raises(UsageError, match=said):

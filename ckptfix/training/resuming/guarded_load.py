@@ -20,7 +20,7 @@ from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.checkpoint.latest import checkpoints_folder, numbered, problems_in
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
-from ckptfix.diagnosis.resumable import choose, mixed, of_two_runs
+from ckptfix.diagnosis.resumable import choose, contradicted, mixed
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.files import AnyPath, names_in, on_disk
 from ckptfix.storage.opened import open_files
@@ -301,7 +301,7 @@ def _latest(folder: AnyPath, patterns: Sequence[str] = (ACCELERATE,)) -> AnyPath
         )
     best = choice.best
     if choice.proof:
-        raise UsageError(of_two_runs(folder, choice))
+        raise UsageError(contradicted(folder, choice))
     if best is None:
         names = ", ".join(one.path.name for one in choice.rivals)
         raise UsageError(

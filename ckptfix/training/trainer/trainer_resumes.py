@@ -41,7 +41,7 @@ from ckptfix.checkpoint.trainer_folders import (
 )
 from ckptfix.devices.callers import warn_caller
 from ckptfix.diagnosis.check import resume_problem
-from ckptfix.diagnosis.resumable import choose, examine, mixed, newest_complete, of_two_runs
+from ckptfix.diagnosis.resumable import choose, contradicted, examine, mixed, newest_complete
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage.files import AnyPath, on_disk
 from ckptfix.storage.paths import command, described
@@ -338,7 +338,7 @@ def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
 
     choice = choose(folder, (TRAINER,), look)
     if choice is not None and choice.proof:
-        raise UsageError(of_two_runs(folder, choice))
+        raise UsageError(contradicted(folder, choice))
     best = choice.best if choice is not None else None
     if best is None:
         raise UsageError(

@@ -1,0 +1,128 @@
+"""A checkpoint with a higher number than others and fewer steps: an old backup under a new name, or
+two exchanged folders. A run may go back itself, and then nothing is told.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckptfix import latest_checkpoint
+from ckptfix.errors import UsageError
+from ckptfix.storage import store_files, stores
+from tests.commanding import Said, said
+from tests.diagnosis.test_lacking_states import run
+from tests.diagnosis.test_optimizer_states import save
+from tests.stores.simulated_s3 import Cloud, cloud, open_simulated
+
+__all__ = ["cloud", "said"]
+
+
+def saved(folder: Path, *, steps: tuple[int, ...] = (3, 3, 3, 3, 3)) -> Path:
+    """Train, and save in stock folders with their numbers; one is an hour older than the next."""
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, count in enumerate(steps):
+        if count < 0:
+            optimizer = torch.optim.AdamW(model.parameters())
+        run(model, optimizer, abs(count))
+        save(folder / f"checkpoint_{number}", [model], [optimizer])
+        dated(folder / f"checkpoint_{number}", number)
+    return folder
+
+
+def dated(checkpoint: Path, hour: int) -> None:
+    for path in checkpoint.iterdir():
+        os.utime(path, (1.7e9 + 3600 * hour, 1.7e9 + 3600 * hour))
+
+
+def restored(folder: Path) -> Path:
+    """Put an old checkpoint in the place of the newest one, as of now."""
+    shutil.rmtree(folder / "checkpoint_4")
+    shutil.copytree(folder / "checkpoint_1", folder / "checkpoint_4")
+    dated(folder / "checkpoint_4", 9)
+    return folder
+
+
+def exchanged(folder: Path) -> Path:
+    (folder / "checkpoint_4").rename(folder / "third")
+    (folder / "checkpoint_2").rename(folder / "checkpoint_4")
+    (folder / "third").rename(folder / "checkpoint_2")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "newest"),
+    [
+        (
+            restored,
+            "checkpoint_4 is of optimizer step 6, and checkpoint_3 of step 12: checkpoint_4 is a "
+            "copy of checkpoint_1",
+            "checkpoint_3",
+        ),
+        (
+            exchanged,
+            "checkpoint_4 is of optimizer step 9, and checkpoint_2 of step 15 was saved after it",
+            "checkpoint_2",
+        ),
+    ],
+)
+def test_the_highest_number_is_not_called_the_newest(
+    tmp_path: Path, damage: object, words: str, newest: str, said: Said
+) -> None:
+    assert callable(damage)
+    folder = damage(saved(tmp_path / "run"))
+    status, out, _ = said("check", "-r", folder)
+    assert status == 1
+    assert words in out
+    assert "the newest complete one" not in out
+    with pytest.raises(UsageError, match=words) as raised:
+        latest_checkpoint(folder)
+    assert f"next: accelerator.load_state('{folder / newest}') or" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param((3, 3, 3, 3, 3), id="only forward"),
+        pytest.param((3, 3, 3, -3, 3), id="a new optimizer for a second phase"),
+        pytest.param((3, 3, 3, 0, 0), id="nothing trained between the last saves"),
+    ],
+)
+def test_a_run_that_goes_on_is_taken_by_its_numbers(
+    tmp_path: Path, steps: tuple[int, ...], said: Said
+) -> None:
+    folder = saved(tmp_path / "run", steps=steps)
+    status, out, _ = said("check", "-r", folder)
+    assert status == 0
+    assert f"resume from {folder / 'checkpoint_4'}, the newest complete one" in out
+    assert latest_checkpoint(folder).name == "checkpoint_4"
+
+
+def test_a_run_that_went_back_to_an_earlier_checkpoint_is_taken_by_its_numbers(
+    tmp_path: Path, said: Said
+) -> None:
+    folder = saved(tmp_path / "run")
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(torch.load(folder / "checkpoint_1/optimizer.bin", weights_only=True))
+    run(model, optimizer, 3)
+    save(folder / "checkpoint_5", [model], [optimizer])
+    status, out, _ = said("check", "-r", folder)
+    assert status == 0
+    assert f"resume from {folder / 'checkpoint_5'}, the newest complete one" in out
+
+
+def test_a_copy_of_an_old_checkpoint_is_told_in_a_store(
+    tmp_path: Path, said: Said, cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (stores, store_files):
+        monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
+    for path in restored(saved(tmp_path / "run")).rglob("*/*"):
+        cloud.write(str(path.relative_to(tmp_path)), path.read_bytes())
+    status, out, err = said("check", "-r", "s3://simulated/run")
+    assert status == 1, err
+    assert "checkpoint_4 is a copy of checkpoint_1" in out
