@@ -10,8 +10,8 @@ from typing import ClassVar, NamedTuple
 
 _SHOWN = 3
 _TOPICS = 5
-_TOPIC_ENDS = re.compile(r"[;:,] | \(")
-"""A sentence about what was not checked begins with its topic."""
+_TOPIC = re.compile(r"(?:(?P<file>[^ :]*[./][^ :]*): )?(?:(?<!\w)'[^']*'(?!\w)|(?![;:,] | \().)*")
+"""A sentence about what was not checked begins with its topic: next to a file what is about it."""
 _UNPRINTABLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
@@ -129,7 +129,8 @@ def unchecked_lines(sentences: Sequence[str], *, details: str = "") -> Iterator[
     if not details or len(sentences) < 2:
         yield from map(unchecked_line, sentences)
         return
-    topics = [*dict.fromkeys(_TOPIC_ENDS.split(words, maxsplit=1)[0] for words in sentences)]
+    begins = (_TOPIC.match(words) for words in sentences)
+    topics = [*dict.fromkeys(begin[0] for begin in begins if begin is not None)]
     more = f" and {len(topics) - _TOPICS} more" if len(topics) > _TOPICS else ""
     yield unchecked_line(f"{', '.join(topics[:_TOPICS])}{more}; for details: {details}")
 

@@ -4,9 +4,10 @@ import tracemalloc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
 from msgspec import Struct
 
-from ckptfix.wording import Brief, collapse_layers, human_size, list_names, series
+from ckptfix.wording import Brief, collapse_layers, human_size, list_names, series, unchecked_lines
 from tests import house
 
 
@@ -170,6 +171,21 @@ def test_docstrings_begin_with_a_verb_or_a_noun_and_say_no_retired_word() -> Non
             assert [
                 text for _, text in texts if re.match(r"(What|Which|Whether|Where|How)\b", text)
             ] == [], path
+
+
+@pytest.mark.parametrize(
+    ("sentence", "topic"),
+    [
+        ("values of tensors (NaN, zeros); ckptfix verify --data reads them", "values of tensors"),
+        ("other files next to it: 'a.md', 'b'", "other files next to it"),
+        ("optimizers inside 'optimizer (1).bin', by its name", "optimizers inside 'optimizer (1).bin'"),
+        ("model.safetensors: whether it is tied; or not", "model.safetensors: whether it is tied"),
+        ("checksums of torch's records, and accelerate's; no", "checksums of torch's records"),
+    ],
+)  # fmt: skip
+def test_the_topic_of_what_was_not_checked_says_what_that_is(sentence: str, topic: str) -> None:
+    (only,) = unchecked_lines([sentence, "something else"], details="ckptfix check -v")
+    assert str(only) == f"not checked: {topic}, something else; for details: ckptfix check -v"
 
 
 def test_words_are_listed_as_in_a_sentence() -> None:

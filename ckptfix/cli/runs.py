@@ -24,7 +24,10 @@ from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.errors import CkptfixError
 from ckptfix.reports import Serialized
 from ckptfix.storage.files import AnyPath, absolute, is_of_listing
-from ckptfix.wording import series
+from ckptfix.wording import count_of, series
+
+_AT_ONCE = 60
+"""Seconds within which a copy writes small checkpoints, in any order."""
 
 
 class Resume(Serialized, Struct, frozen=True, kw_only=True):
@@ -36,10 +39,12 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
     are newer. ``taken_instead``: another entry of the folder that stock ``load_state()`` takes, or
     for which it fails, in words. ``unexplained``: the incomplete ones in which check found nothing,
     each with what it lacks. ``other_run``: what shows that the highest number is of an older run,
-    in words.
+    in words. ``saved_later``: a lower number with newer files, in words: a copy explains minutes.
     """
 
-    json_keys: ClassVar = "run checkpoint problem clean? passed_over taken_instead? other_run?"
+    json_keys: ClassVar = (
+        "run checkpoint problem clean? passed_over taken_instead? other_run? saved_later?"
+    )
 
     run: AnyPath
     checkpoint: AnyPath | None
@@ -49,6 +54,7 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
     taken_instead: str = ""
     unexplained: tuple[str, ...] = ()
     other_run: str = ""
+    saved_later: str = ""
 
     @property
     def text(self) -> str:
@@ -60,7 +66,8 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
             but += f"; the newest one without problems: {self.clean}"
         if self.unexplained:
             but += f"; newer, and not complete: {'; '.join(self.unexplained)}"
-        return f"resume from {self.checkpoint}, the newest complete one{but}"
+        by = f" by its number ({self.saved_later})" if self.saved_later else ""
+        return f"resume from {self.checkpoint}, the newest complete one{by}{but}"
 
 
 class Runs:
@@ -200,30 +207,33 @@ class Runs:
             for one in choice.passed_over
             if one.path.name not in self._unclean[run]
         )
+        other_run = _abandoned(run, best, choice.abandoned)
+        name, seconds = self._saved_later(run, choice.best)
+        if seconds > DAY and not other_run:
+            other_run = (
+                f"{run}: {name} was saved {days_between(0, seconds)} after {best.name}, which may "
+                "be of an older run; next: move the older run out of the folder, or ignore this if "
+                "the files were copied"
+            )
+        is_told = seconds > _AT_ONCE and not other_run and not is_of_listing(run)
         return Resume(
             run=run, checkpoint=best, problem=problem, clean=clean, passed_over=passed_over,
-            unexplained=unexplained[:3],
-            other_run=_abandoned(run, best, choice.abandoned) or self._saved_later(run, choice.best),
+            unexplained=unexplained[:3], other_run=other_run,
+            saved_later=(
+                f"the files of {name} are {count_of(int(seconds // 60), 'minute')} newer, as of a "
+                "second run in the folder, or of a copy"
+            ) * is_told,
         )  # fmt: skip
 
-    def _saved_later(self, run: AnyPath, best: Candidate) -> str:
-        """Return in words that a lower number was saved days after the highest one, "" where none
-        was.
+    def _saved_later(self, run: AnyPath, best: Candidate) -> tuple[str, float]:
+        """Return the lower number that was saved last, and how many seconds after the highest one;
+        0 where that was saved last.
         """
         family = family_of(best.path.name)
         saved = self._saved_last.get((run, family[0])) if family is not None else None
-        if (
-            saved is None
-            or best.time is None
-            or saved[1] >= best.number
-            or saved[0] - best.time <= DAY
-        ):
-            return ""
-        return (
-            f"{run}: {saved[2]} was saved {days_between(best.time, saved[0])} after "
-            f"{best.path.name}, which may be of an older run; next: move the older run out of the "
-            "folder, or ignore this if the files were copied"
-        )
+        if saved is None or best.time is None or saved[1] >= best.number:
+            return "", 0
+        return saved[2], saved[0] - best.time
 
 
 def _abandoned(run: AnyPath, best: AnyPath, other: OtherRun | None) -> str:

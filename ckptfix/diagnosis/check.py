@@ -507,6 +507,10 @@ def _checked(
         if load and not any(outcome.unchecked for outcome in load):
             omitted = [words for words in omitted if _BY_A_LOAD not in words]
         omitted += (f"{outcome.path}: {words}" for outcome in load for words in outcome.unknown)
+        if any(not outcome.unchecked for outcome in load):
+            omitted.append(
+                "settings of configs that no tensor shows (numbers of heads, scales, dtypes)"
+            )
     stale: Iterable[Finding] = ()
     if of_run:
         from ckptfix.diagnosis.stale_saves import diagnose_stale_saves

@@ -57,6 +57,7 @@ from ckptfix.checkpoint.model_configs import (
     broken_config,
     broken_lists,
     is_empty_config,
+    library_of,
     lost_model,
     lost_models,
     may_hold_weights,
@@ -74,6 +75,7 @@ from ckptfix.checkpoint.trainer_folders import (
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import FOLDER, NotATensorFile
 from ckptfix.diagnosis.findings.incomplete import (
+    ADAPTER_WEIGHTS,
     ConfiglessModel,
     IncompleteCheckpoint,
     InterruptedSave,
@@ -270,6 +272,20 @@ def _incomplete_of_trainer(
             missing=(ADAPTER,),
             known_by=f"{adapter} is there",
             of_trainer=bool(own),
+        )
+    # The weights of an adapter that was merged are often deleted without its config.
+    if (
+        {CONFIG, ADAPTER} <= set(names)
+        and has_weights_of(CONFIG, names)
+        and not has_weights_of(ADAPTER, names)
+        and library_of(read_config(folder.root, ADAPTER)) == "peft"
+        and not is_hidden
+        and not any(ADAPTER_WEIGHTS in name for name in names)
+    ):
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(ADAPTER_WEIGHTS),
+            missing=(ADAPTER_WEIGHTS,),
+            known_by=f"{ADAPTER} is there",
         )
     # ``save_pretrained`` writes both configs.
     if (

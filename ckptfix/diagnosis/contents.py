@@ -21,6 +21,7 @@ from ckptfix.checkpoint.manifest import (
     read_manifest,
     usable_manifest,
 )
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -150,7 +151,7 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[
     Unsupported files are of a kind that is not read; nothing shows that they are damaged.
     """
     try:
-        return open_checkpoint(target.path).weights, {}, {}
+        return (*open_checkpoint(target.path).weights, *_adapter_on_top(target)), {}, {}
     except UsageError:
         folder = scan_folder(target.root, target.only)
         found_unsupported = {
@@ -193,6 +194,17 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[
             except (OperationError, UsageError) as error:
                 unreadable[str(path)] = str(error)
     return tuple(found), unreadable, unsupported
+
+
+def _adapter_on_top(target: Target) -> Iterator[Weights]:
+    """Yield the adapter next to a model: ``from_pretrained`` of transformers puts it on the
+    model.
+    """
+    if target.only is None and all((target.root / name).exists() for name in (CONFIG, ADAPTER)):
+        folder = scan_folder(target.root, wanted=lambda file: file.stem == "adapter_model")
+        for entry in all_state_dicts(folder):
+            with suppress(OperationError):
+                yield file_weights(target.root, entry)
 
 
 def lasting_label(weights: Weights, root: AnyPath) -> str:

@@ -124,6 +124,13 @@ class Weights(Struct, frozen=True, kw_only=True):
                 "transformers saves some weights of this model in other shapes; numbers of "
                 "elements are compared"
             )
+        parameters = len(set(saved.parameters))
+        if self.are_adapter and not saved.states and parameters != self.tensors:
+            # SGD keeps none. A script may give it the frozen model, too; the Trainer does not.
+            return (
+                f"it has {count_of(parameters, 'parameter')} and no moments, next to "
+                f"{count_of(self.tensors, 'tensor')} of the adapter"
+            )
         if not (saved.is_plain or saved.is_named):
             return "its class may keep other shapes; only numbers of parameters are compared"
         return ""

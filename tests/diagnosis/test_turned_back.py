@@ -126,3 +126,17 @@ def test_a_copy_of_an_old_checkpoint_is_told_in_a_store(
     status, out, err = said("check", "-r", "s3://simulated/run")
     assert status == 1, err
     assert "checkpoint_4 is a copy of checkpoint_1" in out
+
+
+def test_a_lower_number_with_newer_files_is_told(tmp_path: Path, said: Said) -> None:
+    """Two runs of a day look like one that was copied without its times: the choice is told, and
+    stays.
+    """
+    folder = saved(tmp_path / "run", steps=(3, 3, 3))
+    dated(folder / "checkpoint_0", 4)
+    status, out, _ = said("check", "-r", folder)
+    assert status == 0
+    assert (
+        f"resume from {folder / 'checkpoint_2'}, the newest complete one by its number (the files "
+        "of checkpoint_0 are 120 minutes newer, as of a second run in the folder, or of a copy)"
+    ) in out

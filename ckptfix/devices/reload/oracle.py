@@ -101,7 +101,7 @@ def _of_transformers(
     cls = _class_of_transformers(library, config)
     if ADAPTER in asked.configs:
         raise Unchecked(
-            f"{ADAPTER} lies next to it, and from_pretrained loads the base that it names"
+            f"{ADAPTER} lies next to it, and from_pretrained puts that adapter on the model"
         )
     if config.get("transformers_weights"):
         raise Unchecked("config.json names the file with the weights itself (transformers_weights)")

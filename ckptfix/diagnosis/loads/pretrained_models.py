@@ -96,8 +96,10 @@ def judge_pretrained(load: Load) -> LoadVerdict:
     if not load.config:
         return LoadVerdict()
     if ADAPTER in load.configs:
-        # from_pretrained loads the base that the adapter names, and not the weights next to it.
-        return _unchecked(f"{ADAPTER} lies next to it")
+        return _unchecked(
+            f"{ADAPTER} lies next to it, and from_pretrained puts that adapter on these weights, "
+            "whether they are merged with it or not (transformers 4 takes the base that it names)"
+        )
     if load.config.get("transformers_weights"):
         return _unchecked("it names the file with the weights itself (transformers_weights)")
     known = architecture_of(load.config)
@@ -125,8 +127,8 @@ def judge_pretrained(load: Load) -> LoadVerdict:
         findings += _rows(load, known, placed)
     is_explained = any(isinstance(finding, DeadWeights) for finding in findings)
     beyond = (
-        f"{load.path}: keys, shapes and settings beyond prefixes, layers, experts and rows of "
-        "embeddings"
+        f"{load.path} against its class beyond prefixes, layers, experts and rows of embeddings "
+        "(keys, shapes, settings)"
     )
     return LoadVerdict(
         tuple(findings),
