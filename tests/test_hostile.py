@@ -436,10 +436,10 @@ BOMBS: dict[str, bytes] = {
     "memo at a number of 10^6 digits": b"\x80\x02Np" + b"9" * 10**6 + b"\n.",
     "a number of 10^6 digits": b"\x80\x02I" + b"9" * 10**6 + b"\n.",
     "a long of 10^6 digits": b"\x80\x02L" + b"9" * 10**6 + b"L\n.",
-    "100,000 tuples in tuples": b"\x80\x02)" + b"\x85" * 100_000 + b".",
-    "100,000 lists in lists": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
-    "100,000 dicts in dicts": (
-        b"\x80\x02" + b"}X\x05\0\0\0model" * 100_000 + b"}" + b"s" * 100_000 + b"."
+    "20,000 tuples in tuples": b"\x80\x02)" + b"\x85" * 20_000 + b".",
+    "20,000 lists in lists": b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b".",
+    "20,000 dicts in dicts": (
+        b"\x80\x02" + b"}X\x05\0\0\0model" * 20_000 + b"}" + b"s" * 20_000 + b"."
     ),
     "100,000 marks": b"\x80\x02" + b"(" * 100_000 + b".",
     "POP of nothing": b"\x80\x020.",

@@ -20,6 +20,8 @@ from tests.sampling import sampled
 from tests.storage.crash import Fault, Outcome, points, strike
 from tests.storage.folders import recover
 
+pytestmark = pytest.mark.alone(timeout=1800)
+
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 Snapshot = dict[str, tuple[str, bytes, int]]
 

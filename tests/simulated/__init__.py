@@ -45,6 +45,9 @@ strided and converting copies are kernels), dtype, min_bytes, every. See `Simula
 `Simulator.peer_access` and `Simulator.keep_freed_memory`.
 """
 
+from functools import cache
+from typing import Any
+
 import pytest
 
 from tests.simulated.building import why_not
@@ -66,6 +69,16 @@ __all__ = [
     "start_simulated",
 ]
 
-_WHY_NOT = why_not()
-requires_simulator = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
-"""For tests that start simulated processes themselves."""
+requires_simulator: pytest.MarkDecorator
+"""For tests that start simulated processes themselves. Asking imports torch, so only those do."""
+
+
+def __getattr__(name: str) -> Any:
+    if name != "requires_simulator":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _requires_simulator()
+
+
+@cache
+def _requires_simulator() -> pytest.MarkDecorator:
+    return pytest.mark.skipif(bool(why_not()), reason=why_not())

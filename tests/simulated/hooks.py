@@ -1,5 +1,5 @@
-"""What pytest does with tests marked `simulated`: those of one module run together in one process
-with devices.
+"""What pytest does with tests marked `simulated` or `alone`: those of one module run together in
+one process, with devices or without torch.
 
 That process is pytest again, told which tests to run; its reports are repeated here as if they were
 made here. So a test has its usual id, its usual fixtures and its usual failure, and no case costs a
@@ -36,10 +36,11 @@ class _World:
     """What one process is for: the tests of one file that want the same devices."""
 
     path: Path
-    devices: int
-    memory: int
+    devices: int = 0
+    """0 for a process of its own without simulation."""
+    memory: int = MEMORY
     timeout: float
-    accelerate: str
+    accelerate: str = "installed"
     """A version, or "installed"."""
 
 
@@ -54,6 +55,7 @@ class _Results:
 
 
 _RESULTS = pytest.StashKey[dict[_World, _Results]]()
+_IS_CHILD = pytest.StashKey[bool]()
 
 
 class _Reporter:
@@ -78,8 +80,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "accelerate(version): needs this accelerate in place of the installed one"
     )
+    config.addinivalue_line(
+        "markers",
+        "alone(timeout=420 s): forks again and again; a module's tests share one process that has "
+        "not imported torch, of which a fork costs a sixth",
+    )
     config.stash[_RESULTS] = {}
     reports = os.environ.pop(REPORTS, None)  # not for the processes of this one
+    config.stash[_IS_CHILD] = reports is not None
     if reports is not None:
         config.pluginmanager.register(_Reporter(Path(reports)))
 
@@ -101,7 +109,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Repeat the reports of a marked test from its process, which the first test of its kind
     starts.
     """
-    if item.get_closest_marker("simulated") is None or running() is not None or building.why_not():
+    if not _marked(item) or item.config.stash[_IS_CHILD]:
+        return None
+    if item.get_closest_marker("simulated") and (running() is not None or building.why_not()):
         return None
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -138,11 +148,13 @@ def _report(fields: dict[str, Any]) -> pytest.TestReport:
 
 
 def _marked(item: pytest.Item) -> bool:
-    return item.get_closest_marker("simulated") is not None
+    return any(map(item.get_closest_marker, ("simulated", "alone")))
 
 
 def _world(item: pytest.Item) -> _World:
-    simulated = item.get_closest_marker("simulated")
+    alone, simulated = map(item.get_closest_marker, ("alone", "simulated"))
+    if alone is not None:
+        return _World(path=item.path, timeout=alone.kwargs.get("timeout", PATIENCE))
     version = item.get_closest_marker("accelerate")
     assert simulated is not None
     return _World(
@@ -188,12 +200,14 @@ def _temporary(config: pytest.Config) -> pytest.TempPathFactory:
 
 def _run(world: _World, names: list[str], item: pytest.Item) -> _Results:
     folder = None
+    environment = dict(os.environ)
     try:
         if world.accelerate != "installed":
             folder = accelerate_folder(
                 world.accelerate, _kept(item.config, f"accelerate-{world.accelerate}")
             )
-        environment = variables(world.devices, memory=world.memory, accelerate=folder)
+        if world.devices:
+            environment = variables(world.devices, memory=world.memory, accelerate=folder)
     except pytest.skip.Exception as why:
         return _Results(skipped=str(why))
     except (AssertionError, RuntimeError) as wrong:
@@ -225,7 +239,7 @@ def _run(world: _World, names: list[str], item: pytest.Item) -> _Results:
         else f"had not ended after {world.timeout:g} s"
     )
     wrote = done.stdout[-6000:] + done.stderr[-6000:]
-    results = _Results(ending=f"the process with simulated devices {ending}:\n{wrote}")
+    results = _Results(ending=f"the process of these tests {ending}:\n{wrote}")
     if reports.exists():
         for line in reports.read_text().splitlines():
             report = json.loads(line)

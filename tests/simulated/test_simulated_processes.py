@@ -205,7 +205,7 @@ def test_after(): pass
 """
     printed, last = in_pytest(tmp_path, body)
     assert "2 failed, 1 passed" in last, printed
-    assert "the process with simulated devices ended with status -11" in printed
+    assert "the process of these tests ended with status -11" in printed
     assert "Fatal Python error: Segmentation fault" in printed
 
 

@@ -26,7 +26,7 @@ from tests.storage.folders import (
     without_journal,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone(timeout=1800)]
 
 
 def small_edits(root: Path) -> tuple[Edit, ...]:

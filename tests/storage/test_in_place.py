@@ -25,6 +25,8 @@ from tests.storage.folders import (
     without_journal,
 )
 
+pytestmark = pytest.mark.alone(timeout=1800)
+
 BODY = b"old header" + bytes(range(256)) * 1200 + b"the end"
 IN_PLACE: dict[str, Edit] = {
     "patch": Patch(path=P("model"), offset=0, old=b"old header", new=b"NEW HEADER"),

@@ -27,6 +27,8 @@ from tests.storage.folders import (
     undo_last,
 )
 
+pytestmark = pytest.mark.alone(timeout=1800)
+
 SIZE = 400_000
 
 

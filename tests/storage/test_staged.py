@@ -14,6 +14,8 @@ from ckptfix.storage import staged
 from ckptfix.storage.staged import Staging, put_in_place, staging_for, sweep, write_file
 from tests.storage.crash import Fault, Outcome, points, strike
 
+pytestmark = pytest.mark.alone(timeout=1800)
+
 DAY = 86400.0
 KEY = "0123456789abcdef"
 
