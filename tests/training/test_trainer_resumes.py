@@ -36,13 +36,22 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, losses(trainer)
 
 
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the checkpoints of a guarded run, which the first test that needs it makes."""
+    return tmp_path_factory.mktemp("ours") / "run"
+
+
 @pytest.fixture(params=["stock", "ours"])
-def run(request: pytest.FixtureRequest, stock: Any, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+def run(
+    request: pytest.FixtureRequest, stock: Any, ours: Path, tmp_path: Path
+) -> tuple[Path, dict[str, Any]]:
     folder, expected = stock
-    if request.param == "stock":
-        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    else:
-        build(tmp_path, [], save_total_limit=None).train()
+    if request.param == "ours":
+        folder = ours
+        if not ours.exists():
+            build(ours, [], save_total_limit=None).train()
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     return tmp_path, expected
 
 
