@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import (
+    LORA,
     NOT_STATES,
     STEMS_OF_LIBRARIES,
     TRAINER_STATE,
@@ -22,6 +23,7 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.loading_order import SAFE, kind_of, loaders_of
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, read_config
+from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import open_reader
@@ -63,7 +65,9 @@ class Load(NamedTuple):
     ``save_state``, of the Trainer or of a script, "" for none. ``deepspeed``: the folder of
     DeepSpeed next to them, "" for none. ``steps``: of the optimizer, as a counter next to them
     shows. ``size``: the most bytes of a tensor that a rule reads. ``index_fault``: what is wrong
-    with the index of its shards, "" where it has none, or nothing is.
+    with the index of its shards, "" where it has none, or nothing is. ``is_lora``: the weights are
+    LoRA of a pipeline of diffusers, which reads no config. ``metadata``: the texts in the header of
+    its file.
     """
 
     path: PurePosixPath
@@ -78,6 +82,8 @@ class Load(NamedTuple):
     size: int = SAMPLE
     files: tuple[PurePosixPath, ...] = ()
     index_fault: str = ""
+    is_lora: bool = False
+    metadata: Mapping[str, str] = {}
 
     @property
     def config(self) -> Config:
@@ -146,15 +152,7 @@ def loads_of(
         )
         steps = 0 if are_several else count_steps()
         folders = (*folder.subfolders, *map(PurePosixPath, folder.unscanned))
-        states_of = (
-            "save_state"
-            if folder.is_save_state
-            else "Trainer"
-            if folder.has_file(TRAINER_STATE)
-            else "script"
-            if has_optimizer or any(component.role in _STATES for component in folder.components)
-            else ""
-        )
+        states_of = _states_of(folder, has_optimizer=has_optimizer)
         for group in families:
             yield Load(
                 path=group.index_path or group.members[0].path,
@@ -176,6 +174,15 @@ def loads_of(
                 files=tuple(member.path for member in group.members),
                 index_fault=_index_fault(group),
             )
+
+
+def _states_of(folder: CheckpointFolder, *, has_optimizer: bool) -> str:
+    if folder.is_save_state:
+        return "save_state"
+    if folder.has_file(TRAINER_STATE):
+        return "Trainer"
+    has_states = any(component.role in _STATES for component in folder.components)
+    return "script" if has_optimizer or has_states else ""
 
 
 def _index_fault(group: ModelFiles) -> str:
@@ -213,6 +220,31 @@ def adapters_without_config(
             tensors={tensor.fqn: tensor for member in group.members for tensor in member.tensors},
             is_whole=group.is_whole,
             files=tuple(member.path for member in group.members),
+        )
+
+
+def lora_of_diffusers(
+    folder: CheckpointFolder, groups: Sequence[ModelFiles], *, has_optimizer: bool = False
+) -> Iterator[Load]:
+    """Yield the files of LoRA that ``load_lora_weights`` of a pipeline finds by their name.
+
+    ``has_optimizer``: one is in a file of the folder, under any name.
+    """
+    for group in groups:
+        model = group.members[0].name.model if group.members else None
+        if model is None or model.stem != LORA or group.is_left_over:
+            continue
+        content = group.members[0].content
+        yield Load(
+            path=group.index_path or group.members[0].path,
+            library="diffusers",
+            configs={},
+            tensors={tensor.fqn: tensor for member in group.members for tensor in member.tensors},
+            is_whole=group.is_whole and group.members[0].name.shard is None,
+            states_of=_states_of(folder, has_optimizer=has_optimizer),
+            files=tuple(member.path for member in group.members),
+            is_lora=True,
+            metadata=content.metadata if isinstance(content, SafetensorsFile) else {},
         )
 
 

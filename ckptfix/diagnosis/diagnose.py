@@ -14,7 +14,11 @@ from ckptfix.checkpoint.downloads import is_of_client
 from ckptfix.checkpoint.entries import ModelFiles, group_files
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
-from ckptfix.checkpoint.load_inputs import adapters_without_config, loads_of
+from ckptfix.checkpoint.load_inputs import (
+    adapters_without_config,
+    loads_of,
+    lora_of_diffusers,
+)
 from ckptfix.checkpoint.manifest import REPORT, Manifest, usable_manifest
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.checkpoint.pairing import Pairing, first_unequal
@@ -382,9 +386,9 @@ def diagnose(
             for group in saved.groups
             if saved.path.suffix == ".pt"
         )
-        of_loads = diagnose_loads(
-            [*loads, *adapters_without_config(folder, groups, loads)], trained, folder.components
-        )
+        loads += adapters_without_config(folder, groups, loads)
+        loads += lora_of_diffusers(folder, groups, has_optimizer=bool(every_optimizer))
+        of_loads = diagnose_loads(loads, trained, folder.components)
         of_save = diagnose_save(
             folder, sharded, damaged, has_deepspeed=bool(deepspeed), neighbours=neighbours
         )

@@ -8,6 +8,11 @@ from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, list_names
 
+_SAVE_UNWRAPPED = (
+    "for the next save, call accelerator.unwrap_model(model, keep_torch_compile=False) before "
+    "get_peft_model_state_dict, and pass its result to save_lora_weights of the pipeline"
+)
+
 
 class UnusedKeys(Finding, frozen=True, kw_only=True):
     """Keys that a loader does not look for.
@@ -62,7 +67,8 @@ class DeadAdapter(UnusedKeys, frozen=True):
     action = Action.FIX
     meaning = (
         "the keys of a PEFT adapter have a wrapper (`_orig_mod.`, `module.`) or the adapter's name "
-        "in them: PEFT loads none of these tensors, and the model answers as its base does"
+        "in them, or those of LoRA of diffusers have a wrapper or the wrong component before them: "
+        "PEFT or diffusers loads none of these tensors, and the model answers as its base does"
     )
 
     effect: ClassVar[str] = "PEFT leaves {tensors} unused"
@@ -142,6 +148,76 @@ class UnusedAdapter(DeadAdapter, frozen=True):
         )
 
 
+class DeadLora(DeadAdapter, frozen=True, kw_only=True):
+    """LoRA of diffusers with keys that no component of a pipeline has. ``outcome``: of the load, in
+    words with a place for ``{tensors}``.
+    """
+
+    outcome: str
+
+    def __str__(self) -> str:
+        tensors = f"{self.tensors} of {count_of(self.total, 'tensor')}"
+        return (
+            f"{self.path}: load_lora_weights of diffusers {self.outcome.format(tensors=tensors)} "
+            f"(expected keys like {self.expected!r}, found {self.key!r})"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to rename the keys, and to save the next ones without wrappers."""
+        return f"ckptfix repair DIR renames them; {_SAVE_UNWRAPPED}"
+
+
+class LoraOfSeveral(DeadLora, frozen=True):
+    """Such keys that no single rule renames."""
+
+    action = Action.TELL
+
+    @property
+    def advice(self) -> str:
+        """Advice to save again."""
+        return (
+            "a repair renames all keys of a file by one rule, and these need several: save the "
+            f"LoRA again; {_SAVE_UNWRAPPED}"
+        )
+
+
+class LoraOfComponent(DeadLora, frozen=True):
+    """Such keys whose component follows from the names of their modules alone."""
+
+    action = Action.ASK
+    option = "--allow dead-adapter"
+
+    @property
+    def advice(self) -> str:
+        """Advice to rename the keys if a pipeline is to load them."""
+        component = self.expected.partition(".")[0]
+        by_model = (
+            "; a script that calls load_lora_adapter with prefix=None needs these keys"
+            if not self.remove
+            else ""
+        )
+        return (
+            f"if they are of the {component} of a pipeline: ckptfix repair DIR --allow "
+            "dead-adapter; for the next save, call save_lora_weights of the pipeline" + by_model
+        )
+
+
+class DoubtfulLora(LoraOfComponent, frozen=True, kw_only=True):
+    """Such keys where the script that saved them may load them. ``reason``: what loads them."""
+
+    severity = Severity.WARNING
+    reason: str
+
+    @property
+    def advice(self) -> str:
+        """Advice to rename the keys if a pipeline is to load them."""
+        return (
+            f"{self.reason}; if a pipeline of diffusers is to load them: ckptfix repair DIR "
+            "--allow dead-adapter"
+        )
+
+
 class IncompleteAdapter(Finding, frozen=True, kw_only=True):
     """An adapter that lacks tensors. ``lacks``: what is missing, in words. ``effect``: of a load,
     ``remedy``: the next step.
@@ -153,8 +229,8 @@ class IncompleteAdapter(Finding, frozen=True, kw_only=True):
     meaning = (
         "a PEFT adapter has no tensors, tensors of no elements (ZeRO-3), one of two LoRA matrices, "
         "nothing for a module that its config lists, or tensors for which its config has no place: "
-        "PEFT fails, or trains and answers without them. Or it lies next to weights that the "
-        "Trainer takes instead"
+        "PEFT fails, or trains and answers without them. LoRA of diffusers has one of two "
+        "matrices. Or an adapter lies next to weights that the Trainer takes instead"
     )
 
     lacks: str

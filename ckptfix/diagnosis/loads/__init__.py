@@ -12,8 +12,8 @@ from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
 
 JUDGED = ("peft", "transformers", "diffusers")
-"""Libraries with rules about their loads. Of diffusers there is none yet: what is not checked is
-listed.
+"""Libraries with rules about their loads. Of diffusers there are rules about LoRA alone: of its models, what is not
+checked is listed.
 """
 
 
@@ -31,6 +31,11 @@ def diagnose_loads(
     of_models = [load for load in loads if load.library == "transformers"]
     for load in loads:
         if load.library == "transformers":
+            continue
+        if load.is_lora:
+            from ckptfix.diagnosis.loads.lora_of_pipelines import judge_lora
+
+            verdicts.append(judge_lora(load))
             continue
         if load.library == "diffusers":
             words = f"{load.path} against {CONFIG}; ckptfix check --load asks diffusers"

@@ -28,11 +28,17 @@ from ckptfix.checkpoint.load_inputs import (
     Load,
     adapters_without_config,
     loads_of,
+    lora_of_diffusers,
 )
 from ckptfix.checkpoint.samples import digest_of, is_table, must_change, samples_of, weights_in
 from ckptfix.checkpoint.second_prepare import LEAST_RATE
 from ckptfix.diagnosis.findings.base import Finding, Severity
-from ckptfix.diagnosis.findings.load_faults import DeadAdapter, UngatheredParts, UntrainedAdapter
+from ckptfix.diagnosis.findings.load_faults import (
+    DeadAdapter,
+    DeadLora,
+    UngatheredParts,
+    UntrainedAdapter,
+)
 from ckptfix.diagnosis.findings.stale import StaleSave
 from ckptfix.diagnosis.loads import JUDGED, diagnose_loads
 from ckptfix.diagnosis.saved_optimizers import bare
@@ -293,6 +299,7 @@ def _findings(
     groups = group_files(scan)
     loads = [*loads_of(scan, groups, libraries=JUDGED, count_steps=lambda: steps)]
     loads += adapters_without_config(scan, groups, loads)
+    loads += lora_of_diffusers(scan, groups)
     judged = [load._replace(sample=_unread, steps=min(load.steps, 1)) for load in loads]
     asked: list[tuple[int, str, int]] = []
     samples = [_metered(number, load, asked, budget) for number, load in enumerate(loads)]
@@ -483,7 +490,7 @@ def _keys_of(name: str) -> set[str]:
 
 def _described(finding: Finding, place: str, step: int | None) -> str:
     remedy = "; ".join(finding.advice_at(place).splitlines()) or _command("repair", place)
-    if isinstance(finding, DeadAdapter):
+    if isinstance(finding, DeadAdapter) and not isinstance(finding, DeadLora):
         remedy += (
             "; for the next save: accelerator.unwrap_model(model, "
             "keep_torch_compile=False).save_pretrained(...), without the state_dict of a wrapper"
