@@ -189,6 +189,9 @@ def _is_dead(key: _Key, *, is_converted: bool) -> bool:
         return True
     if key.component:
         return key.is_of_peft
+    # diffusers before 0.20 saved LoRA of a UNet so, and load_attn_procs of a UNet still reads it.
+    if ".processor." in key.rest:
+        return False
     # Pipelines with a UNet convert keys of kohya's scripts alone. Flux.2 takes base_model.model
     # before blocks of a transformer, Krea 2 and ERNIE before modules of other names.
     if is_converted or (key.is_of_peft and key.inferred == "transformer"):
