@@ -47,6 +47,7 @@ from ckptfix.checkpoint.manifest import (
     read_manifest,
     unexplained,
 )
+from ckptfix.checkpoint.migrated import read_migrated
 from ckptfix.checkpoint.model_configs import (
     ADAPTER,
     CONFIG,
@@ -471,6 +472,18 @@ def _only_empty_tensors(folder: CheckpointFolder) -> Iterator[str]:
                 )
 
 
+def _keys_lost_by_migration(folder: CheckpointFolder) -> Iterator[str]:
+    """Yield in words that a migrated model may lack the second key of tied weights.
+
+    A ``.bin`` of one key opens as any other, and stock ``load_state`` fails with a missing key.
+    """
+    if folder.only is None and read_migrated(folder.root).may_lack_keys:
+        yield (
+            "tied weights: migrate wrote this model from safetensors files, which leave out the "
+            "second key; load_state fails if the model ties weights"
+        )
+
+
 def lost_step(folder: CheckpointFolder) -> str | None:
     """Return in words that a ``save_state`` folder has no random states, which it always writes,
     None for others.
@@ -665,6 +678,7 @@ def diagnose_save(
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
         unchecked += _only_empty_tensors(folder)
+        unchecked += _keys_lost_by_migration(folder)
     return SaveDiagnosis(findings, unchecked, [])
 
 
