@@ -45,9 +45,9 @@ from ckptfix.checkpoint.manifest import (
     not_as_saved,
     read_losses,
     read_manifest,
+    read_migrated,
     unexplained,
 )
-from ckptfix.checkpoint.migrated import read_migrated
 from ckptfix.checkpoint.model_configs import (
     ADAPTER,
     CONFIG,
@@ -84,6 +84,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     LostTag,
     MissingFile,
     MissingModel,
+    RandomStatesLeftOut,
     Salvaged,
     UnreadFolder,
     UnreadTag,
@@ -312,6 +313,15 @@ def _incomplete_of_trainer(
     found = missing_among(names, lost, has_deepspeed=has_deepspeed)
     # A scheduler without its optimizer is no sign of the Trainer alone, and has been reported.
     known = {Role.OPTIMIZER} if Role.SCHEDULER in states else set()
+    if not ranks and read_migrated(folder.root).lacks_random_states:
+        known.add(Role.RNG_STATE)
+        name = random_states(None)
+        yield RandomStatesLeftOut(
+            path=PurePosixPath(name),
+            missing=(name,),
+            known_by="ckptfix migrate left it out, as it is of another number of processes",
+            of_trainer=True,
+        )
     missing = [one.name for one in sorted(found, key=_as_said) if one.role not in known]
     if all(path.name != TRAINER_STATE for path in folder.strays):
         missing.insert(0, TRAINER_STATE)
