@@ -31,7 +31,7 @@ _VERSION = 1
 
 
 class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file holds, next to the sha256 over it."""
+    """Contents of the file, next to the sha256 over it."""
 
     plan_version: int
     path: str
