@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint (``.ckptfix/manifest.json``), and the list of losses that
-``salvage`` writes.
+"""The manifest of a checkpoint (``.ckptfix/manifest.json``), the list of losses that ``salvage``
+writes, and the receipt of ``migrate``.
 
 A save writes the manifest last, so a folder whose manifest agrees with its files is complete; it
 contains facts of the run, and digests. ``ckptfix seal`` adds digests, or writes a manifest that
@@ -17,10 +17,11 @@ from typing import NamedTuple
 from msgspec import Struct, convert, field
 from msgspec.structs import asdict
 
+from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.errors import FormatError, JournalError
 from ckptfix.storage.files import AnyPath, names_in, stat_of
 from ckptfix.storage.journal import State, TransactionInfo, transactions
-from ckptfix.storage.paths import JOURNAL, MANIFEST, ensure_listed, is_inside
+from ckptfix.storage.paths import JOURNAL, MANIFEST, RECEIPT, ensure_listed, is_inside
 from ckptfix.storage.reading import open_reader, read_start
 from ckptfix.wording import count_of
 
@@ -384,3 +385,37 @@ def read_losses(folder: AnyPath) -> Losses | None:
         return None
     files = sum(isinstance(one, dict) and one.get("name") is None for one in lost)
     return Losses(tensors=len(lost) - files, files=files, damaged=len(damaged))
+
+
+_MAX_RECEIPT = 64 << 20
+"""Longest receipt of a migration that is read, in bytes; a file takes about 100."""
+
+
+class Migrated(NamedTuple):
+    """The gaps that a migration left on purpose.
+
+    ``lacks_random_states``: it left out random states, which are those of other ranks.
+    ``may_lack_keys``: safetensors files were migrated, which have one key of tied weights, to files
+    of which a loader wants both.
+    """
+
+    lacks_random_states: bool = False
+    may_lack_keys: bool = False
+
+
+def read_migrated(folder: AnyPath) -> Migrated:
+    """Return what the receipt of a folder says, no gap for a folder without a readable receipt."""
+    try:
+        data = read_start(folder / RECEIPT, _MAX_RECEIPT)
+        document = json.loads(data or b"")
+    except (OSError, ValueError, RecursionError):
+        return Migrated()
+    if not isinstance(document, dict):
+        return Migrated()
+    left_out = document.get("left_out")
+    names = left_out if isinstance(left_out, list) else []
+    parsed = [parse_file_name(name) for name in names if isinstance(name, str)]
+    return Migrated(
+        lacks_random_states=any(name and name.role is Role.RNG_STATE for name in parsed),
+        may_lack_keys=document.get("may_lack_keys") is True,
+    )

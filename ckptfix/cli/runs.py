@@ -149,12 +149,27 @@ class Runs:
         """Return the answer for each run, by the function behind ``latest_checkpoint``."""
         answers = []
         for run in self._unclean:
+            answer = self._answer(run)
+            if self._is_copied_into_itself(run, answer):
+                continue
             taken = ""
             # stock accelerate loads from a disk alone
             with suppress(OSError):
                 taken = taken_instead(run)
-            answers.append(replace(self._answer(run), taken_instead=taken))
+            answers.append(replace(answer, taken_instead=taken))
         return answers
+
+    def _is_copied_into_itself(self, run: AnyPath, answer: Resume) -> bool:
+        """Return whether a run is only a complete checkpoint that holds a copy of itself, as after
+        ``cp -r checkpoint-8 other/checkpoint-8`` where the destination existed.
+
+        The outer one has its answer in the run around it; a second answer looks like a second run.
+        """
+        family, unclean = family_of(run.name), self._unclean.get(run.parent)
+        if family is None or unclean is None or run.name in unclean:
+            return False
+        is_copy = answer.checkpoint is not None and answer.checkpoint.name == run.name
+        return is_copy and judge(run, family[1]).problem is None
 
     def _answer(self, run: AnyPath) -> Resume:
         def look(path: AnyPath, number: int) -> Candidate:

@@ -159,6 +159,8 @@ def write_receipt(folder: Path, plan: MigrationPlan) -> None:
         "version": _VERSION,
         "to": plan.options.target,
         "files": dict(_files_in(folder)),
+        "left_out": [part.what for part in plan.left_out],
+        "may_lack_keys": plan.may_lack_keys,
     }
     (folder / JOURNAL).mkdir(exist_ok=True)
     create_file(folder / RECEIPT, (json.dumps(document, indent=1) + "\n").encode())

@@ -45,7 +45,7 @@ from ckptfix.conversion.sources import (
     warnings_of_source,
 )
 from ckptfix.conversion.state_plan import plan_states
-from ckptfix.conversion.target_names import NAME, LeftOut
+from ckptfix.conversion.target_names import LeftOut
 from ckptfix.conversion.uploading import open_output
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
@@ -260,10 +260,8 @@ def _files(names: tuple[str, ...]) -> str:
     return f"{count_of(len(names), 'file')} ({names[0]}{between}{names[-1]})"
 
 
-def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
-    """Return in words what a plan does not check. ``is_guarded``: the source has the manifest of a
-    guarded save.
-    """
+def not_checked_of(plan: MigrationPlan) -> tuple[str, ...]:
+    """Return in words what a plan does not check."""
     words = []
     if not plan.options.verify:
         words.append("that the new files hold what the old ones do (--no-verify)")
@@ -284,7 +282,7 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
             "keys of parameters in optimizers, which are copied unchanged; next: "
             f"{command('repair', plan.output, '', '--keys', plan.options.keys.value)}"
         )
-    if _may_lack_names(plan, is_guarded=is_guarded):
+    if plan.may_lack_keys:
         reader = "dcp.load" if plan.options.to is Format.DCP else "load_state of pytorch_model.bin"
         words.append(
             "tied weights may lack their second key: safetensors files leave it out, no manifest "
@@ -293,25 +291,6 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
             "that"
         )
     return tuple(words)
-
-
-def _may_lack_names(plan: MigrationPlan, *, is_guarded: bool) -> bool:
-    """Return whether the source may lack keys that the new format's readers look for.
-
-    ``save_state`` and ``save_pretrained`` leave out tied keys and record nothing; readers of
-    ``.bin`` files of the latter tie again.
-    """
-    source = plan.source
-    config = (*plan.carried, *(file.path for file in plan.rewritten))
-    is_pretrained = any(path.name == NAME.name for path in config)
-    if is_guarded or plan.options.to is Format.SAFETENSORS:
-        return False
-    reads_all = is_pretrained and plan.options.to is Format.DCP
-    return any(
-        one.format is Format.SAFETENSORS and not one.ties
-        for one in source.weights
-        if reads_all or (source.is_save_state and not one.home.parts)
-    )
 
 
 def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
@@ -465,7 +444,9 @@ def migrate(
         watch.check(files_read(plan))
         recorded = SourceDigests(plan, recorded_by)
         is_guarded = manifest is not None and manifest.is_of_a_save
-        not_checked = (*not_checked_of(plan, is_guarded=is_guarded), *recorded.not_checked())
+        # The manifest of a guarded save lists the keys of ties.
+        plan = replace(plan, may_lack_keys=plan.may_lack_keys and not is_guarded)
+        not_checked = (*not_checked_of(plan), *recorded.not_checked())
         warnings = (*warnings, *outdated(plan))
         receipt = new.told(
             receipt_of(plan, warnings=warnings, not_checked=not_checked, dry_run=True)

@@ -32,6 +32,7 @@ from ckptfix.conversion.target_names import (
     stems,
     why_one_file,
 )
+from ckptfix.conversion.tied_weights import with_ties_of_class
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.formats.tensor import DTYPE_BITS
@@ -353,7 +354,8 @@ class MigrationPlan(Struct, frozen=True, kw_only=True, eq=False):
     ``removed``: files at the output that go away, relative to it. ``states``: the optimizers that
     are written anew, of ``--state all``; ``extras``: what belongs to no model and no optimizer.
     ``processes``: that will load it. ``warnings``: what is otherwise than the run that saved it had
-    it, in words. ``not_checked``: what nothing in the source shows, in words.
+    it, in words. ``not_checked``: what nothing in the source shows, in words. ``may_lack_keys``:
+    readers look for the second key of tied weights, and nothing shows whether there are any.
     """
 
     source: StoredCheckpoint
@@ -372,6 +374,7 @@ class MigrationPlan(Struct, frozen=True, kw_only=True, eq=False):
     processes: int | None = None
     warnings: tuple[str, ...] = ()
     not_checked: tuple[str, ...] = ()
+    may_lack_keys: bool = False
 
     @property
     def planned(self) -> tuple[Planned, ...]:
@@ -405,6 +408,18 @@ def make_plan(
     is_file = becomes_file(source, output, options.to)
     configs = {home: read_config(source, home) for home in {one.home for one in source.weights}}
     known = {home: library_stem(source, home, config) for home, config in configs.items()}
+    exacting = [
+        looks_for_all_keys(source, one, options.to, configs[one.home]) for one in source.weights
+    ]
+    # from_pretrained ties again what it loads; load_state does not.
+    complete = [
+        (
+            with_ties_of_class(one, configs[one.home].values)
+            if is_exacting and source.is_save_state
+            else one
+        )
+        for one, is_exacting in zip(source.weights, exacting, strict=True)
+    ]
     models = tuple(
         planned_model(
             weights,
@@ -415,7 +430,7 @@ def make_plan(
             output.suffix if is_file else "",
         )
         for weights, stem in zip(
-            source.weights, stems(source, options.to, output, known, is_file=is_file), strict=True
+            complete, stems(source, options.to, output, known, is_file=is_file), strict=True
         )
     )
     new = [file.path for model in models for file in model.files]
@@ -444,7 +459,25 @@ def make_plan(
         ),
         empty=others.empty,
         left_out=(*_not_weights(source.weights), *_words(models, options.to), *others.left_out),
+        may_lack_keys=any(
+            is_exacting and not one.ties
+            for one, is_exacting in zip(complete, exacting, strict=True)
+        ),
     )
+
+
+def looks_for_all_keys(
+    source: StoredCheckpoint, weights: Weights, to: Format, config: Config
+) -> bool:
+    """Return whether readers of the new format look for keys that a safetensors file may lack.
+
+    ``save_state`` and ``save_pretrained`` leave out tied keys and record nothing; readers of
+    ``.bin`` files of the latter tie again.
+    """
+    if to is Format.SAFETENSORS or weights.format is not Format.SAFETENSORS:
+        return False
+    is_of_save_state = source.is_save_state and not weights.home.parts
+    return is_of_save_state or (to is Format.DCP and bool(config.data))
 
 
 def _most(

@@ -45,6 +45,7 @@ from ckptfix.checkpoint.manifest import (
     not_as_saved,
     read_losses,
     read_manifest,
+    read_migrated,
     unexplained,
 )
 from ckptfix.checkpoint.model_configs import (
@@ -85,6 +86,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     LostTag,
     MissingFile,
     MissingModel,
+    RandomStatesLeftOut,
     Salvaged,
     UnreadFolder,
     UnreadTag,
@@ -327,6 +329,15 @@ def _incomplete_of_trainer(
     found = missing_among(names, lost, has_deepspeed=has_deepspeed)
     # A scheduler without its optimizer is no sign of the Trainer alone, and has been reported.
     known = {Role.OPTIMIZER} if Role.SCHEDULER in states else set()
+    if not ranks and read_migrated(folder.root).lacks_random_states:
+        known.add(Role.RNG_STATE)
+        name = random_states(None)
+        yield RandomStatesLeftOut(
+            path=PurePosixPath(name),
+            missing=(name,),
+            known_by="ckptfix migrate left it out, as it is of another number of processes",
+            of_trainer=True,
+        )
     missing = [one.name for one in sorted(found, key=_as_said) if one.role not in known]
     if all(path.name != TRAINER_STATE for path in folder.strays):
         missing.insert(0, TRAINER_STATE)
@@ -485,6 +496,18 @@ def _only_empty_tensors(folder: CheckpointFolder) -> Iterator[str]:
                     "save_state keeps only the first one in safetensors, and load_state fails "
                     "(safe_serialization=False keeps all)"
                 )
+
+
+def _keys_lost_by_migration(folder: CheckpointFolder) -> Iterator[str]:
+    """Yield in words that a migrated model may lack the second key of tied weights.
+
+    A ``.bin`` of one key opens as any other, and stock ``load_state`` fails with a missing key.
+    """
+    if folder.only is None and read_migrated(folder.root).may_lack_keys:
+        yield (
+            "tied weights: migrate wrote this model from safetensors files, which leave out the "
+            "second key; load_state fails if the model ties weights"
+        )
 
 
 def lost_step(folder: CheckpointFolder) -> str | None:
@@ -681,6 +704,7 @@ def diagnose_save(
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
         unchecked += _only_empty_tensors(folder)
+        unchecked += _keys_lost_by_migration(folder)
     return SaveDiagnosis(findings, unchecked, [])
 
 

@@ -99,15 +99,18 @@ def existing(path: Openable) -> AnyPath:
     return given
 
 
-def ensure_folder(path: AnyPath) -> None:
+def ensure_folder(path: Path) -> None:
     """Raise UsageError unless a path is a folder or leads to one; a link that leads to itself is
-    named.
+    named, and a missing folder gets the command that makes it.
     """
     try:
         is_folder = stat.S_ISDIR(stat_of(path).st_mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise UsageError(cause(path, error)) from None
+        if error.errno == errno.ENOENT and not os.path.islink(path):
+            make = f"next: mkdir -p {shell_path(path)}"
+            raise UsageError(f"{path} does not exist; {make}") from None
         is_folder = False
     if not is_folder:
         raise UsageError(f"{path} is not a folder")

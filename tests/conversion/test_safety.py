@@ -225,7 +225,9 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
         ("a", "a", "is the source of the migration"),
         ("a", "a/b", "lies inside"),
         ("a/model.safetensors", "a", "lies inside .*; name another place"),
-        ("a", "c/b", "is not a folder"),
+        ("a", "c/b", r"/c does not exist; next: mkdir -p \S*/c$"),
+        ("a", "c/d/b", r"/c/d does not exist; next: mkdir -p \S*/c/d$"),
+        ("a", "a/model.safetensors/b", "model.safetensors is not a folder"),
         ("a", "a/..", "name the folder itself"),
     ],
 )

@@ -232,7 +232,7 @@ def test_what_stands_in_the_way(tmp_path: Path) -> None:
         salvage(folder, tmp_path)
     with pytest.raises(UsageError, match="inside"):
         salvage(folder, folder / "new")
-    with pytest.raises(UsageError, match="is not a folder"):
+    with pytest.raises(UsageError, match=r"none does not exist; next: mkdir -p \S*none$"):
         salvage(folder, tmp_path / "none" / "new")
     with pytest.raises(UsageError, match="does not exist"):
         salvage(tmp_path / "none", tmp_path / "new")

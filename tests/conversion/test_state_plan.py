@@ -3,6 +3,7 @@ and the rest.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckptfix
 from ckptfix.conversion.producing import produce
+from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.tensors.opening import open_checkpoint
@@ -857,6 +859,23 @@ def test_a_lone_file(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "ddp", trained())
     with pytest.raises(UsageError, match="--state all takes the folder"):
         ckptfix.migrate(source / "model.safetensors", tmp_path / "new", to="fsdp", state="all")
+
+
+def test_check_knows_that_migrate_left_the_random_states_out(tmp_path: Path) -> None:
+    """No copy brings them back, so that they are no reason for a warning."""
+    source = of_trainer(tmp_path / "source", trained(), processes=1)
+    torch.save({}, source / "training_args.bin")
+    ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all", processes=2)
+    report = ckptfix.check(tmp_path / "new")
+    (finding,) = [one for one in report.findings if one.code == "incomplete-checkpoint"]
+    assert finding.severity is Severity.NOTE
+    assert "migrate" in str(finding)
+    assert "new random states" in finding.advice
+    assert "copy" not in finding.advice
+    assert report.status == 0
+    # A copy without the receipt has lost them as any other.
+    shutil.rmtree(tmp_path / "new" / ".ckptfix")
+    assert ckptfix.check(tmp_path / "new").status == 1
 
 
 def test_processes_that_nothing_shows(tmp_path: Path) -> None:

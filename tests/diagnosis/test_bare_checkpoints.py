@@ -440,6 +440,18 @@ def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(
     assert resume["clean"] == str(tmp_path / "checkpoint_2")
 
 
+def test_a_checkpoint_that_was_copied_into_itself_is_one_run(tmp_path: Path, said: Said) -> None:
+    """``cp -r checkpoint_2 elsewhere/checkpoint_2``, where the destination exists."""
+    for number in (1, 2):
+        shutil.copytree(CLEAN, tmp_path / f"checkpoint_{number}")
+    shutil.copytree(CLEAN, tmp_path / "checkpoint_2" / "checkpoint_2")
+    _, out, _ = said("check", "-r", tmp_path)
+    assert answers(out) == [f"resume from {tmp_path}/checkpoint_2, the newest complete one"]
+    # A checkpoint of another name may be of a run that was started inside.
+    (tmp_path / "checkpoint_2" / "checkpoint_2").rename(tmp_path / "checkpoint_2" / "checkpoint_7")
+    assert len(answers(said("check", "-r", tmp_path)[1])) == 2
+
+
 @pytest.mark.parametrize("damage", ["cut", "exchanged"])
 def test_a_checkpoint_that_load_state_refuses_is_passed_over(
     damage: str, tmp_path: Path, url: str, said: Said

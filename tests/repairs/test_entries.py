@@ -135,6 +135,15 @@ def test_an_average_that_equals_its_model_is_kept(
     assert models_of(folder) == {"model.safetensors": kept}
 
 
+def test_two_modules_that_share_their_weights_are_named(tmp_path: Path) -> None:
+    """An embedding and its head, prepared one by one, leave the bytes of one module twice."""
+    folder = save_state(tmp_path / "c", STUDENT, STUDENT)
+    finding = check(folder).findings[0]
+    assert finding.code == "identical-models"
+    assert "ignore this for" in finding.advice
+    assert "modules that share their weights" in finding.advice
+
+
 def test_a_rank_whose_state_is_missing_counts(tmp_path: Path) -> None:
     folder = save_state(tmp_path / "c", STUDENT, wrapped(STUDENT), trained=[STUDENT])
     (folder / "random_states_0.pkl").unlink()

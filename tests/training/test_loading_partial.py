@@ -457,6 +457,52 @@ def test_a_model_without_any_match_names_the_policy_that_leaves_it(tmp_path: Pat
     )
 
 
+def test_a_model_that_fits_exactly_keeps_its_entry_next_to_a_new_model(tmp_path: Path) -> None:
+    saved = make_run(seeded(Old, 1))
+    saved.train()
+    saved.accelerator.save_state(str(tmp_path / "c"))
+    reset()
+    run = make_run(seeded(Old, 2), seeded(lambda: Old(classes=7), 3))
+    works = r'next: policy=LoadPolicy\(models="warn", optimizers="warn"\) leaves it as it is'
+    with pytest.raises(LoadError, match=works) as strict:
+        load_state_tolerant(run.accelerator, tmp_path / "c")
+    assert "partial" not in str(strict.value)
+    with pytest.raises(LoadError, match=works) as partial:
+        load(run, tmp_path / "c")
+    assert "\n  models 0" not in str(partial.value)
+    assert "model.safetensors belongs to model 0" in str(partial.value)
+    policy = LoadPolicy(models=Requirement.WARN, optimizers=Requirement.WARN)
+    report = load(run, tmp_path / "c", policy)
+    assert [one.status for one in report.of("models")] == [Status.RESTORED, Status.FAILED]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_exact_fit_comes_before_a_partial_one(tmp_path: Path, order: tuple[int, int]) -> None:
+    """Both entries match both models in part; one of them fits one model in full."""
+    saved = make_run(seeded(Old, 1), seeded(lambda: Old(classes=7), 2), optimizer=None)
+    saved.accelerator.save_state(str(tmp_path / "c"))
+    reset()
+    models = [seeded(Old, 3), seeded(lambda: Old(classes=9), 4)]
+    run = make_run(*(models[number] for number in order), optimizer=None)
+    statuses = [one.status for one in load(run, tmp_path / "c").of("models")]
+    exact = order.index(0)
+    assert statuses[1 - exact] is Status.PARTIAL
+    assert torch.equal(run.models[exact].head.weight, saved.models[0].head.weight)
+    assert torch.equal(run.models[1 - exact].last.weight, saved.models[1].last.weight)
+
+
+def test_an_entry_that_matches_two_models_in_part_names_the_policy(tmp_path: Path) -> None:
+    saved = make_run(seeded(Old, 1), optimizer=None)
+    saved.accelerator.save_state(str(tmp_path / "c"))
+    reset()
+    run = make_run(
+        seeded(lambda: Old(classes=7), 2), seeded(lambda: Old(classes=9), 3), optimizer=None
+    )
+    with pytest.raises(LoadError, match=r'next: policy=LoadPolicy\(models="warn"') as caught:
+        load(run, tmp_path / "c")
+    assert "ckptfix check" not in str(caught.value)
+
+
 def test_one_optimizer_for_two_that_fit_names_the_policy(tmp_path: Path) -> None:
     saved = make_run(seeded(Old, 1), seeded(Old, 2))
     saved.accelerator.save_state(str(tmp_path / "c"))

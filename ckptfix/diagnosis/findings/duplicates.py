@@ -68,8 +68,8 @@ second ``prepare``.
 
 
 class IdenticalModels(Finding, frozen=True, kw_only=True):
-    """Two entries with equal keys and equal bytes: one model prepared twice, or an intentional
-    copy.
+    """Two entries with equal keys and equal bytes: one model prepared twice, an intentional copy,
+    or modules that share their weights.
     """
 
     code = "identical-models"
@@ -77,8 +77,8 @@ class IdenticalModels(Finding, frozen=True, kw_only=True):
     action = Action.ASK
     option = "--models N"
     meaning = (
-        "two models with the same keys and bytes: one model prepared twice, or an intentional copy "
-        "(EMA)"
+        "two models with the same keys and bytes: one model prepared twice, an intentional copy "
+        "(EMA), or modules that share their weights"
     )
 
     original: PurePosixPath
@@ -104,7 +104,7 @@ class IdenticalModels(Finding, frozen=True, kw_only=True):
         because = f"not deleted by itself, as {self.doubt}; " if self.doubt else ""
         return (
             f"{because}if the script has fewer models, say how many: ckptfix repair DIR --models N "
-            "(an EMA copy or a target network is rightly equal: leave it)"
+            "(ignore this for an EMA copy, a target network, or modules that share their weights)"
         )
 
 

@@ -266,6 +266,20 @@ class FewerRanks(IncompleteCheckpoint, frozen=True):
     severity = Severity.NOTE
 
 
+class RandomStatesLeftOut(IncompleteCheckpoint, frozen=True):
+    """Random states that ``migrate`` left out on purpose, as its receipt in the folder says."""
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice on the resume, as no copy has random states for these processes."""
+        return (
+            "nothing to do: the Trainer resumes with new random states, so dropout and other draws "
+            "differ from a run that was not interrupted"
+        )
+
+
 class LostPosition(IncompleteCheckpoint, frozen=True):
     """States of dataloaders that the checkpoints next to it have. A run that no longer saves them
     is healthy.

@@ -51,6 +51,14 @@ IN_CYCLE = Topic(
         "saved"
     ),
 )
+BY_MAIN = Topic(
+    code="save-by-main-process",
+    severities=(Severity.WARNING,),
+    meaning=(
+        "the Accelerator of ckptfix saves with all processes, and the script calls `save_state` in "
+        "the main process alone: the save times out"
+    ),
+)
 NEVER_LOADED = Topic(
     code="resume-never-loads",
     severities=(Severity.WARNING,),
@@ -59,7 +67,7 @@ NEVER_LOADED = Topic(
         "starts anew"
     ),
 )
-TOPICS = (SCHEDULER, LOADER, REPEATED, ORDER, IN_CYCLE, NEVER_LOADED)
+TOPICS = (SCHEDULER, LOADER, REPEATED, ORDER, IN_CYCLE, BY_MAIN, NEVER_LOADED)
 
 
 def scheduler_not_prepared(facts: Facts) -> Iterator[Advice]:
@@ -146,6 +154,23 @@ def save_inside_accumulation(facts: Facts) -> Iterator[Advice]:
         )
 
 
+def save_by_main_process(facts: Facts) -> Iterator[Advice]:
+    """The guard waits for all processes, so that a save is complete or absent. accelerate waits for
+    none, without sharded weights.
+    """
+    found = _resuming(facts)
+    if found.by_main and found.together:
+        yield BY_MAIN.advice(
+            "save_state is called in the main process alone, and the Accelerator of ckptfix waits "
+            "for all processes: with several of them the save times out",
+            evidence=_shown(found.together, found.by_main),
+            fix=(
+                "call save_state in every process; or Accelerator(save_together=False), which saves "
+                "the random states of the main process alone"
+            ),
+        )
+
+
 def resume_never_loads(facts: Facts) -> Iterator[Advice]:
     """A script that loads in any other way is not judged."""
     found = _resuming(facts)
@@ -172,5 +197,6 @@ CHECKS = (
     batches_not_skipped,
     epoch_not_set,
     save_inside_accumulation,
+    save_by_main_process,
     resume_never_loads,
 )

@@ -52,7 +52,9 @@ class Resuming(Struct, frozen=True, kw_only=True):
     never prepared. ``skips``: batches of a cut epoch are passed over in some way.
     ``loads_otherwise``: it reads a checkpoint in another way. ``order``: where it asks for an order
     of the data by epoch (``use_seedable_sampler``, a dataset's own ``set_epoch``). ``sets_epoch``:
-    it tells the epoch to some object. ``options``: its own that are about resuming.
+    it tells the epoch to some object. ``options``: its own that are about resuming. ``by_main``:
+    saves of the main process alone. ``together``: Accelerators of ckptfix that save with all
+    processes, none where one of them is made to save alone.
     """
 
     saves: tuple[SourceLine, ...] = ()
@@ -66,6 +68,8 @@ class Resuming(Struct, frozen=True, kw_only=True):
     order: tuple[SourceLine, ...] = ()
     sets_epoch: bool = False
     options: tuple[SourceLine, ...] = ()
+    by_main: tuple[SourceLine, ...] = ()
+    together: tuple[SourceLine, ...] = ()
 
 
 class ResumeScan(Struct):
@@ -84,6 +88,7 @@ class ResumeScan(Struct):
     _words: set[str] = field(default_factory=set)
     _accumulates: bool = False
     _continues: bool = False
+    _saves_alone: bool = False
 
     def read(self, tree: ast.Module, locate: Callable[[int], SourceLine]) -> None:
         """Add what this tree does."""
@@ -122,6 +127,8 @@ class ResumeScan(Struct):
         places = {name: tuple(found) for name, found in self._places.items()}
         if not self._accumulates:
             places.pop("in_cycle", None)
+        if self._saves_alone:
+            places.pop("together", None)
         return Resuming(
             **places,
             **unprepared,
@@ -158,8 +165,18 @@ class ResumeScan(Struct):
                 self._add("order", place)
             elif word.arg == "use_stateful_dataloader" and constant(word.value) is not False:
                 self._words.add(word.arg)
+        if self.resolve(node.func) == "ckptfix.Accelerator":
+            self._add("together", place)
+            # Any other value, and **settings, may be False.
+            self._saves_alone |= any(
+                word.arg is None
+                or (word.arg == "save_together" and constant(word.value) is not True)
+                for word in node.keywords
+            )
         if name == "save_state" and owner is not None and self.is_accelerator(owner):
             self._add("saves", place)
+            if _is_of_main_process(node, parents):
+                self._add("by_main", place)
             loop = next((at for at, one in enumerate(parents) if _is_batch_loop(one)), None)
             if loop is not None:
                 self._add("in_epoch", place)
@@ -206,6 +223,18 @@ def _walk(
     for child in ast.iter_child_nodes(node):
         yield child, around
         yield from _walk(child, around)
+
+
+def _is_of_main_process(node: ast.AST, parents: tuple[ast.AST, ...]) -> bool:
+    """Return whether a call is below ``if accelerator.is_main_process``, also with ``and``."""
+    for parent, child in zip(parents, (*parents[1:], node), strict=True):
+        if isinstance(parent, ast.If) and child in parent.body:
+            test = parent.test
+            is_all = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
+            parts = test.values if is_all else [test]  # type: ignore[attr-defined]
+            if any(getattr(part, "attr", "") == "is_main_process" for part in parts):
+                return True
+    return False
 
 
 def _is_batch_loop(node: ast.AST) -> bool:

@@ -16,6 +16,7 @@ from ckptfix.storage.paths import command
 from ckptfix.training.loading.assignment import (
     Assignment,
     Placement,
+    Settlement,
     hidden_by,
     misfits,
     settle,
@@ -52,9 +53,7 @@ def plan_models(
     settled = settle(root, entries, targets, reasons, exact=exact)
     if draft.policy.models is Requirement.PARTIAL and not settled.assignment.is_whole(len(targets)):
         fits = [[_as_far_as_it_goes(entry, target) for target in targets] for entry in entries]
-        scores = [
-            [len(found.names) if isinstance(found, Fit) else 0 for found in row] for row in fits
-        ]
+        scores = _open_scores(fits, reasons, settled.assignment)
         settled = settle_by_score(root, entries, targets, scores, settled.aside)
     assignment = settled.assignment
     pairs: dict[int, int] = {}
@@ -62,7 +61,7 @@ def plan_models(
     for number, target in enumerate(targets):
         position = assignment.pairs.get(number)
         if position is None:
-            _nothing_for(draft, entries, targets, number, reasons, assignment)
+            _nothing_for(draft, entries, targets, number, reasons, settled)
             continue
         if hidden := hidden_by(entries, position, number, [entry.problem for entry in entries]):
             draft.cannot(Part.MODELS, hidden, target=target)
@@ -119,10 +118,10 @@ def run_hooks(accelerator: Any, path: str, draft: Draft) -> list[Any]:
 
 def _nothing_for(
     draft: Draft, entries: Sequence[Entry], targets: Sequence[ModelTarget], number: int,
-    reasons: Sequence[Sequence[str]], assignment: Assignment,
+    reasons: Sequence[Sequence[str]], settled: Settlement,
 ) -> None:  # fmt: skip
     """Say why a model gets nothing."""
-    target = targets[number]
+    target, assignment = targets[number], settled.assignment
     if not entries:
         reason = f"{draft.path} holds no weights of a model; next: {command('check', draft.path)}"
         draft.cannot(Part.MODELS, reason, target=target, missing=True)
@@ -133,16 +132,13 @@ def _nothing_for(
             f"{targets[index].index} ({targets[index].what})" for index in assignment.refusal[0]
         )
         reason = undecided(entries, assignment.refusal, f"models {models}", others)
-        reason += f"; next: {draft.advice or command('check', draft.path)}"
+        if draft.policy.models is Requirement.PARTIAL and not draft.advice:
+            reason += f"; {_LEAVE_IT}"
+        else:
+            reason += f"; next: {draft.advice or command('check', draft.path)}"
     else:
         reason = f"no entry of {draft.path} fits: {others or 'others took those that do'}"
-        if draft.policy.models is Requirement.PARTIAL:
-            reason += (
-                '; no key matches in name and shape; next: policy=LoadPolicy(models="warn", '
-                'optimizers="warn") leaves it as it is'
-            )
-        else:
-            reason += _partial_advice(entries, target)
+        reason += _partial_advice(draft, entries, targets, number, settled)
     draft.cannot(Part.MODELS, reason, target=target)
 
 
@@ -154,17 +150,64 @@ def _as_far_as_it_goes(entry: Entry, target: ModelTarget) -> Fit | str:
     return found if isinstance(found, Fit) else partial_fit(entry.shapes, target)
 
 
-def _partial_advice(entries: Sequence[Entry], target: ModelTarget) -> str:
-    """Return what to pass so that what matches is loaded, "" when nothing does."""
-    counts = [
-        len(partial_fit(entry.shapes, target).names) for entry in entries if not entry.problem
+def _open_scores(
+    fits: Fits, reasons: Sequence[Sequence[str]], assignment: Assignment
+) -> list[list[int]]:
+    """Return how many keys match, 0 where a pair that fits in full excludes it.
+
+    An entry that fits one model in full also matches a second model in part. Without the zeros the
+    entry counts as one for two models, and neither of them gets it.
+    """
+    entries = set(assignment.pairs.values())
+    return [
+        [
+            len(found.names)
+            if isinstance(found, Fit)
+            and (not reason if number in assignment.pairs else position not in entries)
+            else 0
+            for number, (found, reason) in enumerate(zip(row, why, strict=True))
+        ]
+        for position, (row, why) in enumerate(zip(fits, reasons, strict=True))
     ]
-    if not max(counts, default=0):
-        return ""
-    return (
-        f'; next: policy=LoadPolicy(models="partial") loads the {max(counts)} of its '
-        f"{count_of(len(target.state), 'key')} that match in key and shape"
-    )
+
+
+_LEAVE_IT = 'next: policy=LoadPolicy(models="warn", optimizers="warn") leaves it as it is'
+"""Advice for a model that no entry is for; its optimizer, if any, has no file either."""
+
+
+def _partial_advice(
+    draft: Draft,
+    entries: Sequence[Entry],
+    targets: Sequence[ModelTarget],
+    number: int,
+    settled: Settlement,
+) -> str:
+    """Return the policy that helps a model without an entry, "" where none is known.
+
+    A partial load helps only where an entry matches that no other model gets.
+    """
+    target = targets[number]
+    owners = {position: owner for owner, position in settled.assignment.pairs.items()}
+    counts = {
+        position: len(partial_fit(entry.shapes, target).names)
+        for position, entry in enumerate(entries)
+        if not entry.problem and position not in settled.aside
+    }
+    matching = {position: count for position, count in counts.items() if count}
+    free = [count for position, count in matching.items() if position not in owners]
+    is_partial = draft.policy.models is Requirement.PARTIAL
+    if free and not is_partial:
+        return (
+            f'; next: policy=LoadPolicy(models="partial") loads the {max(free)} of its '
+            f"{count_of(len(target.state), 'key')} that match in key and shape"
+        )
+    if matching and not free:
+        names = ", ".join(
+            f"{entries[position].label} belongs to model {targets[owners[position]].index}"
+            for position in matching
+        )
+        return f"; {names}; {_LEAVE_IT}"
+    return f"; no key matches in name and shape; {_LEAVE_IT}" if is_partial else ""
 
 
 def _read(

@@ -70,6 +70,11 @@ SAVED = "torch.save(scheduler.state_dict(), path)"
 REGISTERED = f"{UNPREPARED}; accelerator.register_for_checkpointing(scheduler)"
 STATEFUL = "dataloader_config=C(use_stateful_dataloader=True)"
 ASKED = "accelerator.sync_gradients and "
+MAIN = "accelerator.is_main_process and "
+BELOW = "if accelerator.is_main_process: accelerator.save_state(path)"
+LATEST = "import ckptfix; newest = ckptfix.latest_checkpoint(path)"
+OTHERWISE = """if accelerator.is_main_process: print(step)
+        else: accelerator.save_state(path)"""
 TOLERANT = {
     "library": "ckptfix",
     "imports": ", load_state_tolerant",
@@ -110,6 +115,16 @@ RESUMING = (
     case("save-inside-accumulation", "asked", found=False, arguments=ACCUMULATES, asked=ASKED),
     case("save-inside-accumulation", "one step", found=False, arguments="gradient_accumulation_steps=1"),
     case("save-inside-accumulation", "guarded run", found=False, arguments=ACCUMULATES, command="ckptfix run train.py"),
+    case("save-by-main-process", "ckptfix's", found=True, library="ckptfix", asked=MAIN),
+    case("save-by-main-process", "together", found=True, library="ckptfix", asked=MAIN, arguments="save_together=True"),
+    case("save-by-main-process", "below it", found=True, library="ckptfix", skip=BELOW),
+    case("save-by-main-process", "alone", found=False, library="ckptfix", asked=MAIN, arguments="save_together=False"),
+    case("save-by-main-process", "settings", found=False, library="ckptfix", asked=MAIN, arguments="**settings"),
+    case("save-by-main-process", "accelerate's", found=False, asked=MAIN),
+    case("save-by-main-process", "every process", found=False, library="ckptfix"),
+    case("save-by-main-process", "not the main one", found=False, library="ckptfix", asked=f"not {MAIN}"),
+    case("save-by-main-process", "its other branch", found=False, library="ckptfix", skip=OTHERWISE),
+    case("save-by-main-process", "names alone", found=False, asked=MAIN, skip=LATEST),
     case("resume-never-loads", "option alone", found=True, load=""),
     case("resume-never-loads", "tolerant", found=False, **TOLERANT),
     case("resume-never-loads", "a tracker's", found=False, load="", option="--wandb_resume_id"),
