@@ -503,7 +503,7 @@ def test_states_of_a_script_next_to_it(tmp_path: Path) -> None:
 
 
 def test_keys_of_attention_processors_are_those_of_another_load(tmp_path: Path) -> None:
-    """diffusers of 2023 saved them, and ``load_attn_procs`` of a UNet reads them to this day."""
+    """diffusers of 2023 saved LoRA so, for ``load_attn_procs`` of a UNet."""
     before = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.processor.to_q_lora"
     tensors = {f"{before}.down.weight": torch.ones(4, 8), f"{before}.up.weight": torch.ones(8, 4)}
     save_file(tensors, tmp_path / "pytorch_lora_weights.safetensors", {"format": "pt"})
