@@ -19,7 +19,7 @@ from ckptfix.checkpoint.latest import (
     time_of,
 )
 from ckptfix.cli.report import FAILURES, ending_of
-from ckptfix.diagnosis.other_runs import DAY, History, OtherRun, days_between, history_of
+from ckptfix.diagnosis.other_runs import DAY, History, days_between, history_of
 from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.errors import CkptfixError
 from ckptfix.reports import Serialized
@@ -129,7 +129,7 @@ class Runs:
                 )
             is_newest, is_compared = path in self._newest[run], path in self._compared[run]
         if is_compared:
-            self._histories[path] = history_of(place)
+            self._histories[path] = history_of(place, counts_steps=True)
         if is_newest:
             look = examine if status else judge
             self._known[path] = replace(look(place, family[1]), path=path)
@@ -168,8 +168,12 @@ class Runs:
         family, unclean = family_of(run.name), self._unclean.get(run.parent)
         if family is None or unclean is None or run.name in unclean:
             return False
-        is_copy = answer.checkpoint is not None and answer.checkpoint.name == run.name
-        return is_copy and judge(run, family[1]).problem is None
+        names = {path.name for folders in numbered(run).values() for _, path in folders}
+        if names != {run.name} or answer.checkpoint is None or answer.other_run:
+            return False
+        with suppress(CkptfixError, OSError):
+            return judge(run, family[1]).problem is None
+        return False
 
     def _answer(self, run: AnyPath) -> Resume:
         def look(path: AnyPath, number: int) -> Candidate:
@@ -198,7 +202,7 @@ class Runs:
             names = series([one.path.name for one in choice.rivals])
             if choice.proof:
                 problem = f"{names} are complete, and contradict each other"
-                words = f"{run}: {choice.proof}; next: move the older one out of the folder"
+                words = f"{run}: {choice.proof}; next: {choice.advice}"
                 return Resume(
                     run=run,
                     checkpoint=None,
@@ -222,7 +226,8 @@ class Runs:
             for one in choice.passed_over
             if one.path.name not in self._unclean[run]
         )
-        other_run = _abandoned(run, best, choice.abandoned)
+        told = choice.abandoned
+        other_run = f"{run}: {told.proof}; next: {told.advice}" if told is not None else ""
         name, seconds = self._saved_later(run, choice.best)
         if seconds > DAY and not other_run:
             other_run = (
@@ -249,11 +254,3 @@ class Runs:
         if saved is None or best.time is None or saved[1] >= best.number:
             return "", 0
         return saved[2], saved[0] - best.time
-
-
-def _abandoned(run: AnyPath, best: AnyPath, other: OtherRun | None) -> str:
-    """Return in words that an older checkpoint is of another run, "" where none is."""
-    if other is None:
-        return ""
-    name = other.candidate.path.name
-    return f"{run}: {other.proof}, and {name} was saved before; next: move {name} out of the folder"

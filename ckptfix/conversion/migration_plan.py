@@ -32,7 +32,6 @@ from ckptfix.conversion.target_names import (
     stems,
     why_one_file,
 )
-from ckptfix.conversion.tied_weights import with_ties_of_class
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.formats.tensor import DTYPE_BITS
@@ -408,18 +407,6 @@ def make_plan(
     is_file = becomes_file(source, output, options.to)
     configs = {home: read_config(source, home) for home in {one.home for one in source.weights}}
     known = {home: library_stem(source, home, config) for home, config in configs.items()}
-    exacting = [
-        looks_for_all_keys(source, one, options.to, configs[one.home]) for one in source.weights
-    ]
-    # from_pretrained ties again what it loads; load_state does not.
-    complete = [
-        (
-            with_ties_of_class(one, configs[one.home].values)
-            if is_exacting and source.is_save_state
-            else one
-        )
-        for one, is_exacting in zip(source.weights, exacting, strict=True)
-    ]
     models = tuple(
         planned_model(
             weights,
@@ -430,7 +417,7 @@ def make_plan(
             output.suffix if is_file else "",
         )
         for weights, stem in zip(
-            complete, stems(source, options.to, output, known, is_file=is_file), strict=True
+            source.weights, stems(source, options.to, output, known, is_file=is_file), strict=True
         )
     )
     new = [file.path for model in models for file in model.files]
@@ -460,8 +447,9 @@ def make_plan(
         empty=others.empty,
         left_out=(*_not_weights(source.weights), *_words(models, options.to), *others.left_out),
         may_lack_keys=any(
-            is_exacting and not one.ties
-            for one, is_exacting in zip(complete, exacting, strict=True)
+            not weights.ties
+            and looks_for_all_keys(source, weights, options.to, configs[weights.home])
+            for weights in source.weights
         ),
     )
 

@@ -8,11 +8,9 @@ it, equal bytes suggest it.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.architectures import Unknown, architecture_of
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.reading import OpenFiles
 from ckptfix.tensors.hashing import TensorJob, hash_all
@@ -25,25 +23,6 @@ _BEGIN = 1 << 12
 
 Ties = Sequence[tuple[int, str, str]]
 """Position of a model, and the two names of one of its parameters."""
-
-
-def with_ties_of_class(weights: Weights, config: Mapping[str, Any]) -> Weights:
-    """Return weights with the keys that a ``config.json`` and its class tie to those of the file.
-
-    A safetensors file has one key of a tie. Without both, ``load_state`` of ``pytorch_model.bin``
-    fails with a missing key.
-    """
-    known = architecture_of(config)
-    if isinstance(known, Unknown):
-        return weights
-    pairs = [
-        (weights.index, source, target)
-        for flag, ties in known.ties.items()
-        if known.is_tied(config, flag)
-        for target, source in ties.items()
-        if "*" not in target + source
-    ]
-    return with_lost_ties(weights, pairs)
 
 
 def with_lost_ties(weights: Weights, ties: Ties) -> Weights:

@@ -22,6 +22,7 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     parse_folder_name,
     random_states_name,
+    weights_names,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.hidden_files import (
@@ -74,9 +75,9 @@ from ckptfix.checkpoint.trainer_folders import (
     random_states,
 )
 from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.config_faults import LostAdapter
 from ckptfix.diagnosis.findings.damaged import FOLDER, NotATensorFile
 from ckptfix.diagnosis.findings.incomplete import (
-    ADAPTER_WEIGHTS,
     ConfiglessModel,
     IncompleteCheckpoint,
     InterruptedSave,
@@ -179,6 +180,7 @@ def _writers(states: Iterable[DcpFolder]) -> dict[int, str]:
     }
 
 
+_ADAPTER_WEIGHTS, *_ = weights_names("peft")
 _DEFAULTS = "from_pretrained takes default settings for generation without an error"
 
 _READ_BY = {
@@ -282,11 +284,11 @@ def _incomplete_of_trainer(
         and not has_weights_of(ADAPTER, names)
         and library_of(read_config(folder.root, ADAPTER)) == "peft"
         and not is_hidden
-        and not any(ADAPTER_WEIGHTS in name for name in names)
+        and not any(_ADAPTER_WEIGHTS in name for name in names)
     ):
-        yield IncompleteCheckpoint(
-            path=PurePosixPath(ADAPTER_WEIGHTS),
-            missing=(ADAPTER_WEIGHTS,),
+        yield LostAdapter(
+            path=PurePosixPath(_ADAPTER_WEIGHTS),
+            missing=(_ADAPTER_WEIGHTS,),
             known_by=f"{ADAPTER} is there",
         )
     # ``save_pretrained`` writes both configs.

@@ -9,26 +9,29 @@ both have, or that lie between two of the later one, are compared. ``total_flos`
 with each step, and is saved and resumed without any log.
 
 accelerate keeps no history. The step of an optimizer only grows, but in a run that went back to an
-earlier checkpoint, or made a new optimizer. Neither saves the bytes of an earlier checkpoint again,
-or before a lower number: an old backup that was restored does, and two folders that were exchanged.
+earlier checkpoint, or made a new optimizer. Times that rise with the steps, and not with the
+numbers, show two folders that were exchanged; neither such a run nor a copy in any order has them.
+A checkpoint with fewer steps and the bytes of an earlier one is an old backup, or the first save
+after the run went back: that is told, and changes no choice.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from math import isfinite
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import Candidate, time_of
 from ckptfix.checkpoint.samples import are_equal, optimizers_in, samples_of, weights_in
 from ckptfix.diagnosis.optimizer_values import steps_of
 from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 from ckptfix.errors import CkptfixError
-from ckptfix.storage.files import AnyPath, is_of_listing
+from ckptfix.storage.files import AnyPath, StorePath, etag_of, is_of_listing, names_in
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.reading import read_start
 from ckptfix.wording import count_of
@@ -44,19 +47,21 @@ _MOST_STATE = 32 << 20
 """A longer ``trainer_state.json`` is not read: its history has a million lines."""
 
 
-_MOST_STEPS = 64
-"""Checkpoints whose steps are read to find the one that another is a copy of."""
+_MOST_STEPS = 16
+"""Checkpoints whose steps are compared where the highest number has fewer than another."""
 
 
 class OtherRun(NamedTuple):
     """A complete checkpoint with a lower number than the highest one, which need not be newer.
 
-    ``proof``: what shows that, as a sentence about both. ``is_older``: by the time of its save,
-    too, as the rest of a branch that was given up.
+    ``proof``: what shows that, as a sentence about both. ``advice``: the next step. ``is_older``:
+    it is told, and the highest number is taken: the other one was saved before, as the rest of a
+    branch that was given up, or the run may have gone back.
     """
 
     candidate: Candidate
     proof: str
+    advice: str
     is_older: bool
 
 
@@ -80,6 +85,10 @@ class History(NamedTuple):
         """
         both = self.steps.keys() & later.steps.keys()
         return bool(both) and all(self.steps[path] > later.steps[path] for path in both)
+
+    def most_steps(self, later: "History") -> int:
+        """Return the most steps of an optimizer that both have, which they must have."""
+        return max(self.steps[path] for path in self.steps.keys() & later.steps.keys())
 
 
 def other_run(
@@ -128,18 +137,13 @@ def other_run(
         number, path = lower[at]
         candidate = look(path, number)
         if candidate.problem is None:
-            names = f"{best.path.name} and {path.name}"
-            shown = OtherRun(
-                candidate, f"{names} are of two runs ({proof})", _is_older(candidate, best)
-            )
-            if not shown.is_older:
-                return shown
-            older = older or shown
+            words = f"{best.path.name} and {path.name} are of two runs ({proof})"
+            if None in (candidate.time, best.time) or (candidate.time or 0) >= (best.time or 0):
+                return OtherRun(candidate, words, "move the older run out of the folder", False)
+            words += f", and {path.name} was saved before"
+            advice = f"move {path.name} out of the folder"
+            older = older or OtherRun(candidate, words, advice, True)
     return older
-
-
-def _is_older(candidate: Candidate, best: Candidate) -> bool:
-    return None not in (candidate.time, best.time) and (candidate.time or 0) < (best.time or 0)
 
 
 def _turned_back(
@@ -150,7 +154,7 @@ def _turned_back(
     read: "Callable[[AnyPath], History | None]",
 ) -> OtherRun | None:
     """Return the complete checkpoint with the most steps where those of ``best`` are fewer, and it
-    was saved first or has the bytes of an earlier one.
+    was exchanged or has the bytes of an earlier one.
     """
     further: list[tuple[int, Candidate]] = []
     for place in sorted({0, _saved_last(lower)}):
@@ -159,35 +163,69 @@ def _turned_back(
         if history is not None and history.has_more_steps(newest):
             candidate = look(path, number)
             if candidate.problem is None:
-                further.append((max(history.steps.values()), candidate))
+                further.append((history.most_steps(newest), candidate))
     if not further:
         return None
     steps, candidate = max(further, key=itemgetter(0))
-    name, own = best.path.name, max(newest.steps.values())
-    words = f"{name} is of optimizer step {own}, and {candidate.path.name} of step {steps}"
-    # Uploads of many files at once have times in any order.
-    is_dated = None not in (best.time, candidate.time) and not is_of_listing(best.path.parent)
-    if is_dated and not _is_older(candidate, best):
-        return OtherRun(candidate, f"{words} was saved after it", is_older=False)
-    for _, path in lower[:_MOST_STEPS]:
-        history = read(path)
-        if history is not None and history.steps == newest.steps and _is_copy(best.path, path):
-            proof = f"{words}: {name} is a copy of {path.name}"
-            return OtherRun(candidate, proof, is_older=False)
-    return None
+    name, furthest = best.path.name, candidate.path.name
+    own = newest.most_steps(newest)
+    words = f"{name} is of optimizer step {own}, and {furthest} of step {steps}"
+    nearest = [path for _, path in lower[:_MOST_STEPS]]
+    if isinstance(best.path, StorePath):
+        equal = [path for path in nearest if _is_copy(best.path, path)]
+    else:
+        histories = {path: history for path in nearest if (history := read(path)) is not None}
+        if _are_dated_by_steps([newest, *histories.values()]):
+            advice = "give exchanged folders their own names again"
+            return OtherRun(candidate, f"{words} was saved after it", advice, False)
+        alike = [path for path, history in histories.items() if history.steps == newest.steps]
+        equal = [path for path in alike if _is_copy(best.path, path)]
+    if not equal:
+        return None
+    proof = f"{words}: {name} is a copy of {equal[0].name}"
+    advice = f"resume from {furthest}, or ignore this if the run went back to {equal[0].name}"
+    return OtherRun(candidate, proof, advice, True)
+
+
+def _are_dated_by_steps(histories: Sequence[History]) -> bool:
+    """Return whether the times of three checkpoints or more, the first of which has the highest
+    number, rise with their steps.
+    """
+    if len(histories) < 3 or len({frozenset(history.steps) for history in histories}) > 1:
+        return False
+    ordered = sorted(histories, key=lambda history: max(history.steps.values(), default=0))
+    pairs = list(pairwise(ordered))
+    return all(one.time and then.time and one.time < then.time for one, then in pairs) and all(
+        then.has_more_steps(one) for one, then in pairs
+    )
 
 
 def _is_copy(checkpoint: AnyPath, earlier: AnyPath) -> bool:
-    """Return whether the beginnings of all tensors in two checkpoints are equal."""
+    """Return whether the beginnings of all tensors in two checkpoints are equal; in a store,
+    whether all files are, by what it lists.
+    """
     with (
         suppress(CkptfixError, OSError),
         opened_part(checkpoint) as root,
         opened_part(earlier) as there,
     ):
-        folder = scan_folder(root, wanted=lambda file: file.role in (Role.MODEL, Role.OPTIMIZER))
+        if isinstance(root, StorePath):
+            tags = {name: etag_of(root / name) for name in names_in(root) if _holds_state(name)}
+            return any(tags.values()) and all(
+                tag == etag_of(there / name) for name, tag in tags.items()
+            )
+        folder = scan_folder(root, wanted=lambda file: file.role in _STATES)
         samples = samples_of((*(weights_in(folder, ()) or ()), *(optimizers_in(folder, ()) or ())))
         return bool(samples) and are_equal(root, there, samples or ())
     return False
+
+
+_STATES = (Role.MODEL, Role.OPTIMIZER)
+
+
+def _holds_state(name: str) -> bool:
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed.role in _STATES
 
 
 def _saved_last(lower: Sequence[tuple[int, AnyPath]]) -> int:
@@ -200,8 +238,11 @@ def _saved_last(lower: Sequence[tuple[int, AnyPath]]) -> int:
     return times.index(max(times))
 
 
-def history_of(checkpoint: AnyPath) -> History | None:
-    """Return the history of a checkpoint, None without one that can be read."""
+def history_of(checkpoint: AnyPath, *, counts_steps: bool = False) -> History | None:
+    """Return the history of a checkpoint, None without one that can be read.
+
+    ``counts_steps``: also read the steps of optimizers in a store, where that may cost requests.
+    """
     state: Any = None
     time = None
     with (
@@ -210,7 +251,8 @@ def history_of(checkpoint: AnyPath) -> History | None:
     ):
         time = time_of(place)
         if not (place / TRAINER_STATE).exists():
-            return History({}, None, time, steps=_steps_in(place))
+            is_cheap = counts_steps or not isinstance(place, StorePath)
+            return History({}, None, time, steps=_steps_in(place) if is_cheap else {})
         data = read_start(place / TRAINER_STATE, _MOST_STATE)
         state = json.loads(data) if data is not None and len(data) < _MOST_STATE else None
     history = state.get("log_history") if isinstance(state, dict) else None

@@ -48,14 +48,15 @@ class Choice(Struct, frozen=True, kw_only=True):
     ``passed_over``: the incomplete ones that are newer, and those of families without a complete
     one. ``rivals``: the newest complete one of each family where there are several: their numbers
     cannot be compared, so the time of the save decides. ``proof``: what shows of the two ``rivals``
-    of one family that the higher number need not be the newer one. ``abandoned``: one of another
-    run than ``best``, older by number and time.
+    of one family that the higher number need not be the newer one; ``advice``: the next step then.
+    ``abandoned``: what is told of a lower number next to ``best``.
     """
 
     best: Candidate | None
     passed_over: tuple[Candidate, ...] = ()
     rivals: tuple[Candidate, ...] = ()
     proof: str = ""
+    advice: str = ""
     abandoned: OtherRun | None = None
 
 
@@ -104,7 +105,11 @@ def choose(
         if other is not None and not other.is_older:
             rivals = (best, other.candidate)
             return Choice(
-                best=None, passed_over=tuple(passed_over), rivals=rivals, proof=other.proof
+                best=None,
+                passed_over=tuple(passed_over),
+                rivals=rivals,
+                proof=other.proof,
+                advice=other.advice,
             )
     return Choice(
         best=best if is_certain else None,

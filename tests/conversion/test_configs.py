@@ -68,40 +68,6 @@ def test_a_save_state_whose_ties_nobody_knows_is_said_so(tmp_path: Path) -> None
     assert migrate(tmp_path / "a", tmp_path / "c", to="safetensors").not_checked == ()
 
 
-@pytest.mark.parametrize("to", ["bin", "dcp"])
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_a_tie_that_the_config_and_the_class_say_is_written(
-    tmp_path: Path, to: str, is_tied: bool
-) -> None:
-    """``load_state`` of pytorch_model.bin fails without the key that safetensors leaves out."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=6, tie_word_embeddings=is_tied
-    )
-    config.architectures = ["GPT2LMHeadModel"]
-    model = GPT2LMHeadModel(config)
-    (tmp_path / "a").mkdir()
-    config.save_pretrained(tmp_path / "a")
-    state = dict(model.state_dict())
-    if is_tied:
-        del state["lm_head.weight"]
-    write_safetensors(tmp_path / "a" / "model.safetensors", state)
-    torch.save({}, tmp_path / "a" / "random_states_0.pkl")
-    receipt = migrate(tmp_path / "a", tmp_path / "b", to=to)
-    assert receipt.verified
-    assert receipt.models[0].ties == int(is_tied)
-    said = any("second key" in words for words in receipt.not_checked)
-    assert said is not is_tied
-    if to == "bin":
-        written = torch.load(tmp_path / "b" / "pytorch_model.bin", weights_only=True)
-        assert written.keys() == model.state_dict().keys()
-        assert torch.equal(written["lm_head.weight"], model.lm_head.weight)
-        if is_tied:
-            embedding = written["transformer.wte.weight"]
-            assert written["lm_head.weight"].data_ptr() == embedding.data_ptr()
-
-
 @pytest.mark.parametrize("to", ["bin", "safetensors"])
 def test_check_of_a_migrated_bin_lists_the_unknown_ties(tmp_path: Path, to: str) -> None:
     (tmp_path / "a").mkdir()

@@ -154,9 +154,8 @@ def test_the_config_has_another_name(tmp_path: Path) -> None:
 
 
 def _lora(folder: Path) -> None:
-    save_file(
-        {"unet.down.lora_A.weight": torch.ones(2, 2)}, folder / "pytorch_lora_weights.safetensors"
-    )
+    halves = {f"unet.down.lora_{half}.weight": torch.ones(2, 2) for half in "AB"}
+    save_file(halves, folder / "pytorch_lora_weights.safetensors")
 
 
 def _weights_of_a_script(folder: Path) -> None:

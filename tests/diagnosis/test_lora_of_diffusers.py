@@ -19,7 +19,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from ckptfix import check
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.cli import run
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Action, Finding
 from ckptfix.diagnosis.loads.lora_of_pipelines import judge_lora
 from ckptfix.formats.tensor import TensorInfo
 
@@ -213,9 +213,11 @@ def test_keys_without_the_component(kind: str, tmp_path: Path) -> None:
     folder = renamed(saved(tmp_path, unet=of("unet")), FOREIGN[kind])
     assert live(folder, "unet") == 0
     (finding,) = check(folder).findings
-    assert (finding.code, finding.severity.value) == ("dead-adapter", "error")
+    may_be_of_model = kind == "no component"
+    severity = "warning" if may_be_of_model else "error"
+    assert (finding.code, finding.severity.value) == ("dead-adapter", severity)
     assert "without an error" in str(finding)
-    assert "if they are of the unet" in finding.advice
+    assert ("load_lora_adapter" if may_be_of_model else "of the unet") in finding.advice
     assert run(["repair", str(folder)]) == 1
     assert live(folder, "unet") == 0
     assert run(["repair", str(folder), "--allow", "dead-adapter"]) == 0
@@ -225,7 +227,7 @@ def test_keys_without_the_component(kind: str, tmp_path: Path) -> None:
 def test_blocks_of_a_transformer_without_the_component(tmp_path: Path) -> None:
     folder = renamed(saved(tmp_path, transformer=of("transformer")), without_component)
     assert live(folder, "transformer") == 0
-    assert verdict(folder) == [("dead-adapter", "error")]
+    assert verdict(folder) == [("dead-adapter", "warning")]
 
 
 def test_one_of_several_components_is_wrapped(tmp_path: Path) -> None:
@@ -510,3 +512,21 @@ def test_keys_of_attention_processors_are_those_of_another_load(tmp_path: Path) 
     report = check(tmp_path)
     assert report.findings == ()
     assert any("converts keys such as" in words for words in report.not_checked)
+
+
+def test_keys_with_the_name_of_the_adapter(tmp_path: Path) -> None:
+    """``state_dict()`` of a model has them, and PEFT adds the name again."""
+    folder = renamed(
+        saved(tmp_path, unet=of("unet")), lambda key: key.replace(".weight", ".default.weight")
+    )
+    assert live(folder, "unet") == 0
+    assert verdict(folder) == [("dead-adapter", "error")]
+    assert run(["repair", str(folder)]) == 0
+    assert (live(folder, "unet"), verdict(folder)) == (1, [])
+
+
+def test_two_keys_that_a_repair_would_give_one_name() -> None:
+    """A finding must not promise a repair that is refused."""
+    (finding,) = judged(*pair("unet.mid_block.q"), *pair("unet._orig_mod.mid_block.q")).findings
+    assert finding.action is Action.TELL
+    assert "ckptfix repair" not in finding.advice

@@ -74,8 +74,8 @@ def test_the_highest_number_of_an_older_run_is_not_taken(
     assert status == 1
     assert "checkpoint-7 and checkpoint-3 are of two runs" in out
     assert (
-        "no checkpoint to resume from: checkpoint-7 and checkpoint-3 are complete, and of two runs"
-        in out
+        "no checkpoint to resume from: checkpoint-7 and checkpoint-3 are complete, and contradict "
+        "each other" in out
     )
     (answer,) = json.loads(said("check", "-r", folder, "--json")[1])["resume"]
     assert answer["checkpoint"] is None

@@ -54,34 +54,44 @@ def exchanged(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("damage", "words", "newest"),
-    [
-        (
-            restored,
-            "checkpoint_4 is of optimizer step 6, and checkpoint_3 of step 12: checkpoint_4 is a "
-            "copy of checkpoint_1",
-            "checkpoint_3",
-        ),
-        (
-            exchanged,
-            "checkpoint_4 is of optimizer step 9, and checkpoint_2 of step 15 was saved after it",
-            "checkpoint_2",
-        ),
-    ],
-)
-def test_the_highest_number_is_not_called_the_newest(
-    tmp_path: Path, damage: object, words: str, newest: str, said: Said
-) -> None:
-    assert callable(damage)
-    folder = damage(saved(tmp_path / "run"))
+def test_exchanged_folders_are_not_taken_by_their_numbers(tmp_path: Path, said: Said) -> None:
+    folder = exchanged(saved(tmp_path / "run"))
+    words = "checkpoint_4 is of optimizer step 9, and checkpoint_2 of step 15 was saved after it"
     status, out, _ = said("check", "-r", folder)
     assert status == 1
-    assert words in out
+    assert f"{words}; next: give exchanged folders their own names again" in out
     assert "the newest complete one" not in out
     with pytest.raises(UsageError, match=words) as raised:
         latest_checkpoint(folder)
-    assert f"next: accelerator.load_state('{folder / newest}') or" in str(raised.value)
+    assert f"next: accelerator.load_state('{folder / 'checkpoint_2'}') or" in str(raised.value)
+
+
+def test_a_restored_backup_is_told_and_taken_as_after_a_run_that_went_back(
+    tmp_path: Path, said: Said
+) -> None:
+    folder = restored(saved(tmp_path / "run"))
+    status, out, _ = said("check", "-r", folder)
+    assert status == 1
+    assert (
+        "checkpoint_4 is of optimizer step 6, and checkpoint_3 of step 12: checkpoint_4 is a copy "
+        "of checkpoint_1; next: resume from checkpoint_3, or ignore this if the run went back to "
+        "checkpoint_1"
+    ) in out
+    assert latest_checkpoint(folder).name == "checkpoint_4"
+
+
+@pytest.mark.parametrize("hours", [(5, 4, 3, 2, 1), (1, 1, 1, 1, 1)], ids=["backwards", "at once"])
+def test_a_second_phase_that_was_copied_is_taken_by_its_numbers(
+    tmp_path: Path, said: Said, hours: tuple[int, ...]
+) -> None:
+    """``cp -r`` writes in any order, and images give one time to all files."""
+    folder = saved(tmp_path / "run", steps=(10, 10, 10, -4, 4))
+    for number, hour in enumerate(hours):
+        dated(folder / f"checkpoint_{number}", hour)
+    assert latest_checkpoint(folder).name == "checkpoint_4"
+    status, out, _ = said("check", "-r", folder)
+    assert status == 0
+    assert "optimizer step" not in out
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,30 @@
-"""Findings about a ``config.json`` that contradicts the weights: ties, heads and methods of
-quantization.
+"""Findings about a config that contradicts the weights: ties, heads, methods of quantization, and
+an adapter that is gone.
 """
 
+from ckptfix.checkpoint.model_configs import ADAPTER
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
+from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
 from ckptfix.wording import count_of
+
+
+class LostAdapter(IncompleteCheckpoint, frozen=True):
+    """The config of an adapter without its weights, next to a model: ``from_pretrained`` of
+    transformers 5.23 puts the adapter on the model.
+    """
+
+    @property
+    def resume(self) -> Resume:
+        """It succeeds: the model is complete."""
+        return Resume.SUCCEEDS
+
+    @property
+    def advice(self) -> str:
+        """Advice to complete the adapter, or to remove its config."""
+        return (
+            "from_pretrained of the model looks for it, too, and fails: copy it again, or move "
+            f"{ADAPTER} out of the folder if the model is merged with that adapter"
+        )
 
 
 class UntiedWeights(Finding, frozen=True, kw_only=True):

@@ -10,7 +10,6 @@ from ckptfix.checkpoint.filenames import (
     name_of_trainer,
     parse_file_name,
     parse_folder_name,
-    weights_names,
 )
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
@@ -58,9 +57,6 @@ def _is_weights(file_name: str) -> bool:
     return parsed is not None and parsed.role in NOT_STATES
 
 
-ADAPTER_WEIGHTS, *_ = weights_names("peft")
-
-
 def _is_required(name: str) -> bool:
     parsed = parse_file_name(name) or parse_folder_name(name)
     return parsed is not None and parsed.role is not Role.RNG_STATE
@@ -101,8 +97,7 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
         """
         if self.may_be_dropped:
             return Resume.FAILS_IF_NEEDED
-        is_kept = self.of_trainer or self.missing == (ADAPTER_WEIGHTS,)
-        if is_kept or self.problem or self.severity is Severity.NOTE:
+        if self.of_trainer or self.problem or self.severity is Severity.NOTE:
             return Resume.SUCCEEDS
         return Resume.FAILS if any(map(_is_required, self.missing)) else Resume.SUCCEEDS
 
@@ -144,11 +139,6 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
             return (
                 "the Trainer resumes without it, and PeftModel.from_pretrained fails; copy it "
                 "again, or from another checkpoint of the run"
-            )
-        if self.missing == (ADAPTER_WEIGHTS,):
-            return (
-                f"from_pretrained of the model looks for it, too, and fails: copy it again, or move "
-                f"{ADAPTER} out of the folder if the model is merged with that adapter"
             )
         if self.missing == (CONFIG,):
             return (

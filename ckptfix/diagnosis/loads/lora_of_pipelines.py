@@ -15,6 +15,8 @@ from ckptfix.checkpoint.keys import (
     WRAPPERS,
     KeyMap,
     adapter_name,
+    collisions,
+    without_adapter_name,
     without_private_wrappers,
 )
 from ckptfix.checkpoint.load_inputs import Load
@@ -94,6 +96,15 @@ class _Key(NamedTuple):
         return bool(self.wrappers) or self.rest != without_private_wrappers(self.rest)
 
     @property
+    def adapter(self) -> str:
+        """The adapter's name in a key of a UNet, "" for none.
+
+        A UNet takes such keys for unexpected ones: ``state_dict()`` has the name, and PEFT adds it
+        again. Pipelines with a transformer convert some.
+        """
+        return adapter_name(self.rest) if self.component == "unet" else ""
+
+    @property
     def inferred(self) -> str:
         """The component that has the first module, "" for an unknown module."""
         return _COMPONENT_OF.get(self.rest.partition(".")[0], "")
@@ -109,7 +120,7 @@ class _Key(NamedTuple):
     @property
     def expected(self) -> str:
         """The key that a component has. Of modules that only a conversion knows it has none."""
-        bare = without_private_wrappers(self.rest)
+        bare = without_adapter_name(without_private_wrappers(self.rest), self.adapter)
         if self.component and not self.is_misplaced:
             return f"{self.component}.{bare}"
         if self.inferred:
@@ -128,14 +139,16 @@ def judge_lora(load: Load) -> LoadVerdict:
         words += f", and whether it converts keys such as {min(of_others)!r}"
     findings: list[Finding] = []
     # save_lora_adapter of a model writes no component, and neither do hooks of some scripts.
-    is_of_model = not any(key.component or key.is_wrapped for key in dead)
+    is_of_model = not any(key.component or key.is_wrapped or key.is_of_peft for key in dead)
     if dead and is_of_model and (load.states_of or _is_of_model(load.metadata)):
         words += (
             ", and whether a script loads these keys without a component (load_lora_adapter with "
             "prefix=None); load_lora_weights of a pipeline leaves them out"
         )
     elif dead:
-        findings.append(_finding(load, keys, dead))
+        # Settings of a pipeline show that a pipeline is to load the file.
+        may_be_of_model = is_of_model and _METADATA not in load.metadata
+        findings.append(_finding(load, keys, dead, may_be_of_model=may_be_of_model))
     explained = [(WrapperPrefix, file) for file in load.files if findings]
     if load.is_whole:
         findings += _lone_halves(load)
@@ -185,7 +198,7 @@ def _is_dead(key: _Key, *, is_converted: bool) -> bool:
     """Return whether no pipeline loads a key. ``is_converted``: the file has keys of another
     program.
     """
-    if key.is_wrapped or key.is_misplaced:
+    if key.is_wrapped or key.is_misplaced or key.adapter:
         return True
     if key.component:
         return key.is_of_peft
@@ -205,8 +218,12 @@ def _is_plain(key: _Key) -> bool:
     return is_named or key.key.startswith(_KOHYA)
 
 
-def _finding(load: Load, keys: Sequence[_Key], dead: Sequence[_Key]) -> Finding:
-    """Return the finding about keys that no component has."""
+def _finding(
+    load: Load, keys: Sequence[_Key], dead: Sequence[_Key], *, may_be_of_model: bool
+) -> Finding:
+    """Return the finding about keys that no component has. ``may_be_of_model``: they are as
+    ``save_lora_adapter`` writes them, and a ``.bin`` does not say what wrote it.
+    """
     first = dead[0]
     key_map = _key_map(keys, dead)
     facts: dict[str, Any] = {
@@ -219,12 +236,16 @@ def _finding(load: Load, keys: Sequence[_Key], dead: Sequence[_Key]) -> Finding:
         "remove": key_map.remove if key_map else (),
         "insert": key_map.insert if key_map else (),
         "inner": key_map is not None and key_map.inner,
+        "names": (key_map.adapter,) if key_map is not None and key_map.adapter else (),
     }
     if load.states_of in ("save_state", "script"):
         resumes = "load hook of the" if load.states_of == "save_state" else "resume by the"
         reason = f"the {resumes} script may look for these keys"
         return DoubtfulLora(**facts, reason=reason)
-    if key_map is None:
+    if may_be_of_model and key_map is not None:
+        reason = "a script that calls load_lora_adapter of the model with prefix=None loads them"
+        return DoubtfulLora(**facts, reason=reason)
+    if key_map is None or collisions(load.tensors, key_map):
         return LoraOfSeveral(**facts)
     is_inferred = any(key.inferred and (key.is_misplaced or not key.component) for key in dead)
     return (LoraOfComponent if is_inferred else DeadLora)(**facts)
@@ -236,6 +257,8 @@ def _outcome(keys: Iterable[_Key], dead: Sequence[_Key]) -> str:
     if not all(key.component for key in dead) or any(key.is_misplaced for key in dead):
         # Some pipelines with a transformer fail in their conversion of keys.
         return unused if all(key.inferred == "unet" for key in dead) else _UNCLEAR
+    if all(key.adapter and not key.is_wrapped for key in dead):
+        return unused
     is_first = {key.key.startswith(f"{key.component}.") for key in dead}
     live = {key.component for key in set(keys).difference(dead)}
     if is_first == {False} or all(key.component in live for key in dead):
@@ -258,10 +281,11 @@ def _key_map(keys: Iterable[_Key], dead: Sequence[_Key]) -> KeyMap | None:
         return None
     before = first.key.removesuffix(first.rest).rstrip(".")
     maps = (
-        KeyMap(remove=(), inner=True),
+        KeyMap(remove=(), inner=True, adapter=first.adapter),
         KeyMap(
             remove=tuple(before.split(".")) if before else (),
             insert=(first.expected.partition(".")[0],),
+            adapter=first.adapter,
         ),
     )
     expected = {key.key: key.expected for key in dead}

@@ -225,6 +225,10 @@ def _walk(
         yield from _walk(child, around)
 
 
+_COUNTS = ("num_processes", "distributed_type", "world_size")
+"""Words of a condition that may hold for one process alone."""
+
+
 def _is_of_main_process(node: ast.AST, parents: tuple[ast.AST, ...]) -> bool:
     """Return whether a call is below ``if accelerator.is_main_process``, also with ``and``."""
     for parent, child in zip(parents, (*parents[1:], node), strict=True):
@@ -232,7 +236,9 @@ def _is_of_main_process(node: ast.AST, parents: tuple[ast.AST, ...]) -> bool:
             test = parent.test
             is_all = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
             parts = test.values if is_all else [test]  # type: ignore[attr-defined]
-            if any(getattr(part, "attr", "") == "is_main_process" for part in parts):
+            names = {getattr(part, "attr", "") for part in parts}
+            is_of_one = any(word in ast.unparse(test) for word in _COUNTS)
+            if "is_main_process" in names and not is_of_one:
                 return True
     return False
 

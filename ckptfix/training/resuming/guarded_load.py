@@ -255,7 +255,8 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
 
     Warns of every newer one that is passed over, with the reason, and where the time decided.
     Raises UsageError when none is complete, when not even the times say which is newer, or when
-    ``trainer_state.json`` proves that the highest number is of another run than lower ones.
+    ``trainer_state.json`` proves that the highest number is of another run than lower ones, or the
+    times and the steps of all optimizers that two folders were exchanged.
     """
     if pattern is not None and (pattern.count("{}") != 1 or "/" in pattern):
         raise UsageError(
