@@ -153,8 +153,14 @@ def _function(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
+def _cache(config: pytest.Config) -> pytest.Cache | None:
+    """Return pytest's cache, None where its plugin is off: then the attribute is missing."""
+    return getattr(config, "cache", None)
+
+
 def _known_seconds(config: pytest.Config) -> dict[str, float]:
-    known: dict[str, float] = config.cache.get(SECONDS, {}) if config.cache else {}
+    cache = _cache(config)
+    known: dict[str, float] = cache.get(SECONDS, {}) if cache else {}
     return known
 
 
@@ -171,9 +177,10 @@ def pytest_terminal_summary(
             if isinstance(report, pytest.TestReport):
                 cases[_function(report.nodeid)][report.nodeid] += report.duration
                 files[report.nodeid.partition("::")[0]] += report.duration
-    if config.cache and cases:
+    cache = _cache(config)
+    if cache and cases:
         means = {name: round(sum(of.values()) / len(of), 3) for name, of in cases.items()}
-        config.cache.set(SECONDS, {**_known_seconds(config), **means})
+        cache.set(SECONDS, {**_known_seconds(config), **means})
     if sum(files.values()) < WORTH_A_TABLE:
         return
     folders: dict[str, float] = defaultdict(float)
