@@ -196,6 +196,9 @@ def _metadata(tree: PickleTree) -> DcpMetadata:
         raise BeyondLimits(
             f"it names {'.'.join(unknown)!r:.200}, which torch up to 2.13 does not write there"
         )
+    if tree.impossible:
+        # SETITEMS and APPENDS differ in one bit, and lie next to each other in each record.
+        raise FormatError(f"the pickle has {tree.impossible[0]}, so pickle.load fails")
     for words in tree.refused_opcodes:
         module, _, name = words.partition(" on ")[2].rpartition(".")
         if _is_known(module, name):

@@ -109,6 +109,18 @@ def with_an_item_of_an_object(data: bytes) -> bytes:
     return data[:at] + b"a" + data[at + 1 :]
 
 
+def with_entries_appended_to_a_dict(data: bytes) -> bytes:
+    """Let the entries of the StorageMeta's state be appended, by one bit of SETITEMS. pickle.load
+    finds no method ``append``, and no rule needs these entries.
+    """
+    opcodes = list(pickletools.genops(data))
+    first = next(number for number, (_, arg, _) in enumerate(opcodes) if arg == "save_id")
+    at = next(
+        at for opcode, _, at in opcodes[first:] if opcode.name == "SETITEMS" and at is not None
+    )
+    return data[:at] + b"e" + data[at + 1 :]
+
+
 def with_arguments_that_are_true(data: bytes) -> bytes:
     """Let the arguments of the StorageMeta be True, where an empty tuple was."""
     opcodes = list(pickletools.genops(data))
@@ -133,6 +145,7 @@ METADATA: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a number in the path of the save": (with_a_number_in_the_path, "malformed-file"),
     "a buffer": (with_a_buffer, "malformed-file"),
     "an item of an object": (with_an_item_of_an_object, "malformed-file"),
+    "entries appended to a dict": (with_entries_appended_to_a_dict, "malformed-file"),
     "arguments that are no tuple": (with_arguments_that_are_true, "malformed-file"),
     "no storage_data": (replaced(b"storage_data", b"storage_dat_"), "malformed-file"),
 }
