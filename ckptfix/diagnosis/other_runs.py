@@ -194,9 +194,9 @@ def _are_dated_by_steps(histories: Sequence[History]) -> bool:
     if len(histories) < 3 or len({frozenset(history.steps) for history in histories}) > 1:
         return False
     ordered = sorted(histories, key=lambda history: max(history.steps.values(), default=0))
-    pairs = list(pairwise(ordered))
-    return all(one.time and then.time and one.time < then.time for one, then in pairs) and all(
-        then.has_more_steps(one) for one, then in pairs
+    return all(
+        later.has_more_steps(earlier) and 0 < (earlier.time or 0) < (later.time or 0)
+        for earlier, later in pairwise(ordered)
     )
 
 
