@@ -106,6 +106,9 @@ _FIRST_RECORD = b"/data.pkl"
 magic before.
 """
 
+_OF_TENSORS = b"torch._utils\n_rebuild_"
+"""Name of what makes a tensor, in the pickle that a first record holds: where even its name is gone."""
+
 _LEGACY = b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little")
 """The magic number of torch's old format as a pickle has it, behind two bytes."""
 
@@ -119,11 +122,9 @@ def may_be_of_torch(reader: FileReader) -> bool:
     # One byte may be all that a cut left of a zip file.
     if head.startswith((b"PK", b"\x80")) or head == b"P" or looks_like_safetensors(head):
         return True
-    return (
-        _FIRST_RECORD in head
-        or _LEGACY in head
-        or _END_OF_ZIP in reader.read(reader.size - size, size)
-    )
+    return any(
+        part in head for part in (_FIRST_RECORD, _OF_TENSORS, _LEGACY)
+    ) or _END_OF_ZIP in reader.read(reader.size - size, size)
 
 
 def text_format(reader: FileReader) -> str | None:

@@ -313,6 +313,17 @@ def test_noise_under_a_name_of_a_script_is_not_checked(folder: Path, name: str) 
     )
 
 
+def test_a_torch_zip_that_lost_its_beginning_and_its_end_is_damage(folder: Path) -> None:
+    """Neither its magic nor the name of its first record is left, but the pickle of a tensor is."""
+    torch.save({"weight": torch.ones(2, 2)}, folder / "model.bin")
+    data = (folder / "model.bin").read_bytes()
+    end = data.index(b"torch._utils\n_rebuild_") + 40
+    (folder / "model.bin").write_bytes(b"P" + bytes(7) + data[1:30] + data[45:end])
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(folder / "model.bin", weights_only=True)
+    assert check(folder).status == 1
+
+
 def test_raw_numbers_may_begin_with_zeros(folder: Path) -> None:
     (folder / "openvino_model.bin").write_bytes(bytes(3000) + NOISE)
     assert check(folder).status == 0
