@@ -17,7 +17,7 @@ import torch
 from ckptfix.diagnosis.check import check
 from ckptfix.storage.stores import open_store
 from tests.deepspeed_library import has_deepspeed
-from tests.fuzz.__main__ import Court
+from tests.fuzz.__main__ import Bench, Court, Tally, make_seeds
 from tests.fuzz.mutations import edited_pickle, metadata, mutant
 from tests.fuzz.seeds import Seed
 
@@ -79,6 +79,27 @@ def test_a_reader_may_wait_for_a_busy_machine_and_not_work_longer(
 def test_a_reader_that_a_file_kills_has_refused_it() -> None:
     court = Court([sys.executable, "-c", "print('{}', flush=True); input(); raise SystemExit(1)"])
     assert court.ask() == ("refused", "the reader crashed")
+
+
+def test_a_refusal_counts_if_a_new_judge_repeats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = make_seeds(tmp_path / "seeds")
+    bench = Bench(seeds, tmp_path / "seeds", tmp_path / "bench", 0, sample=0)
+    asked = []
+
+    def ask(**request: object) -> tuple[str, str]:
+        asked.append(request)
+        return ("refused", "name: it was changed") if len(asked) % 2 else ("same", "")
+
+    monkeypatch.setattr(bench.court, "ask", ask)
+    tally = Tally()
+    numbers = iter(range(400))
+    while not asked:
+        bench.try_mutant(next(numbers), tally)
+    assert len(asked) == 2
+    # In this process torch is imported, which is a failure of its own.
+    assert not any("wrong ok" in failure for _, failure in tally.failures)
 
 
 def test_a_mutant_is_the_same_each_time_and_others_differ() -> None:
