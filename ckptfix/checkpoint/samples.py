@@ -179,9 +179,9 @@ def are_equal(root: AnyPath, other: AnyPath, pieces: Sequence[Piece]) -> bool:
     to read one sample costs as many requests as a whole check of a small folder.
     """
     files = _by_file(pieces)
-    etags = [(etag_of(root / path), etag_of(other / path)) for path, _ in files]
-    if any(map(any, etags)):
-        return all(ours == theirs for ours, theirs in etags)
+    by_etags = are_equal_by_etags(root, other, [path for path, _ in files])
+    if by_etags is not None:
+        return by_etags
     for is_first in (True, False):
         for path, runs in files:
             with open_reader(root / path) as reader, open_reader(other / path) as reader_of_other:
@@ -191,6 +191,16 @@ def are_equal(root: AnyPath, other: AnyPath, pieces: Sequence[Piece]) -> bool:
                 if first_difference(reader, reader_of_other, some) is not None:
                     return False
     return True
+
+
+def are_equal_by_etags(
+    root: AnyPath, other: AnyPath, paths: Iterable[PurePosixPath]
+) -> bool | None:
+    """Return whether two folders of a store have the same files at these paths, None without an
+    ETag of any.
+    """
+    etags = [(etag_of(root / path), etag_of(other / path)) for path in paths]
+    return all(ours == theirs for ours, theirs in etags) if any(map(any, etags)) else None
 
 
 def digest_of(root: AnyPath, pieces: Sequence[Piece]) -> str:

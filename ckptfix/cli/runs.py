@@ -197,22 +197,19 @@ class Runs:
         if choice is None:
             return Resume(run=run, checkpoint=None, problem="its checkpoints are gone")
         passed_over = tuple(one.path.name for one in choice.passed_over)
+        told = choice.told
+        other_run = f"{run}: {told.proof}; next: {told.advice}" if told is not None else ""
         if choice.best is None:
             problem = problems_in(choice.passed_over)
             names = series([one.path.name for one in choice.rivals])
             if choice.proof:
                 problem = f"{names} are complete, and contradict each other"
-                words = f"{run}: {choice.proof}; next: {choice.advice}"
-                return Resume(
-                    run=run,
-                    checkpoint=None,
-                    problem=problem,
-                    passed_over=passed_over,
-                    other_run=words,
-                )
-            if choice.rivals:
+            elif choice.rivals:
                 problem = f"{names} are complete, and their times do not say which is newer"
-            return Resume(run=run, checkpoint=None, problem=problem, passed_over=passed_over)
+            return Resume(
+                run=run, checkpoint=None, problem=problem, passed_over=passed_over,
+                other_run=other_run,
+            )  # fmt: skip
         best, problem = choice.best.path, ""
         clean: AnyPath | None = None
         if best.name in self._unclean[run]:
@@ -226,8 +223,7 @@ class Runs:
             for one in choice.passed_over
             if one.path.name not in self._unclean[run]
         )
-        told = choice.abandoned
-        other_run = f"{run}: {told.proof}; next: {told.advice}" if told is not None else ""
+        saved_later = ""
         name, seconds = self._saved_later(run, choice.best)
         if seconds > DAY and not other_run:
             other_run = (
@@ -235,14 +231,15 @@ class Runs:
                 "be of an older run; next: move the older run out of the folder, or ignore this if "
                 "the files were copied"
             )
-        is_told = seconds > _AT_ONCE and not other_run and not is_of_listing(run)
-        return Resume(
-            run=run, checkpoint=best, problem=problem, clean=clean, passed_over=passed_over,
-            unexplained=unexplained[:3], other_run=other_run,
-            saved_later=(
+        # Uploads of many files at once have times in any order.
+        elif seconds > _AT_ONCE and not other_run and not is_of_listing(run):
+            saved_later = (
                 f"the files of {name} are {count_of(int(seconds // 60), 'minute')} newer, as of a "
                 "second run in the folder, or of a copy"
-            ) * is_told,
+            )
+        return Resume(
+            run=run, checkpoint=best, problem=problem, clean=clean, passed_over=passed_over,
+            unexplained=unexplained[:3], other_run=other_run, saved_later=saved_later,
         )  # fmt: skip
 
     def _saved_later(self, run: AnyPath, best: Candidate) -> tuple[str, float]:

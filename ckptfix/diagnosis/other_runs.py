@@ -21,17 +21,24 @@ from contextlib import suppress
 from itertools import pairwise
 from math import isfinite
 from operator import itemgetter
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_file_name
-from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import Candidate, time_of
-from ckptfix.checkpoint.samples import are_equal, optimizers_in, samples_of, weights_in
+from ckptfix.checkpoint.samples import (
+    are_equal,
+    are_equal_by_etags,
+    optimizers_in,
+    samples_of,
+    weights_in,
+)
 from ckptfix.diagnosis.optimizer_values import steps_of
 from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 from ckptfix.errors import CkptfixError
-from ckptfix.storage.files import AnyPath, StorePath, etag_of, is_of_listing, names_in
+from ckptfix.storage.files import AnyPath, StorePath, is_of_listing, names_in
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.reading import read_start
 from ckptfix.wording import count_of
@@ -47,6 +54,7 @@ _MOST_STATE = 32 << 20
 """A longer ``trainer_state.json`` is not read: its history has a million lines."""
 
 
+_STATES = (Role.MODEL, Role.OPTIMIZER)
 _MOST_STEPS = 16
 """Checkpoints whose steps are compared where the highest number has fewer than another."""
 
@@ -139,10 +147,11 @@ def other_run(
         if candidate.problem is None:
             words = f"{best.path.name} and {path.name} are of two runs ({proof})"
             if None in (candidate.time, best.time) or (candidate.time or 0) >= (best.time or 0):
-                return OtherRun(candidate, words, "move the older run out of the folder", False)
+                advice = "move the older run out of the folder"
+                return OtherRun(candidate, words, advice, is_older=False)
             words += f", and {path.name} was saved before"
             advice = f"move {path.name} out of the folder"
-            older = older or OtherRun(candidate, words, advice, True)
+            older = older or OtherRun(candidate, words, advice, is_older=True)
     return older
 
 
@@ -171,26 +180,22 @@ def _turned_back(
     own = newest.most_steps(newest)
     words = f"{name} is of optimizer step {own}, and {furthest} of step {steps}"
     nearest = [path for _, path in lower[:_MOST_STEPS]]
-    if isinstance(best.path, StorePath):
-        equal = [path for path in nearest if _is_copy(best.path, path)]
-    else:
+    if not isinstance(best.path, StorePath):
         histories = {path: history for path in nearest if (history := read(path)) is not None}
         if _are_dated_by_steps([newest, *histories.values()]):
             advice = "give exchanged folders their own names again"
-            return OtherRun(candidate, f"{words} was saved after it", advice, False)
-        alike = [path for path, history in histories.items() if history.steps == newest.steps]
-        equal = [path for path in alike if _is_copy(best.path, path)]
-    if not equal:
+            return OtherRun(candidate, f"{words} was saved after it", advice, is_older=False)
+        nearest = [path for path, history in histories.items() if history.steps == newest.steps]
+    equal = next((path.name for path in nearest if _is_copy(best.path, path)), None)
+    if equal is None:
         return None
-    proof = f"{words}: {name} is a copy of {equal[0].name}"
-    advice = f"resume from {furthest}, or ignore this if the run went back to {equal[0].name}"
-    return OtherRun(candidate, proof, advice, True)
+    proof = f"{words}: {name} is a copy of {equal}"
+    advice = f"resume from {furthest}, or ignore this if the run went back to {equal}"
+    return OtherRun(candidate, proof, advice, is_older=True)
 
 
 def _are_dated_by_steps(histories: Sequence[History]) -> bool:
-    """Return whether the times of three checkpoints or more, the first of which has the highest
-    number, rise with their steps.
-    """
+    """Return whether the times of three checkpoints or more rise with their steps."""
     if len(histories) < 3 or len({frozenset(history.steps) for history in histories}) > 1:
         return False
     ordered = sorted(histories, key=lambda history: max(history.steps.values(), default=0))
@@ -202,7 +207,7 @@ def _are_dated_by_steps(histories: Sequence[History]) -> bool:
 
 def _is_copy(checkpoint: AnyPath, earlier: AnyPath) -> bool:
     """Return whether the beginnings of all tensors in two checkpoints are equal; in a store,
-    whether all files are, by what it lists.
+    whether all files are, by what it lists: to read a header costs a request.
     """
     with (
         suppress(CkptfixError, OSError),
@@ -210,17 +215,12 @@ def _is_copy(checkpoint: AnyPath, earlier: AnyPath) -> bool:
         opened_part(earlier) as there,
     ):
         if isinstance(root, StorePath):
-            tags = {name: etag_of(root / name) for name in names_in(root) if _holds_state(name)}
-            return any(tags.values()) and all(
-                tag == etag_of(there / name) for name, tag in tags.items()
-            )
+            names = (PurePosixPath(name) for name in names_in(root) if _holds_state(name))
+            return are_equal_by_etags(root, there, names) is True
         folder = scan_folder(root, wanted=lambda file: file.role in _STATES)
         samples = samples_of((*(weights_in(folder, ()) or ()), *(optimizers_in(folder, ()) or ())))
         return bool(samples) and are_equal(root, there, samples or ())
     return False
-
-
-_STATES = (Role.MODEL, Role.OPTIMIZER)
 
 
 def _holds_state(name: str) -> bool:
@@ -274,7 +274,7 @@ def history_of(checkpoint: AnyPath, *, counts_steps: bool = False) -> History | 
 
 
 def _steps_in(root: AnyPath) -> dict[str, int]:
-    folder: CheckpointFolder = scan_folder(root, wanted=lambda file: file.role is Role.OPTIMIZER)
+    folder = scan_folder(root, wanted=lambda file: file.role is Role.OPTIMIZER)
     steps = {str(saved.path): steps_of(root, saved) for saved in saved_optimizers(folder, ())}
     return {path: count for path, count in steps.items() if count}
 

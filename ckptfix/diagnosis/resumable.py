@@ -47,17 +47,21 @@ class Choice(Struct, frozen=True, kw_only=True):
 
     ``passed_over``: the incomplete ones that are newer, and those of families without a complete
     one. ``rivals``: the newest complete one of each family where there are several: their numbers
-    cannot be compared, so the time of the save decides. ``proof``: what shows of the two ``rivals``
-    of one family that the higher number need not be the newer one; ``advice``: the next step then.
-    ``abandoned``: what is told of a lower number next to ``best``.
+    cannot be compared, so the time of the save decides. ``told``: what is told of a lower number of
+    the same family; without a ``best`` the two are the ``rivals``.
     """
 
     best: Candidate | None
     passed_over: tuple[Candidate, ...] = ()
     rivals: tuple[Candidate, ...] = ()
-    proof: str = ""
-    advice: str = ""
-    abandoned: OtherRun | None = None
+    told: OtherRun | None = None
+
+    @property
+    def proof(self) -> str:
+        """The evidence that of two rivals of one family the higher number need not be the newer
+        one, "" for none.
+        """
+        return self.told.proof if self.told is not None and self.best is None else ""
 
 
 def choose(
@@ -95,27 +99,20 @@ def choose(
     is_certain = len(newest) == 1 or (None not in times and times.count(best.time) == 1)
     passed_over = [one for broken, complete in families if complete is best for one in broken]
     passed_over += [broken[0] for broken, complete in families if complete is None]
-    other: OtherRun | None = None
+    told: OtherRun | None = None
     if is_certain:
         (of_best,) = (
             family for family in every_family.values() if (best.number, best.path) in family
         )
         lower = [numbered_folder for numbered_folder in of_best if numbered_folder[0] < best.number]
-        other = other_run(best, lower, look, read)
-        if other is not None and not other.is_older:
-            rivals = (best, other.candidate)
-            return Choice(
-                best=None,
-                passed_over=tuple(passed_over),
-                rivals=rivals,
-                proof=other.proof,
-                advice=other.advice,
-            )
+        told = other_run(best, lower, look, read)
+        if told is not None and not told.is_older:
+            is_certain, newest = False, (best, told.candidate)
     return Choice(
         best=best if is_certain else None,
         passed_over=tuple(passed_over),
         rivals=newest if len(newest) > 1 else (),
-        abandoned=other,
+        told=told,
     )
 
 
