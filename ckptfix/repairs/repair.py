@@ -57,7 +57,7 @@ from ckptfix.repairs.steps import (
     WriteIndex,
 )
 from ckptfix.repairs.steps_to_edits import Compiled, compile_plan, free_space, space_needed
-from ckptfix.storage.backends import carriage, locked
+from ckptfix.storage.backends import carriage, ensure_in_place, locked
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Edit
 from ckptfix.storage.files import (
@@ -152,6 +152,7 @@ def _planned(
     break_lock: bool,
 ) -> "RepairPlan":
     """Plan where no earlier run is in the way, after it was ended if ``recover`` says so."""
+    ensure_in_place(target.root, "repair")
     if inside := interrupted_inside(target):
         raise OperationError(f"{target.path}: {inside[0]}; {inside[0].advice_at(str(target.path))}")
     if output is not None:
@@ -180,9 +181,8 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
     checkpoints next to it have. ``pending``: the findings about an interrupted run, which
     ``execute`` rolls back first. ``recovered``: one was rolled back before planning, or in a store
     ``finished``. ``output``: the folder for a repaired copy. ``carriage``: of a checkpoint in a
-    store the bytes to travel, in words; ``at_once``: all its names change in one commit. ``opened``:
-    closed by ``execute``, where the plan was made for a URL. ``neighbours``: those of the source
-    for a copy.
+    store the bytes to travel, in words. ``opened``: closed by ``execute``, where the plan was made
+    for a URL. ``neighbours``: those of the source for a copy.
     """
 
     target: Target
@@ -196,7 +196,6 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
     recovered: bool
     finished: bool = False
     carriage: str | None = None
-    at_once: bool = False
     opened: ExitStack | None = None
     neighbours: Neighbours
 
@@ -220,9 +219,7 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         yield from plan_lines(self.path, self.steps, self.unplanned)
         if self.carriage is not None:
             yield line(f"between this machine and the store: {self.carriage}")
-            if self.at_once:
-                yield line("all of it is one commit")
-            elif self.output is None:
+            if self.output is None:
                 copy = f"{command('repair', self.path)} --output URL_OF_A_COPY"
                 yield line(f"names change one after the other; for a checkpoint in use: {copy}")
 
@@ -434,7 +431,6 @@ def _plan(
             pending=interrupted(target),
             recovered=False,
             carriage=carriage(target.root, compiled.edits, is_copy=isinstance(output, str)),
-            at_once=(store := store_of(target.root)) is not None and store.abilities.atomic,
             neighbours=near,
         )
 

@@ -10,7 +10,7 @@ from ckptfix.diagnosis.target import commands_for, find_target
 from ckptfix.errors import UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage import transactions as engine
-from ckptfix.storage.backends import locked
+from ckptfix.storage.backends import ensure_in_place, locked
 from ckptfix.storage.files import AnyPath, Openable, walk
 from ckptfix.storage.journal import State, TransactionInfo, is_elsewhere, transactions
 from ckptfix.storage.opened import takes_urls
@@ -82,6 +82,7 @@ def undo(
     touched then.
     """
     target = find_target(path)
+    ensure_in_place(target.root, "undo")
     wanted = target.only or ""
     if not transactions(target.root):
         below = commands_for(_repaired_below(target.root), "undo") if target.only is None else ""

@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from ckptfix.errors import UsageError
 from ckptfix.storage.edits import Edit
 from ckptfix.storage.files import AnyPath, StorePath
 from ckptfix.storage.folder_backend import FolderBackend
+from ckptfix.storage.journal import transactions
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.transactions import Backend
 
@@ -16,7 +18,8 @@ def locked(root: AnyPath, verb: str, *, break_lock: bool = False) -> Iterator[Ba
 
     In a store the lock says ``verb``, and ``break_lock`` takes it over from a run that was killed;
     in a folder it dies with its process. Raises LockedError when another run holds it, JournalError
-    when ``.ckptfix`` is not a folder, OperationError when nothing can be written there.
+    when ``.ckptfix`` is not a folder, OperationError when nothing can be written there, UsageError
+    as ``ensure_in_place`` does.
     """
     if not isinstance(root, StorePath):
         with folder_lock(root, verb=verb):
@@ -25,8 +28,27 @@ def locked(root: AnyPath, verb: str, *, break_lock: bool = False) -> Iterator[Ba
     from ckptfix.storage.object_backend import ObjectBackend
     from ckptfix.storage.object_journal import store_lock
 
+    ensure_in_place(root, verb)
+    if not root.files.store.abilities.in_place:
+        # Each write there names the state that it expects, and no other is made.
+        yield ObjectBackend(root.files, None)
+        return
     with store_lock(root.files.store, verb, break_lock=break_lock) as lock:
         yield ObjectBackend(root.files, lock)
+
+
+def ensure_in_place(root: AnyPath, verb: str) -> None:
+    """Raise UsageError where objects cannot be changed one by one: every change on the hub is a
+    commit, whose history is the way back. A manifest (``seal``) is one new file.
+    """
+    if not isinstance(root, StorePath) or root.files.store.abilities.in_place:
+        return
+    if verb == "seal" and not transactions(root):
+        return
+    raise UsageError(
+        f"{root}: {verb} changes no files on the hub; next: hf download the repository into a folder, "
+        f"ckptfix {verb} it there, and hf upload it; the commits on the hub keep what was before"
+    )
 
 
 def carriage(root: AnyPath, edits: Sequence[Edit], *, is_copy: bool) -> str | None:

@@ -1,23 +1,18 @@
-"""The Hugging Face hub: reads by ranges at one commit, and writes that become one commit, or none.
+"""The Hugging Face hub: reads by ranges, and a folder that is uploaded as one commit, or not at all.
 
-Inside ``atomically`` every write is an operation that waits, and the store and those below it see
-it. At the end all of them are sent as one commit whose parent is the commit that was read: the hub
-refuses it when anybody else committed in between. A write outside is a commit of its own. Endpoint
-and token are those of ``huggingface_hub``: ``HF_ENDPOINT``, ``HF_TOKEN``, ``hf auth login``.
+Every write is a commit whose parent is the one that was read: the hub refuses it when anybody else
+committed in between. So nothing is changed in place there, and there is no journal; the history of
+the repository has what was before. Endpoint and token are those of ``huggingface_hub``:
+``HF_ENDPOINT``, ``HF_TOKEN``, ``hf auth login``.
 """
 
 import hashlib
-import os
 import re
-import secrets
-import shutil
 import sys
-import tempfile
 import threading
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -25,16 +20,13 @@ from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote
 
 from ckptfix.errors import ChangedError, StoreError, UsageError
-from ckptfix.storage import staged, stores
+from ckptfix.storage import stores
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import shell_path
 from ckptfix.storage.stores import (
     Abilities,
-    Composition,
     Expected,
     ObjectInfo,
-    ObjectRange,
-    Piece,
     Refused,
     Store,
     Temporary,
@@ -50,31 +42,18 @@ _PATHS = 500  # of one request
 
 
 class _New(NamedTuple):
-    """New bytes of a path, and the operation that writes them: an addition, or a copy of what
-    another path has in the commit that was read.
+    """New bytes of a path, and the operation of ``huggingface_hub`` that adds them.
 
-    ``stamp``: the file that is added, with its size and time before it was hashed.
+    ``stamp``: size and time of the file that is added, before it was hashed.
     """
 
     info: ObjectInfo
     operation: Any
-    stamp: tuple[Path, int, int] | None = None
-
-
-class _Commit(NamedTuple):
-    """The next commit of a repository. ``changes``: the new bytes by path, None for a path that
-    goes. ``listed``: the paths below a folder in the commit that was read. ``folder``: for files.
-    """
-
-    parent: str
-    folder: Path
-    changes: dict[str, _New | None]
-    listed: dict[str, dict[str, ObjectInfo]]
-    lock: threading.RLock
+    stamp: tuple[int, int] | None = None
 
 
 _turns: dict[tuple[str, ...], threading.RLock] = {}
-"""One thread at a time makes a commit of a branch; the threads that it starts only add to it."""
+"""One thread at a time makes a commit of a branch: of two at once the hub refuses one."""
 
 
 class _Failed(Exception):
@@ -87,14 +66,10 @@ class _Failed(Exception):
         self.response = response
 
 
-class _Overtaken(Temporary):
-    """Somebody else committed first: a single write is done again, and a commit of many is not."""
-
-
 class HubStore(Store):
     """One folder of a repository of the hub, at one of its branches, tags or commits."""
 
-    abilities: ClassVar[Abilities] = Abilities(conditions=True, atomic=True)
+    abilities: ClassVar[Abilities] = Abilities(conditions=True, in_place=False)
 
     def _opened(self) -> tuple[Any, str]:
         from huggingface_hub import HfApi
@@ -115,7 +90,6 @@ class HubStore(Store):
         api = HfApi()
         where = (api.endpoint, self._type, self._repo, self._branch)
         self._turn = _turns.setdefault(where, threading.RLock())
-        self._open: list[_Commit] = []  # the one that writes add to; stores below share the list
         return api, match[4] or ""
 
     def removal(self, below: str = "") -> str:
@@ -172,74 +146,19 @@ class HubStore(Store):
 
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
         start = len(self._base) + 1 if self._base else 0
-        commit = self._current()
-        if commit is None:
-            head = self._persist(below, self._head)
-            for path, info in self._tree(self._path(below.rstrip("/")), head, deep=deep):
-                if info is not None:
-                    yield path[start:], info
-                elif not deep:
-                    yield f"{path[start:]}/", None
-            return
-        folders = set()
-        for key, info in self._now(commit).items():
-            if not key.startswith(below):
-                continue
-            name, slash, _ = key[len(below) :].partition("/")
-            if deep or not slash:
-                yield key, info
-            elif name not in folders:
-                folders.add(name)
-                yield f"{below}{name}/", None
-
-    def _listed(self, commit: _Commit) -> dict[str, ObjectInfo]:
-        """Return every path below the prefix in the commit that was read."""
-        with commit.lock:
-            if self._base not in commit.listed:
-                tree = self._tree(self._base, commit.parent, deep=True)
-                commit.listed[self._base] = {path: info for path, info in tree if info is not None}
-            return commit.listed[self._base]
-
-    def _now(self, commit: _Commit) -> dict[str, ObjectInfo]:
-        """Return every object below the prefix, as the next commit has it."""
-        before = f"{self._base}/" if self._base else ""
-        now = dict(self._listed(commit))
-        for path, new in dict(commit.changes).items():
-            now.pop(path, None)
-            if new is not None and path.startswith(before):
-                now[path] = new.info
-        return {path[len(before) :]: info for path, info in now.items()}
+        head = self._persist(below, self._head)
+        for path, info in self._tree(self._path(below.rstrip("/")), head, deep=deep):
+            if info is not None:
+                yield path[start:], info
+            elif not deep:
+                yield f"{path[start:]}/", None
 
     def _stat(self, key: str) -> ObjectInfo | None:
-        path, commit = self._path(key), self._current()
-        if commit is None:
-            return self._infos([path], self._branch).get(path)
-        if path in commit.changes:
-            new = commit.changes[path]
-            return None if new is None else new.info
-        return (
-            self._listed(commit).get(path) if key else self._infos([path], commit.parent).get(path)
-        )
+        path = self._path(key)
+        return self._infos([path], self._branch).get(path)
 
     def _read(self, key: str, offset: int, length: int, etag: str) -> bytes:
-        path, commit = self._path(key), self._current()
-        if commit is None or path not in commit.changes:
-            return self._get(
-                path, self._branch if commit is None else commit.parent, offset, length, etag
-            )
-        new = commit.changes[path]
-        if new is None:
-            raise FileNotFoundError(key)
-        if etag and new.info.etag != etag:
-            raise Refused
-        if not _is_added(new):
-            return self._get(new.operation.src_path_in_repo, commit.parent, offset, length, etag)
-        with new.operation.as_file() as file:
-            file.seek(offset)
-            data: bytes = file.read(length)
-            return data
-
-    def _get(self, path: str, revision: str, offset: int, length: int, etag: str) -> bytes:
+        path, revision = self._path(key), self._branch
         kind = "" if self._type == "model" else f"{self._type}s/"
         where = f"{kind}{self._repo}/resolve/{quote(revision, safe='')}/{quote(path)}"
         span = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
@@ -256,79 +175,67 @@ class HubStore(Store):
                 raise Refused
         return data[:length] if response.status_code == 206 else data[offset : offset + length]
 
-    # Writes: changes of the next commit.
+    # Writes: each is a commit.
 
     def _put(self, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
-        with self._changing(key) as commit:
-            return self._change(commit, key, self._added(key, data), expected)
+        return self._written_by_itself(key, data, expected)
 
     def _upload(
         self, key: str, path: Path, expected: str | Expected, progress: Progress | None
     ) -> ObjectInfo:
-        with self._changing(key) as commit:
-            info = self._change(commit, key, self._added(key, path), expected)
-            if progress:
-                progress(info.size)
-            return info
-
-    def _compose(self, key: str, made: Composition) -> ObjectInfo:
-        with self._changing(key) as commit:
-            return self._change(
-                commit, key, self._composed(commit, key, made.pieces), made.expected
-            )
-
-    def _composed(self, commit: _Commit, key: str, pieces: Sequence[Piece]) -> _New:
-        """Return an object of pieces: a complete one as it is, any other in a file of this
-        machine.
-        """
-        from huggingface_hub import CommitOperationCopy
-
-        if len(pieces) == 1 and isinstance(one := pieces[0], ObjectRange):
-            path, now = self._path(one.key), self._stat(one.key)
-            if (
-                now is not None
-                and (one.offset, one.length) == (0, now.size)
-                and one.etag in ("", now.etag)
-            ):
-                made = commit.changes.get(path)
-                if made is not None and _is_added(made):
-                    return self._added(key, made)
-                if len(now.etag) == 64:  # a large file: the hub copies it by its sha256
-                    source = made.operation.src_path_in_repo if made is not None else path
-                    words: dict[str, Any] = {"src_revision": commit.parent}
-                    return _New(now, CommitOperationCopy(source, self._path(key), **words))
-        file = commit.folder / secrets.token_hex(8)
-        with file.open("xb") as out:
-            self._bring(pieces, out)
-        return self._added(key, file)
+        info = self._written_by_itself(key, path, expected)
+        if progress:
+            progress(info.size)
+        return info
 
     def _delete(self, key: str, expected: str | Expected) -> None:
-        with self._changing(key) as commit:
-            self._change(commit, key, None, expected)
+        self._commit(f"ckptfix: {self._path(key)}", {key: None}, {key: expected})
 
-    def _change(
-        self, commit: _Commit, key: str, new: _New | None, expected: str | Expected
+    def _written_by_itself(
+        self, key: str, source: bytes | Path, expected: str | Expected
     ) -> ObjectInfo:
-        with commit.lock:
-            self._ensure(key, expected)
-            commit.changes[self._path(key)] = new
-        return new.info if new is not None else ObjectInfo(0, "", 0)
+        new = self._added(key, source)
+        self._commit(f"ckptfix: {self._path(key)}", {key: new}, {key: expected})
+        return new.info
 
-    def _added(self, key: str, source: bytes | Path | _New) -> _New:
-        """Return what adds bytes, a file, or the bytes of another addition, with the ETag that they
-        will have: the hub says whether it stores them as a large file.
+    def replace_all(
+        self,
+        title: str,
+        files: Mapping[str, Path],
+        gone: Iterable[str],
+        records: Callable[[Mapping[str, tuple[ObjectInfo, str]]], Mapping[str, bytes]],
+        seen: Mapping[str, str],
+    ) -> None:
+        """Make one commit that adds files and takes others away.
+
+        ``records``: makes the rest of what it adds from the facts about every file, and its sha256.
+        ``seen``: the ETags of what was there. Raises ChangedError when something else is there now,
+        or somebody commits at the same time: then nothing was changed.
+        """
+        new = {key: self._added(key, path) for key, path in files.items()}
+        facts = {
+            key: (one.info, one.operation.upload_info.sha256.hex()) for key, one in new.items()
+        }
+        more = {key: self._added(key, data) for key, data in records(facts).items()}
+        changes: dict[str, _New | None] = {**new, **more, **dict.fromkeys(gone)}
+        expected = {key: seen.get(key, stores.ABSENT) for key in changes}
+        try:
+            self._persist("", lambda: self._commit(title, changes, expected), has_condition=True)
+        except Refused:
+            raise ChangedError(
+                f"{self.name()}: another commit came in between, so nothing was changed; next: "
+                "when nobody commits there, run the same command again"
+            ) from None
+
+    def _added(self, key: str, source: bytes | Path) -> _New:
+        """Return what adds bytes or a file, with the ETag that they will have: the hub says whether
+        it stores them as a large file.
         """
         from huggingface_hub import CommitOperationAdd
 
-        path, stamp = self._path(key), None
-        if isinstance(source, _New):  # it is not hashed anew
-            adding, stamp = copy(source.operation), source.stamp
-            adding.path_in_repo = path
-        elif isinstance(source, Path):
-            stamp = _stamp(source)
-            adding = CommitOperationAdd(path, str(source))
-        else:
-            adding = CommitOperationAdd(path, source)
+        path = self._path(key)
+        stamp = _stamp(source) if isinstance(source, Path) else None
+        adding = CommitOperationAdd(path, str(source) if isinstance(source, Path) else source)
         sample, size = b64encode(adding.upload_info.sample).decode(), adding.upload_info.size
         asked = {"files": [{"path": path, "sample": sample, "size": size}]}
         address = f"preupload/{quote(self._branch, safe='')}"
@@ -345,119 +252,71 @@ class HubStore(Store):
         etag = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         return _New(ObjectInfo(size, etag, 0), adding, stamp)
 
-    # Commits.
+    def _commit(
+        self,
+        title: str,
+        changes: Mapping[str, _New | None],
+        expected: Mapping[str, str | Expected],
+    ) -> None:
+        """Make a commit; nothing to do for changes that leave every path as it was.
 
-    @contextmanager
-    def _changing(self, key: str) -> Iterator[_Commit]:
-        """Yield the commit that is being made; otherwise one of this write alone."""
+        Raises Refused where a path is not as expected, Temporary where somebody else committed
+        first.
+        """
+        from huggingface_hub import CommitOperationDelete
+
         if _COMMIT.fullmatch(self._branch):
             raise UsageError(
                 f"{self.name()} names a commit, which never changes; next: name a branch"
             )
-        if (commit := self._current()) is not None:
-            yield commit
-            return
-        with self._turn, self._made(f"ckptfix: {self._path(key)}") as commit:
-            yield commit
+        paths = {self._path(key): new for key, new in sorted(changes.items())}
+        with self._turn:
+            parent = self._head()
+            before = self._infos(list(paths), parent)
+            for key, state in expected.items():
+                now = before.get(self._path(key))
+                if state is not stores.ANY and (
+                    now is not None if state is stores.ABSENT else now is None or now.etag != state
+                ):
+                    raise Refused
+            changed = {
+                path: new
+                for path, new in paths.items()
+                if (None if new is None else new.info) != before.get(path)
+            }
+            operations = [
+                CommitOperationDelete(path, is_folder=False) if new is None else new.operation
+                for path, new in changed.items()
+            ]
+            for new in filter(None, changed.values()):
+                source = new.operation.path_or_fileobj
+                if new.stamp is not None and _stamp(Path(source)) != new.stamp:
+                    raise ChangedError(
+                        f"{source} changed while it was uploaded; nothing was changed"
+                    )
+                self.traffic.add(up=new.info.size, requests=0)
+            if operations:
+                self._send(title, operations, parent, changed)
 
-    def _current(self) -> _Commit | None:
-        """Return the commit that writes add to, None where each of them is one."""
-        return self._open[0] if self._open else None
-
-    @contextmanager
-    def atomically(self, title: str) -> Iterator[None]:
-        """Send all writes of the block as one commit at its end; none of them when an error ends
-        it.
-
-        Raises ChangedError when somebody else committed since it began: then nothing was changed.
-        """
-        try:
-            with self._turn:
-                if self._open:  # of this thread
-                    yield
-                    return
-                with self._made(title) as commit:
-                    self._open.append(commit)
-                    try:
-                        yield
-                    finally:
-                        self._open.clear()
-        except _Overtaken as error:
-            raise ChangedError(
-                f"{self.name()}: {error}, so nothing was changed; next: when nobody commits there, "
-                "run the same command again"
-            ) from error
-
-    @contextmanager
-    def _made(self, title: str) -> Iterator[_Commit]:
-        parent = Path(os.path.realpath(tempfile.gettempdir()))
-        staged.sweep(parent)  # what killed runs left
-        folder = parent / staged.temporary_name(Path("hub"))
-        try:
-            commit = _Commit(self._persist("", self._head), folder, {}, {}, threading.RLock())
-            folder.mkdir(mode=0o700)
-            yield commit
-            self._send(commit, title)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            staged.release(folder)
-
-    def _send(self, commit: _Commit, title: str) -> None:
-        """Make the commit; nothing to do for changes that leave every path as it was."""
-        paths = sorted(commit.changes)
-        before = self._persist("", lambda: self._infos(paths, commit.parent))
-        changes = {
-            path: new
-            for path, new in sorted(commit.changes.items())
-            if (None if new is None else new.info) != before.get(path)
-        }
-        if not changes:
-            return
-        for new in changes.values():
-            if new is not None and new.stamp is not None and _stamp(new.stamp[0]) != new.stamp:
-                raise ChangedError(
-                    f"{new.stamp[0]} changed while it was uploaded; nothing was changed"
-                )
-        try:
-            self._persist("", lambda: self._commit(commit, changes, title), has_condition=True)
-        except Refused:
-            raise _Overtaken(f"another commit came since {commit.parent[:10]}") from None
-        except (StoreError, UsageError) as error:
-            is_unknown = error.__cause__ is not None and isinstance(
-                self._judge(error.__cause__) if isinstance(error.__cause__, Exception) else None,
-                Temporary,
-            )
-            words = (
-                "no file changed, or all of them in one commit"
-                if is_unknown
-                else "nothing was changed"
-            )
-            raise type(error)(f"{error}; {words}") from error
-
-    def _commit(self, commit: _Commit, changes: Mapping[str, _New | None], title: str) -> None:
-        from huggingface_hub import CommitOperationDelete
-
-        operations: list[Any] = []
-        for path, new in changes.items():
-            if new is None:
-                operations.append(CommitOperationDelete(path, is_folder=False))
-            else:
-                operations.append(new.operation)
-                self.traffic.add(up=new.info.size * _is_added(new), requests=0)
+    def _send(
+        self, title: str, operations: Sequence[Any], parent: str, changed: Mapping[str, _New | None]
+    ) -> None:
         self.traffic.add()
         try:
             with _quiet():
                 self._files.create_commit(
                     self._repo, operations, commit_message=title, repo_type=self._type,
-                    revision=self._branch, parent_commit=commit.parent,
+                    revision=self._branch, parent_commit=parent,
                 )  # fmt: skip
-        except Exception:
+        except Exception as error:
             # An earlier attempt may have arrived, whose answer was lost: then every path is as it
             # should be.
-            now = self._infos(list(changes), self._branch)
-            wanted = {path: new.info for path, new in changes.items() if new is not None}
-            if now != wanted:
-                raise
+            now = self._infos(list(changed), self._branch)
+            if now == {path: new.info for path, new in changed.items() if new is not None}:
+                return
+            if isinstance(self._judge(error), Refused):
+                raise Temporary(f"another commit came since {parent[:10]}") from error
+            raise
 
     def _judge(self, error: Exception) -> Exception | None:
         if type(error).__name__ == "OfflineModeIsEnabled":
@@ -510,14 +369,9 @@ def _quiet() -> Iterator[None]:
         utils.enable_progress_bars()
 
 
-def _stamp(file: Path) -> tuple[Path, int, int]:
+def _stamp(file: Path) -> tuple[int, int]:
     status = file.stat()
-    return file, status.st_size, status.st_mtime_ns
-
-
-def _is_added(new: _New) -> bool:
-    """Return whether bytes come from this machine; the hub copies all others by itself."""
-    return hasattr(new.operation, "as_file")
+    return status.st_size, status.st_mtime_ns
 
 
 def _info(one: Mapping[str, Any]) -> ObjectInfo:

@@ -68,10 +68,11 @@ _BLOCK = 8 << 20
 class ObjectBackend:
     """A checkpoint in a store, for whoever holds its lock (``store_lock``).
 
-    ``files``: its objects, as they were listed when a transaction was planned.
+    ``files``: its objects, as they were listed when a transaction was planned. ``lock``: None where
+    there are no transactions (``backends.ensure_in_place``).
     """
 
-    def __init__(self, files: Prefix, lock: StoreLock) -> None:
+    def __init__(self, files: Prefix, lock: StoreLock | None) -> None:
         self.root = StorePath(files, files.url)
         self._files, self._lock = files, lock
 
@@ -107,6 +108,7 @@ class ObjectBackend:
         transfer: bool,
         progress: Progress | None,
     ) -> "ObjectAttempt":
+        assert self._lock is not None
         _check_pins(self._files.store, draft.plan, listed)
         _check_carriage(self._files.store, number, draft, transfer)
         return ObjectAttempt(self._files, self._lock, number, draft, progress)
@@ -153,6 +155,7 @@ class ObjectBackend:
             )
             if state.stage is Stage.COMMIT:
                 assert plan is not None
+                assert self._lock is not None
                 _finish(
                     store,
                     found.number,
@@ -331,8 +334,6 @@ class ObjectAttempt:
         except LockedError:  # the run that took it over finishes this
             raise
         except CkptfixError as error:
-            if store.abilities.atomic:  # none of it was sent
-                raise RolledBackError(f"{error}; nothing was changed") from error
             if isinstance(error, JournalError):
                 raise
             raise JournalError(
@@ -410,9 +411,7 @@ def _check_carriage(store: Store, number: int, draft: Draft, transfer: bool) -> 
                 "--transfer"
             )
         return
-    travel = total_cost(store, draft.contents.values(), draft.kept.values(), draft.pins)
-    if store.abilities.atomic and not travel.down:  # duplicates go, and entries get other names
-        return
+    travel = total_cost(store, draft.contents.values(), draft.kept.values())
     alone = "" if store.abilities.conditions else f", and {may_replace}"
     raise UsageError(
         f"{store.name()}: this store cannot cut parts out of objects, so their bytes must travel: "
@@ -458,14 +457,13 @@ def _finish(
 
     def place(index: int) -> None:
         change = plan.changes[index]
-        if not store.abilities.atomic:
-            lock.check()
+        lock.check()
         after[change.key] = _place(store, number, plan, index, state.new.get(index))
         if progress is not None and change.size is not None:
             progress(change.size)
 
     for turn in sorted({change.turn for change in plan.changes}):
-        if turn == DELETIONS and not store.abilities.atomic:
+        if turn == DELETIONS:
             changed = _changed(store, after, store.list())
             if changed is not None:
                 raise JournalError(

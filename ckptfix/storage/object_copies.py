@@ -50,12 +50,6 @@ def places_of(source: str, output: str) -> Places:
     other.
     """
     output = output.rstrip("/")
-    if open_store(source).abilities.atomic:
-        raise UsageError(
-            f"{escape(output)}: a copy in a repository is not needed, as all names change in one "
-            "commit; next, for a checkpoint in use: make a branch, and then ckptfix repair "
-            "URL_WITH_@BRANCH"
-        )
     (scheme, bucket, path), (to_scheme, to_bucket, to_path) = map(_parts, (source, output))
     if (scheme, bucket) != (to_scheme, to_bucket):
         raise UsageError(
@@ -129,7 +123,7 @@ def copy_repaired(
     after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
     contents = _contents(infos, after)
     if not (places.bucket.abilities.composes or transfer):
-        travel = carriage_of(places.bucket, contents.values(), infos, is_placed=False)
+        travel = carriage_of(places.bucket, contents.values(), is_placed=False)
         raise UsageError(
             f"{escape(source)}: this store cannot cut parts out of objects, so their bytes must "
             f"travel: {travel}; nothing was written; next, to let them travel: the same command "
@@ -174,7 +168,7 @@ def carriage_of_copy(
     ones.
     """
     after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
-    return carriage_of(store, _contents(infos, after).values(), infos, is_placed=False)
+    return carriage_of(store, _contents(infos, after).values(), is_placed=False)
 
 
 def _contents(

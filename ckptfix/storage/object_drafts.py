@@ -60,29 +60,16 @@ class Carriage(NamedTuple):
 def carriage_of(
     store: Store,
     contents: Iterable[Content],
-    infos: Mapping[str, ObjectInfo],
     *,
     is_placed: bool = True,
 ) -> Carriage:
     """Return the bytes that objects of these contents cost; the journal and headers come on top.
 
-    ``infos``: the objects that they are made of. ``is_placed``: each is made at a key of its own
-    first, and then copied over its name; where many writes are made at once, that costs nothing.
+    ``is_placed``: each is made at a key of its own first, and then copied over its name.
     """
     down = up = copied = 0
     for content in contents:
         size = size_of(content)
-        if store.abilities.atomic:
-            [*sources] = {piece.key for piece in content if isinstance(piece, Source)}
-            is_whole = len(sources) == 1 and content == _whole(sources[0], infos.get(sources[0]))
-            copied += is_whole * size
-            down += (
-                0
-                if is_whole
-                else sum(piece.length for piece in content if isinstance(piece, Source))
-            )
-            up += 0 if is_whole else size
-            continue
         if not store.abilities.composes:
             down += (
                 sum(piece.length for piece in content if isinstance(piece, Source))
@@ -112,17 +99,16 @@ def carriage_of_edits(
         for path, content in after.by_path.items()
         if content is not None and content != _whole(str(path), infos.get(str(path)))
     ]
-    return total_cost(store, contents, after.aside.values(), infos)
+    return total_cost(store, contents, after.aside.values())
 
 
 def total_cost(
     store: Store,
     placed: Iterable[Content],
     kept: Iterable[Content],
-    infos: Mapping[str, ObjectInfo],
 ) -> Carriage:
     """Return what a transaction costs: new objects, which are placed, and copies that are kept."""
-    both = carriage_of(store, placed, infos), carriage_of(store, kept, infos, is_placed=False)
+    both = carriage_of(store, placed), carriage_of(store, kept, is_placed=False)
     return Carriage(*map(sum, zip(*both, strict=True)))
 
 

@@ -457,12 +457,6 @@ def store_lock(store: Store, verb: str, *, break_lock: bool = False) -> Iterator
     ``break_lock`` takes over whatever lock is there. Raises LockedError with its owner, its age and
     the command.
     """
-    with store.atomically(f"ckptfix {verb}"), _held(store, verb, break_lock=break_lock) as lock:
-        yield lock
-
-
-@contextmanager
-def _held(store: Store, verb: str, *, break_lock: bool) -> Iterator[StoreLock]:
     data = json.dumps(
         {
             "token": secrets.token_hex(16),

@@ -14,8 +14,8 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import datetime, timezone
 from enum import Enum
@@ -121,14 +121,14 @@ class Abilities(NamedTuple):
     """Abilities of a store beyond reading and writing whole objects.
 
     ``composes``: it copies parts of objects into new ones by itself. ``conditions``: it refuses a
-    write onto another object than the expected one. ``atomic``: it makes many writes at once
-    (``Store.atomically``), and copies complete objects then. The sizes are in bytes: of the
-    smallest part but the last, and of the largest copied one.
+    write onto another object than the expected one. ``in_place``: objects of a checkpoint can be
+    replaced one by one; the hub makes a commit of each. The sizes are in bytes: of the smallest
+    part but the last, and of the largest copied one.
     """
 
     composes: bool = False
     conditions: bool = False
-    atomic: bool = False
+    in_place: bool = True
     least_part: int = 0
     most_copied: int = 0
     most_parts: int = 0
@@ -280,14 +280,6 @@ class Store:
         """
         return f"delete every object below {self.name(below.rstrip('/'))}/"
 
-    def atomically(self, title: str) -> AbstractContextManager[None]:
-        """Make the writes of the block at once where the store can; elsewhere each is made by
-        itself.
-
-        ``title``: what a log of the store calls them.
-        """
-        return nullcontext()
-
     # Requests of a store: a subclass replaces them.
 
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
@@ -384,6 +376,17 @@ class Store:
                 file.write(
                     self.read(piece.key, piece.offset + begin, take, etag=piece.etag or None)
                 )
+
+    def replace_all(
+        self,
+        title: str,
+        files: Mapping[str, Path],
+        gone: Iterable[str],
+        records: Callable[[Mapping[str, tuple[ObjectInfo, str]]], Mapping[str, bytes]],
+        seen: Mapping[str, str],
+    ) -> None:
+        """Add and delete many objects at once, where nothing is changed in place (``hub``)."""
+        raise NotImplementedError
 
     def _mark(self, key: str) -> str:
         return ""

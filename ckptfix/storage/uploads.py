@@ -256,6 +256,13 @@ def begin_upload(place: Store, files: Mapping[str, int], stale: Collection[str] 
 
     Raises StoreError, ChangedError when somebody else begins at the same time.
     """
+    plan = _planned(place, files, stale)
+    if plan.is_direct:
+        _say_begun(place, plan)
+    return plan
+
+
+def _planned(place: Store, files: Mapping[str, int], stale: Collection[str]) -> UploadPlan:
     there = place.list()
     seen = {name: info.etag for name, info in there.items()}
     begun, commit = _records(place, there)
@@ -269,16 +276,13 @@ def begin_upload(place: Store, files: Mapping[str, int], stale: Collection[str] 
         # Nor is what it would have deleted: an old model.safetensors next to the new shards would
         # be loaded.
         names |= _as_committed(commit, there)
-    plan = UploadPlan(
+    return UploadPlan(
         upload=os.urandom(8).hex(),
         files=dict(files),
         is_direct=is_cut_short or not names & there.keys(),
         seen=seen,
         stale=tuple(sorted((names - files.keys()) & there.keys())),
     )
-    if plan.is_direct:
-        _say_begun(place, plan)
-    return plan
 
 
 def send(
@@ -373,23 +377,58 @@ def upload_folder(
     where it is.
     """
     files = staged_files(folder)
-    with place.atomically(f"ckptfix: upload {folder.name}"):
-        plan = begin_upload(place, files, stale)
-        finish_upload(place, plan, send(place, plan, folder, files, progress), keep=keep)
+    if not place.abilities.in_place:
+        _upload_at_once(place, folder, files, stale, keep)
+        return
+    plan = begin_upload(place, files, stale)
+    finish_upload(place, plan, send(place, plan, folder, files, progress), keep=keep)
+
+
+def _upload_at_once(
+    place: Store,
+    folder: Path,
+    files: Mapping[str, int],
+    stale: Collection[str],
+    keep: Callable[[], object] | None,
+) -> None:
+    """Upload a complete folder with its records as one commit. ``keep``: as of ``finish_upload``."""
+    plan = _planned(place, files, stale)
+    if keep is not None:
+        keep()
+
+    def records(facts: Mapping[str, tuple[ObjectInfo, str]]) -> dict[str, bytes]:
+        sent = {
+            name: Uploaded(info.size, sha256, info.etag) for name, (info, sha256) in facts.items()
+        }
+        return {
+            UPLOAD: begun_now(plan.upload, files).to_bytes(),
+            COMMITTED: Commit(plan.upload, time.time(), sent).to_bytes(),
+        }
+
+    place.replace_all(
+        f"ckptfix: upload {folder.name}",
+        {name: folder / name for name in files},
+        plan.stale,
+        records,
+        plan.seen,
+    )
 
 
 def remove_checkpoint(place: Store) -> None:
     """Delete every object of a checkpoint, the commit marker first: no half-deleted one is ever
     taken for complete.
     """
-    with place.atomically("ckptfix: remove a checkpoint"):
-        there = place.list()
-        begun, _ = _records(place, there)
-        if begun is None:
-            place.put(UPLOAD, begun_now(os.urandom(8).hex(), {}).to_bytes())
-        place.delete(COMMITTED)
-        together([name for name in there if name not in (COMMITTED, UPLOAD)], place.delete)
-        place.delete(UPLOAD)  # until now it said that the checkpoint is not complete
+    there = place.list()
+    if not place.abilities.in_place:
+        seen = {name: info.etag for name, info in there.items()}
+        place.replace_all("ckptfix: remove a checkpoint", {}, there, lambda facts: {}, seen)
+        return
+    begun, _ = _records(place, there)
+    if begun is None:
+        place.put(UPLOAD, begun_now(os.urandom(8).hex(), {}).to_bytes())
+    place.delete(COMMITTED)
+    together([name for name in there if name not in (COMMITTED, UPLOAD)], place.delete)
+    place.delete(UPLOAD)  # until now it said that the checkpoint is not complete
 
 
 def changed_since(place: Store) -> list[str] | None:
