@@ -1,17 +1,21 @@
 """Advice of the doctor: a stable code, a severity, a sentence, the evidence, and what to do.
 
-Severities are those of ``check``: ERROR is proven to fail or to be silently wrong, WARNING is
-likely to, NOTE is worth knowing and changes no exit status.
+A check is a function of the facts that says what it found. ``topic`` gives it its line of the
+catalogue: severities are those of ``check``. ERROR is proven to fail or to be silently wrong,
+WARNING is likely to, NOTE is worth knowing and changes no exit status.
 """
 
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar, NamedTuple
 
 from msgspec import Struct
 
 from ckptfix.diagnosis.findings.base import Severity, labelled
+from ckptfix.environment.facts import Facts
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, line
+
+ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 
 MAX_EVIDENCE = 8
 """Lines of evidence that one advice carries; how many there are is said in the last."""
@@ -40,38 +44,47 @@ class Advice(Serialized, Struct, frozen=True, kw_only=True):
         yield line(f"        to do: {self.fix}")
 
 
+class Said(NamedTuple):
+    """Words of a check about an environment. ``severity``: None for the gravest of its topic."""
+
+    sentence: str
+    evidence: tuple[str, ...]
+    fix: str
+    severity: Severity | None
+
+
+def say(
+    sentence: str, *, evidence: tuple[str, ...], fix: str, severity: Severity | None = None
+) -> Said:
+    """Return what a check found."""
+    return Said(sentence, evidence, fix, severity)
+
+
 class Topic(Struct, frozen=True, kw_only=True):
-    """One line of the catalogue. ``severities``: those that its advice can have, the gravest
-    first.
+    """One line of the catalogue, and the check that finds it. ``severities``: those that its advice
+    can have, the gravest first.
     """
 
     code: str
-    severities: tuple[Severity, ...]
     meaning: str
+    severities: tuple[Severity, ...]
+    check: Callable[[Facts], Iterable[Said]]
 
-    def advice(
-        self,
-        sentence: str,
-        *,
-        evidence: tuple[str, ...],
-        fix: str,
-        severity: Severity | None = None,
-    ) -> Advice:
-        """Return an advice on this topic; with the gravest severity unless ``severity`` names
-        another.
+    def advice(self, facts: Facts) -> Iterator[Advice]:
+        """Yield the advice on an environment.
 
         Raises ValueError for a severity that the catalogue does not announce.
         """
-        given = self.severities[0] if severity is None else severity
-        if given not in self.severities:
-            raise ValueError(f"{self.code} is never of severity {given.value}")
-        shown = evidence
-        if len(evidence) > MAX_EVIDENCE:
-            shown = (
-                *evidence[: MAX_EVIDENCE - 1],
-                f"and {len(evidence) - MAX_EVIDENCE + 1} more like these",
+        for sentence, evidence, fix, severity in self.check(facts):
+            given = severity or self.severities[0]
+            if given not in self.severities:
+                raise ValueError(f"{self.code} is never of severity {given.value}")
+            more = len(evidence) - MAX_EVIDENCE
+            if more > 0:
+                evidence = (*evidence[: MAX_EVIDENCE - 1], f"and {more + 1} more like these")
+            yield Advice(
+                code=self.code, severity=given, sentence=sentence, evidence=evidence, fix=fix
             )
-        return Advice(code=self.code, severity=given, sentence=sentence, evidence=shown, fix=fix)
 
     @property
     def row(self) -> str:
@@ -80,3 +93,10 @@ class Topic(Struct, frozen=True, kw_only=True):
             f"| `{self.code}` | {' or '.join(level.value for level in self.severities)} | "
             f"{self.meaning} |"
         )
+
+
+def topic(
+    code: str, meaning: str, *severities: Severity
+) -> Callable[[Callable[[Facts], Iterable[Said]]], Topic]:
+    """Return the decorator that makes a check the topic ``code`` of the catalogue."""
+    return lambda check: Topic(code=code, meaning=meaning, severities=severities, check=check)

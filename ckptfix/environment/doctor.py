@@ -1,19 +1,18 @@
 """``doctor``: the verdict of all checks on an environment, and the list of what was not checked."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from msgspec import Struct
 
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.environment.advice import Advice, Topic
-from ckptfix.environment.checks import accelerators as devices
 from ckptfix.environment.checks import (
+    accelerators,
     configuration,
     folders,
     peers,
-    resume_advice,
     scripts,
     software,
 )
@@ -24,12 +23,12 @@ from ckptfix.hardware import read_machine
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, Printable, count_of, line, unchecked_line
 
-Check = Callable[[Facts], Iterable[Advice]]
-
-_SUBJECTS = (software, configuration, devices, peers, scripts, resume_advice, folders)
-
-CHECKS: tuple[Check, ...] = tuple(check for subject in _SUBJECTS for check in subject.CHECKS)
-TOPICS: tuple[Topic, ...] = tuple(topic for subject in _SUBJECTS for topic in subject.TOPICS)
+TOPICS: tuple[Topic, ...] = tuple(
+    value
+    for subject in (software, configuration, accelerators, peers, scripts, folders)
+    for value in vars(subject).values()
+    if isinstance(value, Topic)
+)
 CODES: Mapping[str, Topic] = {topic.code: topic for topic in TOPICS}
 
 
@@ -87,6 +86,7 @@ def _not_read(facts: Facts) -> Iterator[str]:
         yield "names and options of accelerate: its source was not found"
     if facts.script is not None:
         yield "what the script's functions do when they are called, and what it imports"
+        yield from (f"{facts.script.path}: {cell}" for cell in facts.script.unread)
         if facts.script.uses.options is None:
             yield "the script's own options: it does not read them with argparse or click alone"
     if facts.launch is not None and not facts.launch.is_accelerate:
@@ -222,6 +222,6 @@ def _text(path: str | os.PathLike[str] | None) -> str | None:
 
 def diagnose_environment(facts: Facts) -> DoctorReport:
     """Run every check on these facts."""
-    advice = [found for check in CHECKS for found in check(facts)]
+    advice = [found for topic in TOPICS for found in topic.advice(facts)]
     advice.sort(key=lambda found: _GRAVEST_FIRST.index(found.severity))
     return DoctorReport(facts=facts, advice=tuple(advice), not_checked=unchecked(facts))

@@ -160,13 +160,16 @@ def test_a_command_whose_script_is_gone_and_a_script_that_prepares_twice(
     assert (advice["severity"], str(script) in advice["message"]) == ("error", True)
     script.write_text(
         "from accelerate import Accelerator\naccelerator = Accelerator()\n"
-        "for epoch in range(2):\n    model = accelerator.prepare(model)\n"
+        "model = accelerator.prepare(model)\nmodel = accelerator.prepare(model)\n"
     )
     assert run(["doctor", "--launch", command, "--json"]) == 1
     document = printed(capsys)
     assert "script-missing" not in codes(document)
     (advice,) = (one for one in document["advice"] if one["code"] == "prepared-twice")
-    assert advice["evidence"] == ["line 4: model = accelerator.prepare(model)"]
+    assert advice["evidence"] == [
+        "line 3: model = accelerator.prepare(model)",
+        "line 4: model = accelerator.prepare(model)",
+    ]
 
 
 def test_the_variables_of_the_command_are_those_that_count(

@@ -12,8 +12,8 @@ from ckptfix.environment.facts.installed import AccelerateSource, Command, Packa
 from ckptfix.environment.facts.launch import AccelerateConfig, Launch, read_launch
 from ckptfix.environment.facts.machine import Device, PairVerdict, Torch
 from ckptfix.environment.facts.script import Script
-from ckptfix.environment.facts.script_prepares import SourceLine
 from ckptfix.environment.facts.script_scan import Scan
+from ckptfix.environment.facts.script_uses import SourceLine
 from ckptfix.hardware import Bus, Distance, Machine, PciDevice
 
 OPTIONS = {
@@ -152,7 +152,7 @@ def script(text: str) -> Script:
             order=(0, line), where=f"line {line}", text=lines[line - 1].strip()
         ),
     )
-    return Script(path="train.py", uses=scan.uses(), resuming=scan.resuming())
+    return Script(path="train.py", uses=scan.uses())
 
 
 def launch(command: str) -> Launch:

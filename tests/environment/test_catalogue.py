@@ -9,8 +9,9 @@ import pytest
 
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.catalogue import CODES as FINDINGS
-from ckptfix.environment.advice import MAX_EVIDENCE, Topic
+from ckptfix.environment.advice import MAX_EVIDENCE, Said, Topic, say, topic
 from ckptfix.environment.doctor import CODES, TOPICS
+from tests.environment.building import facts
 from tests.environment.cases import CASES
 
 PAGE = Path(__file__).parents[2] / "ckptfix/manual/doctor.md"
@@ -43,14 +44,17 @@ def test_a_code_that_check_has_too_means_the_same() -> None:
         assert CODES[code].severities[0] is FINDINGS[code].severity
 
 
+def topic_that_says(*said: Said) -> Topic:
+    return topic("a", "b", Severity.NOTE)(lambda facts: said)
+
+
 def test_a_topic_refuses_severities_that_it_does_not_announce() -> None:
-    topic = Topic(code="a", severities=(Severity.NOTE,), meaning="b")
+    told = topic_that_says(say("c", evidence=("d",), fix="e", severity=Severity.ERROR))
     with pytest.raises(ValueError, match="never of severity error"):
-        topic.advice("c", evidence=("d",), fix="e", severity=Severity.ERROR)
+        list(told.advice(facts()))
 
 
 def test_long_evidence_is_cut_and_says_so() -> None:
-    topic = Topic(code="a", severities=(Severity.NOTE,), meaning="b")
-    lines = topic.advice("c", evidence=tuple("x" * 20), fix="d").evidence
-    assert len(lines) == MAX_EVIDENCE
-    assert lines[-1] == f"and {20 - MAX_EVIDENCE + 1} more like these"
+    (advice,) = topic_that_says(say("c", evidence=tuple("x" * 20), fix="d")).advice(facts())
+    assert len(advice.evidence) == MAX_EVIDENCE
+    assert advice.evidence[-1] == f"and {20 - MAX_EVIDENCE + 1} more like these"

@@ -14,7 +14,7 @@ from ckptfix.environment.facts.installed import AccelerateSource, find_source
 from ckptfix.environment.facts.launch import AccelerateConfig, NcclSetting
 from ckptfix.environment.facts.machine import Device
 from ckptfix.environment.facts.script import Script
-from ckptfix.environment.facts.script_prepares import Uses
+from ckptfix.environment.facts.script_uses import Uses
 from ckptfix.environment.facts.weights import DeviceMap, Folder
 from tests.environment.building import (
     bus,

@@ -319,7 +319,7 @@ def test_a_bad_cell_hides_no_other(tmp_path: Path) -> None:
         notebook("def f(:", "from accelerate import Accelerator\nAccelerator()"),
         "train.ipynb",
     )
-    assert found.problem.startswith("cell 1, line 1: ")
+    assert [problem.startswith("cell 1, line 1: ") for problem in found.unread] == [True]
     assert len(found.uses.made_early) == 1
 
 

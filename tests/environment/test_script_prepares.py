@@ -1,5 +1,5 @@
-"""Models that are prepared twice or wrapped before, and the many healthy scripts that only
-look so.
+"""Models that are prepared twice or wrapped before, and the many healthy scripts that only look
+so. What takes a loop, a method or a call to be seen twice is found by ``ckptfix run``.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.environment.facts.script import read_script
-from ckptfix.environment.facts.script_prepares import Uses
+from ckptfix.environment.facts.script_uses import Uses
 from tests.environment.building import script
 
 PREAMBLE = """
@@ -42,29 +42,6 @@ TWICE = {
         """
         m2 = accelerator.prepare(model)
         m3 = accelerator.prepare(m2)
-        """
-    ),
-    "attr": (
-        """
-        class T:
-          def __init__(self):
-            self.accelerator = Accelerator()
-            self.model = self.accelerator.prepare(self.model)
-          def train(self):
-            self.model, self.opt = self.accelerator.prepare(self.model, self.opt)
-        """
-    ),
-    "loop": (
-        """
-        for epoch in range(3):
-          model = accelerator.prepare(model)
-        """
-    ),
-    "while": (
-        """
-        while x:
-          accelerator.prepare(model)
-          x-=1
         """
     ),
     "same call": (
@@ -104,27 +81,10 @@ TWICE = {
         raw = accelerator.prepare(model.module)
         """
     ),
-    "if then always": (
-        """
-        if resume:
-          model = accelerator.prepare(model)
-        model, o = accelerator.prepare(model, o)
-        """
-    ),
     "always then if": (
         """
         model = accelerator.prepare(model)
         if ev:
-          model = accelerator.prepare(model)
-        """
-    ),
-    "both arms": (
-        """
-        if a:
-          model = accelerator.prepare(model)
-        else:
-          model, o = accelerator.prepare(model, o)
-        if b:
           model = accelerator.prepare(model)
         """
     ),
@@ -154,15 +114,6 @@ TWICE = {
         model, opt, dl = accelerator.prepare(model, opt, dl)
         """
     ),
-    "try": (
-        """
-        try:
-          model = accelerator.prepare(model)
-        finally:
-          pass
-        model = accelerator.prepare(model)
-        """
-    ),
     "with": (
         """
         with x:
@@ -173,6 +124,30 @@ TWICE = {
 }
 
 ONCE = {
+    "in a branch": (
+        """
+        if ready:
+          model = accelerator.prepare(model)
+          accelerator.free_memory()
+        model = accelerator.prepare(model)
+        """
+    ),
+    "made in a branch": (
+        """
+        model = accelerator.prepare(model)
+        if again:
+          model = build()
+        model = accelerator.prepare(model)
+        """
+    ),
+    "an accelerator of a branch": (
+        """
+        model = accelerator.prepare(model)
+        if again:
+          accelerator = Accelerator()
+        model = accelerator.prepare(model)
+        """
+    ),
     "once": (
         """
         model, opt = accelerator.prepare(model, opt)

@@ -2,85 +2,22 @@
 
 from collections.abc import Iterator
 
-from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.environment.advice import Advice, Topic
+from ckptfix.environment.advice import ERROR, NOTE, WARNING, Said, say, topic
 from ckptfix.environment.checks.configuration import SEVERAL, is_given, start_of
 from ckptfix.environment.facts import Facts
 from ckptfix.environment.facts.installed import release
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of
 
-TORCH_UNUSABLE = Topic(
-    code="torch-unusable",
-    severities=(Severity.ERROR,),
-    meaning="torch is missing, or importing it fails, crashes or hangs",
-)
-DRIVER_UNUSABLE = Topic(
-    code="driver-unusable",
-    severities=(Severity.ERROR,),
-    meaning=(
-        "torch cannot use this machine's GPU, though it was built for GPUs; or it crashes or hangs "
-        "when it tries"
-    ),
-)
-CPU_ONLY_TORCH = Topic(
-    code="cpu-only-torch",
-    severities=(Severity.WARNING,),
-    meaning="this machine has a GPU, and torch is a CPU build",
-)
-NO_ACCELERATOR = Topic(
-    code="no-accelerator",
-    severities=(Severity.NOTE,),
-    meaning="there is no GPU here: nothing about devices could be tried",
-)
-VISIBLE_BROKEN = Topic(
-    code="visible-devices-broken",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "`CUDA_VISIBLE_DEVICES` is empty, or names a device that does not exist; CUDA drops it and "
-        "all after it"
-    ),
-)
-HIDDEN_DEVICES = Topic(
-    code="hidden-devices",
-    severities=(Severity.NOTE,),
-    meaning="`CUDA_VISIBLE_DEVICES` leaves out some of this machine's GPUs",
-)
-DEVICE_ORDER = Topic(
-    code="device-order",
-    severities=(Severity.NOTE,),
-    meaning=(
-        "torch numbers the GPUs in another order than `nvidia-smi`: fastest first, not by PCI "
-        "address"
-    ),
-)
-OLD_DRIVER = Topic(
-    code="old-driver-peer-copies",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "RTX 40 GPUs with a driver before 550.40.07: P2P copies do not work, and some ways to "
-        "start are refused"
-    ),
-)
-TOPICS = (
-    TORCH_UNUSABLE,
-    DRIVER_UNUSABLE,
-    CPU_ONLY_TORCH,
-    NO_ACCELERATOR,
-    VISIBLE_BROKEN,
-    HIDDEN_DEVICES,
-    DEVICE_ORDER,
-    OLD_DRIVER,
-)
-
 _GOOD_DRIVER = "550.40.07"
 _IMPORTING = ("start", "import")
 
 
-def torch_unusable(facts: Facts) -> Iterator[Advice]:
+@topic("torch-unusable", "torch is missing, or importing it fails, crashes or hangs", ERROR)
+def torch_unusable(facts: Facts) -> Iterator[Said]:
     """Everything else needs it."""
     if facts.torch.problem and facts.torch.stage in _IMPORTING:
-        yield TORCH_UNUSABLE.advice(
+        yield say(
             f"torch cannot be used: {facts.torch.problem}",
             evidence=facts.torch.warnings or (f"import torch in {facts.software.executable}",),
             fix=(
@@ -90,7 +27,13 @@ def torch_unusable(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def driver_unusable(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "driver-unusable",
+    "torch cannot use this machine's GPU, though it was built for GPUs; or it crashes or hangs "
+    "when it tries",
+    ERROR,
+)
+def driver_unusable(facts: Facts) -> Iterator[Said]:
     """A driver that fails, crashes or hangs; or that torch does not find although it was built for
     it.
     """
@@ -108,11 +51,9 @@ def driver_unusable(facts: Facts) -> Iterator[Advice]:
         "GPUs (--gpus all)"
     )
     if torch.problem and torch.stage not in _IMPORTING:
-        yield DRIVER_UNUSABLE.advice(
-            f"torch cannot look at its devices: {torch.problem}", evidence=evidence, fix=fix
-        )
+        yield say(f"torch cannot look at its devices: {torch.problem}", evidence=evidence, fix=fix)
     elif not torch.problem and torch.builds and gpus and not torch.count and not _hides_all(facts):
-        yield DRIVER_UNUSABLE.advice(
+        yield say(
             f"torch was built for {', '.join(torch.builds)} and can use none of "
             f"{count_of(len(gpus), 'GPU')}",
             evidence=evidence,
@@ -120,11 +61,12 @@ def driver_unusable(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def cpu_only_torch(facts: Facts) -> Iterator[Advice]:
+@topic("cpu-only-torch", "this machine has a GPU, and torch is a CPU build", WARNING)
+def cpu_only_torch(facts: Facts) -> Iterator[Said]:
     """The wheel from the wrong index."""
     gpus = facts.machine.bus.gpus
     if gpus and facts.torch.version and not facts.torch.builds and not facts.torch.problem:
-        yield CPU_ONLY_TORCH.advice(
+        yield say(
             f"torch {facts.torch.version} is a CPU build, and this machine has "
             f"{count_of(len(gpus), 'GPU')}",
             evidence=tuple(str(gpu) for gpu in gpus),
@@ -132,11 +74,12 @@ def cpu_only_torch(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def no_accelerator(facts: Facts) -> Iterator[Advice]:
+@topic("no-accelerator", "there is no GPU here: nothing about devices could be tried", NOTE)
+def no_accelerator(facts: Facts) -> Iterator[Said]:
     """Said, so that silence about devices is not taken for health."""
     if not facts.torch.count and not facts.torch.problem and not facts.machine.bus.gpus:
         build = ", ".join(facts.torch.builds) or "a CPU build"
-        yield NO_ACCELERATOR.advice(
+        yield say(
             "there is no GPU here that torch can use: settings were read, and no device was tried",
             evidence=(
                 f"torch {facts.torch.version} ({build}) sees 0 devices",
@@ -146,7 +89,13 @@ def no_accelerator(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def visible_broken(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "visible-devices-broken",
+    "`CUDA_VISIBLE_DEVICES` is empty, or names a device that does not exist; CUDA drops it and "
+    "all after it",
+    WARNING,
+)
+def visible_broken(facts: Facts) -> Iterator[Said]:
     """CUDA takes the entries up to the first that it does not know (programming guide, "Environment
     Variables").
     """
@@ -159,7 +108,7 @@ def visible_broken(facts: Facts) -> Iterator[Advice]:
     if bad is None and not twice:
         return
     what = "holds a device twice" if bad is None else f"names {bad!r}" if bad else "is empty"
-    yield VISIBLE_BROKEN.advice(
+    yield say(
         f"CUDA_VISIBLE_DEVICES={value} {what}: torch sees {facts.torch.count} of "
         f"{count_of(there, 'GPU')}",
         evidence=tuple(str(gpu) for gpu in facts.machine.bus.gpus),
@@ -170,12 +119,13 @@ def visible_broken(facts: Facts) -> Iterator[Advice]:
     )
 
 
-def hidden_devices(facts: Facts) -> Iterator[Advice]:
+@topic("hidden-devices", "`CUDA_VISIBLE_DEVICES` leaves out some of this machine's GPUs", NOTE)
+def hidden_devices(facts: Facts) -> Iterator[Said]:
     """Meant, most of the time."""
     value, there = facts.variables.get("CUDA_VISIBLE_DEVICES"), _present(facts)
     if value is None or facts.torch.problem or not 0 < facts.torch.count < there:
         return
-    yield HIDDEN_DEVICES.advice(
+    yield say(
         f"torch sees {facts.torch.count} of {count_of(there, 'GPU')}: CUDA_VISIBLE_DEVICES={value}",
         evidence=tuple(
             f"device {device.index}: {device.name} {device.pci}" for device in facts.torch.devices
@@ -184,7 +134,12 @@ def hidden_devices(facts: Facts) -> Iterator[Advice]:
     )
 
 
-def device_order(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "device-order",
+    "torch numbers the GPUs in another order than `nvidia-smi`: fastest first, not by PCI address",
+    NOTE,
+)
+def device_order(facts: Facts) -> Iterator[Said]:
     """``CUDA_DEVICE_ORDER`` is FASTEST_FIRST unless it is set."""
     addresses = [device.pci.lower() for device in facts.torch.devices]
     if facts.variables.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or facts.variables.get(
@@ -192,7 +147,7 @@ def device_order(facts: Facts) -> Iterator[Advice]:
     ):
         return
     if all(addresses) and addresses != sorted(addresses):
-        yield DEVICE_ORDER.advice(
+        yield say(
             "torch numbers the GPUs in another order than nvidia-smi and the PCI bus",
             evidence=tuple(
                 f"device {device.index}: {device.name} {device.pci}"
@@ -202,7 +157,13 @@ def device_order(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def old_driver(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "old-driver-peer-copies",
+    "RTX 40 GPUs with a driver before 550.40.07: P2P copies do not work, and some ways to "
+    "start are refused",
+    WARNING,
+)
+def old_driver(facts: Facts) -> Iterator[Said]:
     """The check that accelerate makes (``utils/environment.py``), by the product's name and the
     driver's version.
     """
@@ -210,7 +171,7 @@ def old_driver(facts: Facts) -> Iterator[Advice]:
     old = [device for device in facts.torch.devices if "RTX 40" in device.name]
     if not old or facts.torch.count < 2 or not driver or release(driver) >= release(_GOOD_DRIVER):
         return
-    yield OLD_DRIVER.advice(
+    yield say(
         f"driver {driver} with {old[0].name}: P2P copies do not work before {_GOOD_DRIVER}",
         evidence=(f"NVIDIA driver {driver}", *_what_starts(facts)),
         fix=f"install a driver of {_GOOD_DRIVER} or newer, then: ckptfix doctor --peer-copies",
@@ -270,15 +231,3 @@ def _hides_all(facts: Facts) -> bool:
         "ZE_AFFINITY_MASK",
     )
     return any(name in facts.variables for name in names)
-
-
-CHECKS = (
-    torch_unusable,
-    driver_unusable,
-    cpu_only_torch,
-    no_accelerator,
-    visible_broken,
-    hidden_devices,
-    device_order,
-    old_driver,
-)

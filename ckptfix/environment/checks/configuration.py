@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.environment.advice import Advice, Topic
+from ckptfix.environment.advice import ERROR, NOTE, WARNING, Said, say, topic
 from ckptfix.environment.facts import Facts
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of
@@ -112,71 +111,6 @@ def _is_sagemaker(facts: Facts) -> bool:
     return str(facts.config.values.get("compute_environment", "")).upper() == "AMAZON_SAGEMAKER"
 
 
-NO_CONFIG = Topic(
-    code="no-accelerate-config",
-    severities=(Severity.NOTE,),
-    meaning=(
-        "accelerate finds no config: `accelerate launch` starts one process per device, `python "
-        "SCRIPT` only one"
-    ),
-)
-CONFIG_MISSING = Topic(
-    code="config-file-missing",
-    severities=(Severity.ERROR, Severity.WARNING),
-    meaning="`ACCELERATE_CONFIG_FILE` or `--config_file` names a file that does not exist",
-)
-VARIABLE_IGNORED = Topic(
-    code="config-variable-ignored",
-    severities=(Severity.WARNING,),
-    meaning="`ACCELERATE_CONFIG_FILE` is set, and the installed accelerate never reads it",
-)
-CONFIG_UNREADABLE = Topic(
-    code="config-unreadable",
-    severities=(Severity.ERROR,),
-    meaning=(
-        "accelerate's config is broken, lacks a setting, or holds keys or values that this version "
-        "refuses"
-    ),
-)
-IDLE_DEVICES = Topic(
-    code="idle-devices",
-    severities=(Severity.WARNING,),
-    meaning="the command or the config starts fewer processes than there are visible devices",
-)
-NOT_STARTED = Topic(
-    code="processes-not-started",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "`num_processes` asks for several processes, and `accelerate launch` starts one without "
-        "`--multi_gpu`"
-    ),
-)
-TOO_FEW_DEVICES = Topic(
-    code="too-few-devices",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "the config starts more processes than there are visible devices: accelerate puts several "
-        "on one"
-    ),
-)
-OVERRIDDEN_DEVICES = Topic(
-    code="overridden-devices",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "the config's `gpu_ids` replaces `CUDA_VISIBLE_DEVICES` in the processes that it starts"
-    ),
-)
-TOPICS = (
-    NO_CONFIG,
-    CONFIG_MISSING,
-    VARIABLE_IGNORED,
-    CONFIG_UNREADABLE,
-    IDLE_DEVICES,
-    NOT_STARTED,
-    TOO_FEW_DEVICES,
-    OVERRIDDEN_DEVICES,
-)
-
 _OLD_KEYS = frozenset({"fp16", "dynamo_backend"})  # accelerate still turns these into new ones
 _TYPES = frozenset((
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
@@ -184,7 +118,13 @@ _TYPES = frozenset((
 ))  # fmt: skip
 
 
-def no_config(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "no-accelerate-config",
+    "accelerate finds no config: `accelerate launch` starts one process per device, `python "
+    "SCRIPT` only one",
+    NOTE,
+)
+def no_config(facts: Facts) -> Iterator[Said]:
     """``accelerate launch`` then counts the devices and says so; ``python`` starts one process, and
     never reads it.
     """
@@ -197,7 +137,7 @@ def no_config(facts: Facts) -> Iterator[Advice]:
         return  # the processes are counted on the command line
     start = start_of(facts)
     many = f" {count_of(start.count, 'process')}" if start else " one process a device"
-    yield NO_CONFIG.advice(
+    yield say(
         f"there is no Accelerate config: accelerate launch starts{many} here, and `python "
         "SCRIPT` one",
         evidence=(f"{config.path} does not exist", f"torch sees {count_of(count, 'device')}"),
@@ -208,20 +148,26 @@ def no_config(facts: Facts) -> Iterator[Advice]:
     )
 
 
-def config_missing(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "config-file-missing",
+    "`ACCELERATE_CONFIG_FILE` or `--config_file` names a file that does not exist",
+    ERROR,
+    WARNING,
+)
+def config_missing(facts: Facts) -> Iterator[Said]:
     """A path that leads nowhere."""
     config, variable = facts.config, facts.variables.get("ACCELERATE_CONFIG_FILE")
     if config.asked and not config.exists:
-        yield CONFIG_MISSING.advice(
+        yield say(
             f"--config_file {config.path} names no file: accelerate launch ends with "
             "FileNotFoundError",
             evidence=(f"{config.path} does not exist",),
             fix=f"accelerate config --config_file {shell_path(config.path)}",
         )
     if variable is not None and not facts.config_variable_is_file:
-        yield CONFIG_MISSING.advice(
+        yield say(
             f"ACCELERATE_CONFIG_FILE={variable} names no file",
-            severity=Severity.WARNING,
+            severity=WARNING,
             evidence=(f"{variable or '(nothing)'} does not exist", _reads(facts)),
             fix=(
                 "unset ACCELERATE_CONFIG_FILE, and give the path: accelerate launch --config_file "
@@ -230,7 +176,12 @@ def config_missing(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def variable_ignored(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "config-variable-ignored",
+    "`ACCELERATE_CONFIG_FILE` is set, and the installed accelerate never reads it",
+    WARNING,
+)
+def variable_ignored(facts: Facts) -> Iterator[Said]:
     """No accelerate from 1.0 to 1.15 looks at this variable; scripts that set it believe
     otherwise.
     """
@@ -243,14 +194,20 @@ def variable_ignored(facts: Facts) -> Iterator[Advice]:
         return
     if not facts.software.accelerate.options or facts.config.path == variable:
         return
-    yield VARIABLE_IGNORED.advice(
+    yield say(
         f"ACCELERATE_CONFIG_FILE={variable} is set, but accelerate reads {facts.config.path}",
         evidence=(_reads(facts),),
         fix=f"accelerate launch --config_file {shell_path(variable)} SCRIPT",
     )
 
 
-def config_unreadable(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "config-unreadable",
+    "accelerate's config is broken, lacks a setting, or holds keys or values that this version "
+    "refuses",
+    ERROR,
+)
+def config_unreadable(facts: Facts) -> Iterator[Said]:
     """Return what ``accelerate launch`` ends with, before the script starts."""
     config = facts.config
     if not config.exists:
@@ -275,7 +232,7 @@ def config_unreadable(facts: Facts) -> Iterator[Advice]:
         )
     else:
         return
-    yield CONFIG_UNREADABLE.advice(
+    yield say(
         f"{config.path} {reason}",
         evidence=(
             (
@@ -305,7 +262,12 @@ def _lacks_number(facts: Facts) -> bool:
     return number in (-1, None)
 
 
-def idle_devices(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "idle-devices",
+    "the command or the config starts fewer processes than there are visible devices",
+    WARNING,
+)
+def idle_devices(facts: Facts) -> Iterator[Said]:
     """Fewer processes than devices, without a list that says which."""
     used, count, start = _used(facts), facts.torch.count, start_of(facts)
     listed = _listed(facts)
@@ -325,7 +287,7 @@ def idle_devices(facts: Facts) -> Iterator[Advice]:
     flag = (
         "--multi_gpu " if facts.config.distributed_type in ("NO", "FALSE", "MULTI_CPU", "") else ""
     )
-    yield IDLE_DEVICES.advice(
+    yield say(
         f"{used} of {count_of(count, 'visible device')} used: the other {count - used} stay "
         f"idle{reason}",
         evidence=_config_evidence(facts),
@@ -336,7 +298,13 @@ def idle_devices(facts: Facts) -> Iterator[Advice]:
     )
 
 
-def not_started(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "processes-not-started",
+    "`num_processes` asks for several processes, and `accelerate launch` starts one without "
+    "`--multi_gpu`",
+    WARNING,
+)
+def not_started(facts: Facts) -> Iterator[Said]:
     """``--num_processes`` alone does not make a run distributed."""
     start = start_of(facts)
     if start is None or start.asked <= start.count:
@@ -344,7 +312,7 @@ def not_started(facts: Facts) -> Iterator[Advice]:
     number = start.asked
     on_cpu = _on_cpu(facts) or not facts.torch.count
     fix = f"ACCELERATE_USE_CPU=true torchrun --nproc_per_node {number} SCRIPT" if on_cpu else ""
-    yield NOT_STARTED.advice(
+    yield say(
         f"{number} processes are asked for, and accelerate launch starts 1: {start.why}",
         evidence=_config_evidence(facts),
         fix=fix
@@ -352,7 +320,13 @@ def not_started(facts: Facts) -> Iterator[Advice]:
     )
 
 
-def too_few_devices(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "too-few-devices",
+    "the config starts more processes than there are visible devices: accelerate puts several "
+    "on one",
+    WARNING,
+)
+def too_few_devices(facts: Facts) -> Iterator[Said]:
     """``PartialState.set_device`` takes the process's number modulo the number of devices
     (accelerate 1.15).
     """
@@ -362,7 +336,7 @@ def too_few_devices(facts: Facts) -> Iterator[Advice]:
     if count == 0 and start.count == 1:
         return
     what = "no device" if count == 0 else count_of(count, "device")
-    yield TOO_FEW_DEVICES.advice(
+    yield say(
         f"{_processes(start.count)} are to run on this machine, and {what} can be used",
         evidence=_config_evidence(facts),
         fix=(
@@ -372,12 +346,17 @@ def too_few_devices(facts: Facts) -> Iterator[Advice]:
     )
 
 
-def overridden_devices(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "overridden-devices",
+    "the config's `gpu_ids` replaces `CUDA_VISIBLE_DEVICES` in the processes that it starts",
+    WARNING,
+)
+def overridden_devices(facts: Facts) -> Iterator[Said]:
     """``accelerate launch`` sets the variable itself when the config lists devices."""
     listed, visible = _listed(facts), facts.variables.get("CUDA_VISIBLE_DEVICES")
     if visible is None or listed in ("all", visible):
         return
-    yield OVERRIDDEN_DEVICES.advice(
+    yield say(
         f"CUDA_VISIBLE_DEVICES={visible} here, but accelerate launch sets it to gpu_ids: {listed}",
         evidence=_config_evidence(facts),
         fix="set one of the two: --gpu_ids all keeps CUDA_VISIBLE_DEVICES",
@@ -451,15 +430,3 @@ def _reads(facts: Facts) -> str:
 def _version(facts: Facts) -> str:
     package = facts.software.packages.get("accelerate")
     return package.version if package is not None else "(not installed)"
-
-
-CHECKS = (
-    no_config,
-    config_missing,
-    variable_ignored,
-    config_unreadable,
-    idle_devices,
-    not_started,
-    too_few_devices,
-    overridden_devices,
-)

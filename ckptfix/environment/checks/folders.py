@@ -8,100 +8,21 @@ devices exist is checked only where there are any.
 from collections.abc import Iterator
 from itertools import groupby
 
-from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle
-from ckptfix.environment.advice import Advice, Topic
+from ckptfix.environment.advice import ERROR, NOTE, WARNING, Said, say, topic
 from ckptfix.environment.facts import Facts
-from ckptfix.environment.facts.script_prepares import SourceLine
+from ckptfix.environment.facts.script_uses import SourceLine
 from ckptfix.environment.facts.weights import HEAD, DeviceMap, Folder, Tie, embeds
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import collapse_layers, count_of, list_names
-
-UNLOADABLE = Topic(
-    code=UnloadablePickle.code,
-    severities=(UnloadablePickle.severity, Severity.NOTE),
-    meaning=UnloadablePickle.meaning,
-)
-UNSAFE = Topic(
-    code=UnsafePickle.code, severities=(UnsafePickle.severity,), meaning=UnsafePickle.meaning
-)
-WITH_CLASSES = Topic(
-    code="pickle-with-classes",
-    severities=(Severity.NOTE,),
-    meaning=(
-        "a custom object, sampler or dataloader is pickled with its class; plain `torch.load` "
-        "refuses it"
-    ),
-)
-FORCED = Topic(
-    code="weights-only-forced",
-    severities=(Severity.WARNING,),
-    meaning="a variable turns `weights_only` on or off for every `torch.load` of the process",
-)
-TRUSTING = Topic(
-    code="trusting-load",
-    severities=(Severity.NOTE,),
-    meaning=(
-        "the script calls `torch.load(weights_only=False)`: it runs whatever the file refers to"
-    ),
-)
-SPLITS_TIE = Topic(
-    code="device-map-splits-tie",
-    severities=(Severity.ERROR, Severity.WARNING),
-    meaning=(
-        "the device map puts tied weights on different devices: the forward pass fails, or they "
-        "are no longer tied"
-    ),
-)
-INCOMPLETE = Topic(
-    code="device-map-incomplete",
-    severities=(Severity.ERROR,),
-    meaning="the device map has no device for some tensors: ValueError",
-)
-UNKNOWN_MODULE = Topic(
-    code="device-map-unknown-module",
-    severities=(Severity.NOTE,),
-    meaning="the device map names modules that own no tensor of the checkpoint",
-)
-MISSING_DEVICE = Topic(
-    code="device-map-missing-device",
-    severities=(Severity.ERROR,),
-    meaning="the device map names a device that torch does not see",
-)
-OFFLOADS = Topic(
-    code="device-map-offloads",
-    severities=(Severity.NOTE,),
-    meaning=(
-        "part of the model is offloaded: `load_state` leaves it as it is, with no more than a "
-        "warning"
-    ),
-)
-MOUNTED_STORE = Topic(
-    code="object-store-mount",
-    severities=(Severity.NOTE,),
-    meaning="an object store is mounted: the rename of a folder does not commit a save there",
-)
-TOPICS = (
-    UNLOADABLE,
-    UNSAFE,
-    WITH_CLASSES,
-    FORCED,
-    TRUSTING,
-    SPLITS_TIE,
-    INCOMPLETE,
-    UNKNOWN_MODULE,
-    MISSING_DEVICE,
-    OFFLOADS,
-    MOUNTED_STORE,
-)
-
 
 # torch.load's default; accelerate passes weights_only=True itself for all but custom objects.
 _SINCE = (2, 6)
 _TRUE = ("1", "y", "yes", "true")
 
 
-def unloadable(facts: Facts) -> Iterator[Advice]:
+@topic(UnloadablePickle.code, UnloadablePickle.meaning, UnloadablePickle.severity, NOTE)
+def unloadable(facts: Facts) -> Iterator[Said]:
     """The same line for the files of all ranks is said once."""
     if facts.folder is None:
         return
@@ -112,13 +33,13 @@ def unloadable(facts: Facts) -> Iterator[Advice]:
         found, key=lambda item: item.advice_at(facts.folder.path if facts.folder else "")
     ):
         files = list(same)
-        yield UNLOADABLE.advice(
+        yield say(
             (
                 str(files[0])
                 if len(files) == 1
                 else f"{files[0]}; {len(files) - 1} more files need the same"
             ),
-            severity=Severity.NOTE if older else None,
+            severity=NOTE if older else None,
             evidence=(
                 *(
                     f"{item.path}: {', '.join((*item.globals, *item.opcodes)) or 'a plain pickle'}"
@@ -133,11 +54,12 @@ def unloadable(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def unsafe(facts: Facts) -> Iterator[Advice]:
+@topic(UnsafePickle.code, UnsafePickle.meaning, UnsafePickle.severity)
+def unsafe(facts: Facts) -> Iterator[Said]:
     """Never to be allowed."""
     for item in facts.folder.refused if facts.folder is not None else ():
         if isinstance(item, UnsafePickle):
-            yield UNSAFE.advice(
+            yield say(
                 str(item),
                 evidence=(f"{item.path}: {', '.join(item.globals)}",),
                 fix=(
@@ -147,12 +69,18 @@ def unsafe(facts: Facts) -> Iterator[Advice]:
             )
 
 
-def with_classes(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "pickle-with-classes",
+    "a custom object, sampler or dataloader is pickled with its class; plain `torch.load` "
+    "refuses it",
+    NOTE,
+)
+def with_classes(facts: Facts) -> Iterator[Said]:
     """accelerate loads custom objects with ``weights_only=False``, so there they are run, and not
     refused.
     """
     for item in facts.folder.with_classes if facts.folder is not None else ():
-        yield WITH_CLASSES.advice(
+        yield say(
             f"{item.path} is pickled with {list_names(item.globals)}: "
             "torch.load(weights_only=True) refuses it",
             evidence=(*item.globals, "accelerate loads custom objects with weights_only=False"),
@@ -164,7 +92,12 @@ def with_classes(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def forced(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "weights-only-forced",
+    "a variable turns `weights_only` on or off for every `torch.load` of the process",
+    WARNING,
+)
+def forced(facts: Facts) -> Iterator[Said]:
     """Read by ``torch/serialization.py`` (2.6 to 2.13); FORCE_WEIGHTS_ONLY goes before what a
     caller says.
     """
@@ -179,7 +112,7 @@ def forced(facts: Facts) -> Iterator[Advice]:
         ),
     ):
         if facts.variables.get(name, "").lower() in _TRUE:
-            yield FORCED.advice(
+            yield say(
                 f"{name}={facts.variables[name]}: {effect}",
                 evidence=(f"{name}={facts.variables[name]} in the environment",),
                 fix=(
@@ -189,13 +122,18 @@ def forced(facts: Facts) -> Iterator[Advice]:
             )
 
 
-def trusting(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "trusting-load",
+    "the script calls `torch.load(weights_only=False)`: it runs whatever the file refers to",
+    NOTE,
+)
+def trusting(facts: Facts) -> Iterator[Said]:
     """Said with what the folder holds, where one was given."""
     places: tuple[SourceLine, ...] = (
         facts.script.uses.trusting_loads if facts.script is not None else ()
     )
     if places:
-        yield TRUSTING.advice(
+        yield say(
             "torch.load(weights_only=False) runs whatever the file names",
             evidence=tuple(str(place) for place in places),
             fix=(
@@ -205,7 +143,14 @@ def trusting(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def splits_tie(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "device-map-splits-tie",
+    "the device map puts tied weights on different devices: the forward pass fails, or they "
+    "are no longer tied",
+    ERROR,
+    WARNING,
+)
+def splits_tie(facts: Facts) -> Iterator[Said]:
     """Ties come from the files: one storage, an alias in the header, or a head that is nowhere."""
     if facts.device_map is None or facts.folder is None:
         return
@@ -215,9 +160,9 @@ def splits_tie(facts: Facts) -> Iterator[Advice]:
             split = ", ".join(
                 f"{name} on {device}" for name, device in devices.items() if device is not None
             )
-            yield SPLITS_TIE.advice(
+            yield say(
                 f"the device map splits tied weights: {split}",
-                severity=Severity.ERROR if tie.is_proven else Severity.WARNING,
+                severity=ERROR if tie.is_proven else WARNING,
                 evidence=(facts.device_map.source, tie.proof),
                 fix=f"give them one device, the one of {tie.names[0]}",
             )
@@ -234,13 +179,14 @@ def _guessed(folder: Folder, device_map: DeviceMap) -> Iterator[Tie]:
             yield Tie(names=(HEAD, f"{name}.weight"), proof=proof, is_proven=False)
 
 
-def incomplete(facts: Facts) -> Iterator[Advice]:
+@topic("device-map-incomplete", "the device map has no device for some tensors: ValueError", ERROR)
+def incomplete(facts: Facts) -> Iterator[Said]:
     """accelerate's ``check_device_map`` raises."""
     if facts.device_map is None or facts.folder is None:
         return
     lost = [name for name in facts.folder.names if facts.device_map.device_of(name) is None]
     if lost:
-        yield INCOMPLETE.advice(
+        yield say(
             f"the device map has no device for {count_of(len(lost), 'tensor')}: {list_names(lost)}",
             evidence=(
                 facts.device_map.source,
@@ -250,7 +196,12 @@ def incomplete(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def unknown_module(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "device-map-unknown-module",
+    "the device map names modules that own no tensor of the checkpoint",
+    NOTE,
+)
+def unknown_module(facts: Facts) -> Iterator[Said]:
     """Modules with buffers alone (rotary embeddings) are in no file, so this is a note."""
     if facts.device_map is None or facts.folder is None or not facts.folder.names:
         return
@@ -263,7 +214,7 @@ def unknown_module(facts: Facts) -> Iterator[Advice]:
     }
     strange = [name for name in facts.device_map.entries if name not in owners]
     if strange:
-        yield UNKNOWN_MODULE.advice(
+        yield say(
             f"the device map names {count_of(len(strange), 'module')} without a tensor in "
             f"{facts.folder.path}",
             evidence=(facts.device_map.source, *collapse_layers(strange)),
@@ -271,7 +222,8 @@ def unknown_module(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def missing_device(facts: Facts) -> Iterator[Advice]:
+@topic("device-map-missing-device", "the device map names a device that torch does not see", ERROR)
+def missing_device(facts: Facts) -> Iterator[Said]:
     """Only where torch sees a device: elsewhere the map may be right for another machine."""
     if facts.device_map is None or not facts.torch.count:
         return
@@ -281,7 +233,7 @@ def missing_device(facts: Facts) -> Iterator[Advice]:
         if isinstance(device, int) and device >= facts.torch.count
     ]
     if absent:
-        yield MISSING_DEVICE.advice(
+        yield say(
             f"the device map names device {', '.join(str(device) for device in absent)}, "
             f"and torch sees {count_of(facts.torch.count, 'device')}, numbered from 0",
             evidence=(facts.device_map.source,),
@@ -289,7 +241,12 @@ def missing_device(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def offloads(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "device-map-offloads",
+    "part of the model is offloaded: `load_state` leaves it as it is, with no more than a warning",
+    NOTE,
+)
+def offloads(facts: Facts) -> Iterator[Said]:
     """Yield advice on modules on "cpu" next to an accelerator, or on "disk": both are offloaded to
     meta.
     """
@@ -299,7 +256,7 @@ def offloads(facts: Facts) -> Iterator[Advice]:
     away = [device for device in devices if device in ("cpu", "disk")]
     if (away and any(isinstance(device, int) for device in devices)) or "disk" in away:
         modules = [name for name, device in facts.device_map.entries.items() if device in away]
-        yield OFFLOADS.advice(
+        yield say(
             f"{count_of(len(modules), 'module')} offloaded to {' and '.join(map(str, away))}",
             evidence=(facts.device_map.source, *collapse_layers(modules)),
             fix=(
@@ -309,12 +266,17 @@ def offloads(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def mounted_store(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "object-store-mount",
+    "an object store is mounted: the rename of a folder does not commit a save there",
+    NOTE,
+)
+def mounted_store(facts: Facts) -> Iterator[Said]:
     """Guarded saves write a commit marker there; what others save there can be half a
     checkpoint.
     """
     for mount in facts.mounts:
-        yield MOUNTED_STORE.advice(
+        yield say(
             f"{mount.point} is an object store, mounted by {mount.program}: no rename commits a "
             "save there",
             evidence=(f"{mount.source} on {mount.point} in /proc/self/mountinfo",),
@@ -323,18 +285,3 @@ def mounted_store(facts: Facts) -> Iterator[Advice]:
                 "written last (ckptfix help saving)"
             ),
         )
-
-
-CHECKS = (
-    unloadable,
-    unsafe,
-    with_classes,
-    forced,
-    trusting,
-    splits_tie,
-    incomplete,
-    unknown_module,
-    missing_device,
-    offloads,
-    mounted_store,
-)

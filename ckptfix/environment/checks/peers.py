@@ -8,57 +8,10 @@ Linux ``iommu=`` in ``Documentation/admin-guide/kernel-parameters.txt``.
 from collections.abc import Iterator
 from itertools import combinations
 
-from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.environment.advice import Advice, Topic
+from ckptfix.environment.advice import ERROR, NOTE, WARNING, Said, say, topic
 from ckptfix.environment.facts import Facts
 from ckptfix.hardware import PciDevice
 from ckptfix.wording import count_of
-
-UNHEALTHY = Topic(
-    code="pair-not-healthy",
-    severities=(Severity.ERROR, Severity.WARNING),
-    meaning="the probe saw wrong or late data, a hang, or could not prove a pair of devices",
-)
-UNPROVEN = Topic(
-    code="pairs-unproven",
-    severities=(Severity.NOTE,),
-    meaning=(
-        "there are two or more devices, and the probe has not been run on this hardware, driver "
-        "and boot"
-    ),
-)
-NCCL_HIDES = Topic(
-    code="nccl-hides-peer-copies",
-    severities=(Severity.WARNING, Severity.NOTE),
-    meaning=(
-        "NCCL is set not to use P2P copies: training works, and `.to()` and `device_map` still use "
-        "them"
-    ),
-)
-IOMMU = Topic(
-    code="iommu-translates",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "the IOMMU translates what the GPUs read and write: a known cause of wrong P2P copies and "
-        "hangs"
-    ),
-)
-ACS = Topic(
-    code="acs-redirects",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "PCI bridges above the GPUs redirect peer traffic to the CPU (ACS): a known cause of hangs"
-    ),
-)
-DISTANT = Topic(
-    code="distant-pair",
-    severities=(Severity.NOTE,),
-    meaning=(
-        "two GPUs reach each other only through the CPU (PHB, NODE or SYS): where P2P copies break "
-        "most"
-    ),
-)
-TOPICS = (UNHEALTHY, UNPROVEN, NCCL_HIDES, IOMMU, ACS, DISTANT)
 
 _PROBE = "ckptfix doctor --peer-copies"
 _STAGE = (
@@ -66,29 +19,48 @@ _STAGE = (
 )
 
 
-def unhealthy(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "pair-not-healthy",
+    "the probe saw wrong or late data, a hang, or could not prove a pair of devices",
+    ERROR,
+    WARNING,
+)
+def unhealthy(facts: Facts) -> Iterator[Said]:
     """Yield what the probe found before, on this very hardware."""
     for found in facts.torch.verdicts or ():
         if found.verdict != "healthy":
-            yield UNHEALTHY.advice(
+            yield say(
                 pair_sentence(found.pair, found.verdict, found.kind),
-                severity=Severity.WARNING if found.verdict == "inconclusive" else Severity.ERROR,
+                severity=WARNING if found.verdict == "inconclusive" else ERROR,
                 evidence=("the last run of the probe on this hardware, driver and boot",),
                 fix=f"{_STAGE}; to measure again: {_PROBE}",
             )
 
 
-def unproven(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "pairs-unproven",
+    "there are two or more devices, and the probe has not been run on this hardware, driver "
+    "and boot",
+    NOTE,
+)
+def unproven(facts: Facts) -> Iterator[Said]:
     """Asked of those who could have an answer."""
     if facts.torch.count >= 2 and facts.torch.verdicts is None:
-        yield UNPROVEN.advice(
+        yield say(
             f"nobody has checked the copies between these {facts.torch.count} devices",
             evidence=("no verdict is kept for this hardware, driver, boot and torch",),
             fix=_PROBE,
         )
 
 
-def nccl_hides(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "nccl-hides-peer-copies",
+    "NCCL is set not to use P2P copies: training works, and `.to()` and `device_map` still use "
+    "them",
+    WARNING,
+    NOTE,
+)
+def nccl_hides(facts: Facts) -> Iterator[Said]:
     """NCCL then goes through host memory, and shows nothing of what is wrong with the direct
     way.
     """
@@ -101,16 +73,22 @@ def nccl_hides(facts: Facts) -> Iterator[Advice]:
         if always:
             continue
         what = "uses no P2P copies" if never else "uses P2P copies only between near GPUs"
-        yield NCCL_HIDES.advice(
+        yield say(
             f"{setting.name}={setting.value}: NCCL {what}, but tensor.to(), device_map and "
             "generate() still do",
-            severity=Severity.WARNING if facts.torch.count >= 2 else Severity.NOTE,
+            severity=WARNING if facts.torch.count >= 2 else NOTE,
             evidence=(f"{setting.name}={setting.value} in {setting.source}",),
             fix=f"find out whether they are right: {_PROBE}; {_STAGE}",
         )
 
 
-def iommu_translates(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "iommu-translates",
+    "the IOMMU translates what the GPUs read and write: a known cause of wrong P2P copies and "
+    "hangs",
+    WARNING,
+)
+def iommu_translates(facts: Facts) -> Iterator[Said]:
     """Only where two GPUs depend on the bus: with direct links between all of them it is out of the
     way.
     """
@@ -118,7 +96,7 @@ def iommu_translates(facts: Facts) -> Iterator[Advice]:
     if not _bus_pairs(facts, gpus):
         return
     options = facts.machine.boot_options("intel_iommu", "amd_iommu", "iommu", "pcie_acs_override")
-    yield IOMMU.advice(
+    yield say(
         f"the IOMMU translates for {count_of(len(gpus), 'GPU')}: P2P copies over PCI can be wrong, "
         "slow or hang",
         evidence=(
@@ -132,12 +110,17 @@ def iommu_translates(facts: Facts) -> Iterator[Advice]:
     )
 
 
-def acs_redirects(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "acs-redirects",
+    "PCI bridges above the GPUs redirect peer traffic to the CPU (ACS): a known cause of hangs",
+    WARNING,
+)
+def acs_redirects(facts: Facts) -> Iterator[Said]:
     """Yield advice on bridges whose registers could be read: as root."""
     bridges = facts.machine.bus.redirecting
     if not bridges or not _bus_pairs(facts, list(facts.machine.bus.gpus)):
         return
-    yield ACS.advice(
+    yield say(
         f"ACS redirects peer traffic to the CPU at {count_of(len(bridges), 'PCI bridge')}",
         evidence=tuple(
             f"{bridge}: request or completion redirect is on in its ACS control"
@@ -150,7 +133,13 @@ def acs_redirects(facts: Facts) -> Iterator[Advice]:
     )
 
 
-def distant_pair(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "distant-pair",
+    "two GPUs reach each other only through the CPU (PHB, NODE or SYS): where P2P copies break "
+    "most",
+    NOTE,
+)
+def distant_pair(facts: Facts) -> Iterator[Said]:
     """A hint about causes, and no fault."""
     pairs = [
         frozenset((one.address, other.address))
@@ -162,7 +151,7 @@ def distant_pair(facts: Facts) -> Iterator[Advice]:
         if way.passes_the_cpu and ends in pairs
     }
     if far:
-        yield DISTANT.advice(
+        yield say(
             f"{count_of(len(far), 'pair')} of GPUs reach each other through the CPU only",
             evidence=tuple(
                 f"{' and '.join(sorted(ends))}: {way.name}, {way.value}"
@@ -192,6 +181,3 @@ def _bus_pairs(facts: Facts, gpus: list[PciDevice]) -> list[tuple[PciDevice, Pci
         for one, other in combinations(gpus, 2)
         if frozenset((one.address, other.address)) not in linked
     ]
-
-
-CHECKS = (unhealthy, unproven, nccl_hides, iommu_translates, acs_redirects, distant_pair)

@@ -9,122 +9,74 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.environment.advice import Advice, Topic
+from ckptfix.environment.advice import ERROR, NOTE, WARNING, Said, say, topic
 from ckptfix.environment.facts import Facts
 from ckptfix.environment.facts.launch import Launch, Option
-from ckptfix.environment.facts.script_prepares import Prepared, SourceLine, Uses
+from ckptfix.environment.facts.script_uses import Prepared, SourceLine, Uses
 from ckptfix.storage.paths import shell_path
 
-NO_PYTHON = Topic(
-    code="script-not-python",
-    severities=(Severity.ERROR,),
-    meaning="the script, or a cell of the notebook, is not Python that this version can read",
+
+@topic(
+    "prepared-twice",
+    "the script gives a model to `prepare()` twice: in several processes `save_state` writes "
+    "it twice",
+    WARNING,
+    NOTE,
 )
-UNKNOWN_NAME = Topic(
-    code="unknown-accelerate-name",
-    severities=(Severity.ERROR,),
-    meaning="the script imports a name that accelerate does not have (`PartialSate`): ImportError",
-)
-MADE_EARLY = Topic(
-    code="accelerator-before-notebook-launcher",
-    severities=(Severity.ERROR,),
-    meaning="an Accelerator is made at module level before `notebook_launcher`: ValueError",
-)
-TOUCHED_EARLY = Topic(
-    code="device-before-notebook-launcher",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "a device is used at module level before `notebook_launcher`: processes cannot be forked "
-        "afterwards"
-    ),
-)
-PLAIN_BACKWARD = Topic(
-    code="plain-backward",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "`loss.backward()` instead of `accelerator.backward(loss)`: gradients are neither scaled "
-        "nor divided"
-    ),
-)
-DEEPSPEED_MODELS = Topic(
-    code="deepspeed-several-models",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "several models or optimizers for one Accelerator under DeepSpeed, which takes one of each"
-    ),
-)
-MAP_IN_TRAINING = Topic(
-    code="device-map-in-training",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "a model is loaded with `device_map` and prepared for training: refused in more than one "
-        "process"
-    ),
-)
-SKIP_KEYS = Topic(
-    code="skip-keys-given",
-    severities=(Severity.NOTE,),
-    meaning="`skip_keys` leaves the arguments with these names on the device where they are",
-)
-PREPARED_TWICE = Topic(
-    code="prepared-twice",
-    severities=(Severity.WARNING, Severity.NOTE),
-    meaning=(
-        "the script gives a model to `prepare()` twice: in several processes `save_state` writes "
-        "it twice"
-    ),
-)
-WRAPPED_EARLY = Topic(
-    code="wrapped-before-prepare",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "a model is wrapped in DDP or DataParallel before `prepare()`, which wraps it again: keys "
-        "get `module.`"
-    ),
-)
-BEFORE = Topic(
-    code="flags-before-script",
-    severities=(Severity.ERROR, Severity.WARNING, Severity.NOTE),
-    meaning="options before the script's name are taken, or refused, by `accelerate launch`",
-)
-BEHIND = Topic(
-    code="launch-flags-behind-script",
-    severities=(Severity.WARNING,),
-    meaning=(
-        "options of `accelerate launch` after the script's name go to the script, and have no "
-        "effect"
-    ),
-)
-MISSING = Topic(
-    code="script-missing",
-    severities=(Severity.ERROR,),
-    meaning="the command starts a script that does not exist",
-)
-TOPICS = (
-    PREPARED_TWICE,
-    WRAPPED_EARLY,
-    NO_PYTHON,
-    UNKNOWN_NAME,
-    MADE_EARLY,
-    TOUCHED_EARLY,
-    PLAIN_BACKWARD,
-    DEEPSPEED_MODELS,
-    MAP_IN_TRAINING,
-    SKIP_KEYS,
-    BEFORE,
-    BEHIND,
-    MISSING,
-)
+def prepared_twice(facts: Facts) -> Iterator[Said]:
+    """The damage that ``ckptfix repair`` mends, before it is done. ckptfix's own Accelerator does
+    not do it.
+    """
+    uses = _uses(facts)
+    if not uses.twice:
+        return
+    names = ", ".join(dict.fromkeys(one.name for one in uses.twice))
+    guard = "the Accelerator of ckptfix returns the model of the first call"
+    yield say(
+        f"{names} is given to prepare() twice: "
+        + (guard if facts.is_guarded else "in several processes save_state writes it twice"),
+        severity=NOTE if facts.is_guarded else WARNING,
+        evidence=_shown(
+            [place for one in uses.twice for place in dict.fromkeys((one.first, one.second))]
+        ),
+        fix=(
+            "call prepare() once for each model and keep what it returns; or start it with: "
+            "ckptfix run SCRIPT"
+        ),
+    )
 
 
-def not_python(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "wrapped-before-prepare",
+    "a model is wrapped in DDP or DataParallel before `prepare()`, which wraps it again: keys "
+    "get `module.`",
+    WARNING,
+)
+def wrapped_early(facts: Facts) -> Iterator[Said]:
+    """``prepare`` does not look whether a model is wrapped already."""
+    found = _uses(facts).wrapped
+    if found:
+        names = ", ".join(dict.fromkeys(one.name for one in found))
+        yield say(
+            f"{names} is wrapped before prepare(), which wraps it again: the keys that save_state "
+            "writes begin with 'module.', and another script does not load them",
+            evidence=_shown([place for one in found for place in (one.wrapped, one.prepared)]),
+            fix="give prepare() the bare model: it wraps it in DDP by itself",
+        )
+
+
+@topic(
+    "script-not-python",
+    "the script, or a cell of the notebook, is not Python that this version can read",
+    ERROR,
+)
+def not_python(facts: Facts) -> Iterator[Said]:
     """Python would end with it before the first line runs."""
     if facts.script is not None and facts.script.problem:
         path = shell_path(facts.script.path)
         # py_compile takes the JSON of a notebook for Python, and finds no fault in it.
         is_notebook = facts.script.path.endswith(".ipynb")
-        yield NO_PYTHON.advice(
+        yield say(
             f"{facts.script.path} cannot be read as Python: {facts.script.problem}",
             evidence=(facts.script.problem,),
             fix=(
@@ -135,7 +87,12 @@ def not_python(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def unknown_name(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "unknown-accelerate-name",
+    "the script imports a name that accelerate does not have (`PartialSate`): ImportError",
+    ERROR,
+)
+def unknown_name(facts: Facts) -> Iterator[Said]:
     """Compared with the names of the installed accelerate."""
     source = facts.software.accelerate
     places: dict[str, list[SourceLine]] = defaultdict(list)
@@ -147,7 +104,7 @@ def unknown_name(facts: Facts) -> Iterator[Advice]:
         near = difflib.get_close_matches(last, sorted(source.known_beside(name)), n=1, cutoff=0.7)
         instead = f"; did you mean {near[0]}?" if near else ""
         owner = f"accelerate.{parent}" if parent else "accelerate"
-        yield UNKNOWN_NAME.advice(
+        yield say(
             f"{owner} has no {last}{instead}",
             evidence=_shown(where),
             fix=(
@@ -158,13 +115,18 @@ def unknown_name(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def made_early(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "accelerator-before-notebook-launcher",
+    "an Accelerator is made at module level before `notebook_launcher`: ValueError",
+    ERROR,
+)
+def made_early(facts: Facts) -> Iterator[Said]:
     """``notebook_launcher`` refuses when an Accelerator's state is there already
     (``accelerate/launchers.py``).
     """
     early = _before_launch(facts, _uses(facts).made_early)
     if early:
-        yield MADE_EARLY.advice(
+        yield say(
             "an Accelerator is made before notebook_launcher starts its processes: ValueError",
             evidence=_shown(early),
             fix=(
@@ -174,11 +136,17 @@ def made_early(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def touched_early(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "device-before-notebook-launcher",
+    "a device is used at module level before `notebook_launcher`: processes cannot be forked "
+    "afterwards",
+    WARNING,
+)
+def touched_early(facts: Facts) -> Iterator[Said]:
     """A process that has used CUDA cannot be forked and use it again."""
     early = _before_launch(facts, _uses(facts).touched_early)
     if early:
-        yield TOUCHED_EARLY.advice(
+        yield say(
             "a device is used before notebook_launcher forks: Cannot re-initialize CUDA in forked "
             "subprocess",
             evidence=_shown(early),
@@ -186,11 +154,17 @@ def touched_early(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def plain_backward(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "plain-backward",
+    "`loss.backward()` instead of `accelerator.backward(loss)`: gradients are neither scaled "
+    "nor divided",
+    WARNING,
+)
+def plain_backward(facts: Facts) -> Iterator[Said]:
     """Yield advice for scripts that make an Accelerator."""
     uses = _uses(facts)
     if uses.accelerators and uses.backwards:
-        yield PLAIN_BACKWARD.advice(
+        yield say(
             "loss.backward() instead of accelerator.backward(loss): with accumulation gradients "
             "are too large, with fp16 the updates vanish; nothing is raised",
             evidence=_shown(uses.backwards),
@@ -198,43 +172,12 @@ def plain_backward(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def prepared_twice(facts: Facts) -> Iterator[Advice]:
-    """The damage that ``ckptfix repair`` mends, before it is done. ckptfix's own Accelerator does
-    not do it.
-    """
-    uses = _uses(facts)
-    if not uses.twice:
-        return
-    names = ", ".join(dict.fromkeys(one.name for one in uses.twice))
-    guard = "the Accelerator of ckptfix returns the model of the first call"
-    yield PREPARED_TWICE.advice(
-        f"{names} is given to prepare() twice: "
-        + (guard if facts.is_guarded else "in several processes save_state writes it twice"),
-        severity=Severity.NOTE if facts.is_guarded else Severity.WARNING,
-        evidence=_shown(
-            [place for one in uses.twice for place in dict.fromkeys((one.first, one.second))]
-        ),
-        fix=(
-            "call prepare() once for each model and keep what it returns; or start it with: "
-            "ckptfix run SCRIPT"
-        ),
-    )
-
-
-def wrapped_early(facts: Facts) -> Iterator[Advice]:
-    """``prepare`` does not look whether a model is wrapped already."""
-    found = _uses(facts).wrapped
-    if found:
-        names = ", ".join(dict.fromkeys(one.name for one in found))
-        yield WRAPPED_EARLY.advice(
-            f"{names} is wrapped before prepare(), which wraps it again: the keys that save_state "
-            "writes begin with 'module.', and another script does not load them",
-            evidence=_shown([place for one in found for place in (one.wrapped, one.prepared)]),
-            fix="give prepare() the bare model: it wraps it in DDP by itself",
-        )
-
-
-def deepspeed_models(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "deepspeed-several-models",
+    "several models or optimizers for one Accelerator under DeepSpeed, which takes one of each",
+    WARNING,
+)
+def deepspeed_models(facts: Facts) -> Iterator[Said]:
     """``Accelerator.prepare`` raises AssertionError for two models in one call; of optimizers it
     keeps the last.
 
@@ -255,7 +198,7 @@ def deepspeed_models(facts: Facts) -> Iterator[Advice]:
         optimizers = dict.fromkeys(name for call in same for name in call.optimizers)
         several = [", ".join(names) for names in (models, optimizers) if len(names) > 1]
         if several:
-            yield DEEPSPEED_MODELS.advice(
+            yield say(
                 f"{same[0].accelerator}.prepare is given {' and '.join(several)} under DeepSpeed, "
                 "which takes one model and one optimizer for each Accelerator",
                 evidence=(*_shown([call.place for call in same]), *reasons),
@@ -266,11 +209,17 @@ def deepspeed_models(facts: Facts) -> Iterator[Advice]:
             )
 
 
-def map_in_training(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "device-map-in-training",
+    "a model is loaded with `device_map` and prepared for training: refused in more than one "
+    "process",
+    WARNING,
+)
+def map_in_training(facts: Facts) -> Iterator[Said]:
     """``Accelerator.prepare`` raises ValueError on such a model in any distributed mode."""
     uses = _uses(facts)
     if uses.device_maps and uses.prepared:
-        yield MAP_IN_TRAINING.advice(
+        yield say(
             "a model is loaded with device_map, and models are prepared for training: ValueError "
             "in several processes",
             evidence=_shown([*uses.device_maps, *(call.place for call in uses.prepared)]),
@@ -281,13 +230,18 @@ def map_in_training(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def skip_keys(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "skip-keys-given",
+    "`skip_keys` leaves the arguments with these names on the device where they are",
+    NOTE,
+)
+def skip_keys(facts: Facts) -> Iterator[Said]:
     """accelerate documents a string or a list; transformers passes a set, which works for lookups
     alone.
     """
     uses = _uses(facts)
     if uses.skip_keys:
-        yield SKIP_KEYS.advice(
+        yield say(
             "skip_keys is given: arguments of these names are not moved between devices, at any "
             "depth",
             evidence=_shown(uses.skip_keys),
@@ -324,67 +278,58 @@ def _shown(places: "list[SourceLine] | tuple[SourceLine, ...]") -> tuple[str, ..
     return tuple(str(place) for place in places)
 
 
-def script_missing(facts: Facts) -> Iterator[Advice]:
-    """Python ends with status 2, in every process."""
-    if facts.launch is not None and facts.missing_script:
-        yield MISSING.advice(
-            f'{facts.missing_script} does not exist: the command ends with "can\'t open file"',
-            evidence=(
-                " ".join(facts.launch.words),
-                "a relative name is looked for in the current folder",
-            ),
-            fix="correct the name, or change to the folder of the script first",
-        )
-
-
-def refused_before(facts: Facts) -> Iterator[Advice]:
-    """``accelerate launch`` ends with "unrecognized arguments"."""
-    launch = facts.launch
+@topic(
+    "flags-before-script",
+    "options before the script's name are taken, or refused, by `accelerate launch`",
+    ERROR,
+    WARNING,
+    NOTE,
+)
+def before(facts: Facts) -> Iterator[Said]:
+    """``accelerate launch`` ends with "unrecognized arguments", or takes what the script has,
+    too.
+    """
+    launch, own = facts.launch, _own_options(facts)
     if launch is not None and launch.unknown:
         names = ", ".join(option.text for option in launch.unknown)
-        yield BEFORE.advice(
+        yield say(
             f"{names} is before the script's name, and accelerate launch has no such option: it "
             "refuses",
             evidence=(" ".join(launch.words),),
             fix=f"put the script's options behind its name: {_reordered(launch, launch.unknown)}",
         )
-
-
-def taken_before(facts: Facts) -> Iterator[Advice]:
-    """Both know the option; the launcher takes it, and the script keeps its default."""
-    own = _own_options(facts)
-    if facts.launch is None or own is None:
+    if not own:
         return
-    taken = tuple(option for option in facts.launch.before if option.name in own)
-    if taken:
-        names = ", ".join(option.text for option in taken)
-        yield BEFORE.advice(
-            f"{names} is before the script's name: accelerate launch takes it, the script never "
-            "sees it",
-            severity=Severity.WARNING,
-            evidence=(" ".join(facts.launch.words), f"the script has its own {names}"),
-            fix=f"where it is meant for the script: {_reordered(facts.launch, taken)}",
-        )
-
-
-def shared_options(facts: Facts) -> Iterator[Advice]:
-    """Known before anybody types a command."""
-    own = _own_options(facts)
-    if facts.launch is not None or not own:
+    if launch is not None:
+        taken = tuple(option for option in launch.before if option.name in own)
+        if taken:
+            names = ", ".join(option.text for option in taken)
+            yield say(
+                f"{names} is before the script's name: accelerate launch takes it, the script "
+                "never sees it",
+                severity=WARNING,
+                evidence=(" ".join(launch.words), f"the script has its own {names}"),
+                fix=f"where it is meant for the script: {_reordered(launch, taken)}",
+            )
         return
     shared = sorted(own & facts.software.accelerate.options.keys())
     if shared:
         names = ", ".join(f"--{name}" for name in shared)
-        yield BEFORE.advice(
+        yield say(
             f"the script and accelerate launch both have {names}: before the script's name it is "
             "accelerate's",
-            severity=Severity.NOTE,
+            severity=NOTE,
             evidence=(f"{facts.script.path if facts.script else ''} defines {names}",),
             fix="accelerate launch [its options] SCRIPT [the script's options]",
         )
 
 
-def behind(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "launch-flags-behind-script",
+    "options of `accelerate launch` after the script's name go to the script, and have no effect",
+    WARNING,
+)
+def behind(facts: Facts) -> Iterator[Said]:
     """Unless the script has the option, too."""
     launch, own = facts.launch, _own_options(facts)
     if launch is None or own is None:
@@ -398,11 +343,64 @@ def behind(facts: Facts) -> Iterator[Advice]:
     )
     if lost:
         names = ", ".join(option.text for option in lost)
-        yield BEHIND.advice(
+        yield say(
             f"{names} is after the script's name: it goes to the script, and accelerate launch "
             "does not see it",
             evidence=(" ".join(launch.words), "the script defines no such option"),
             fix=f"put it before: accelerate launch {names} ... {launch.script}",
+        )
+
+
+@topic("script-missing", "the command starts a script that does not exist", ERROR)
+def script_missing(facts: Facts) -> Iterator[Said]:
+    """Python ends with status 2, in every process."""
+    if facts.launch is not None and facts.missing_script:
+        yield say(
+            f'{facts.missing_script} does not exist: the command ends with "can\'t open file"',
+            evidence=(
+                " ".join(facts.launch.words),
+                "a relative name is looked for in the current folder",
+            ),
+            fix="correct the name, or change to the folder of the script first",
+        )
+
+
+@topic(
+    "scheduler-not-prepared",
+    "a scheduler is never given to `prepare()`: no checkpoint has it, and a resumed run starts it "
+    "again",
+    WARNING,
+)
+def scheduler_not_prepared(facts: Facts) -> Iterator[Said]:
+    """``save_state`` writes the schedulers that were prepared or registered, and no other."""
+    uses = _uses(facts)
+    if uses.saves and uses.schedulers:
+        yield say(
+            "a scheduler is stepped, but never prepared: save_state does not save it, so after a "
+            "resume the learning rate starts again",
+            evidence=_shown((*uses.schedulers, *uses.saves)),
+            fix=(
+                "scheduler = accelerator.prepare(scheduler), or "
+                "accelerator.register_for_checkpointing(scheduler)"
+            ),
+        )
+
+
+@topic(
+    "resume-never-loads",
+    "the script has an option to resume and calls `save_state`, but never `load_state`: it starts "
+    "anew",
+    WARNING,
+)
+def resume_never_loads(facts: Facts) -> Iterator[Said]:
+    """A script that loads in any other way is not judged."""
+    uses = _uses(facts)
+    if uses.resume_options and uses.saves and not (uses.loads or uses.loads_otherwise):
+        yield say(
+            "the script has an option to resume, and no line loads a state: a resumed run starts "
+            "anew",
+            evidence=_shown((*uses.resume_options, *uses.saves)),
+            fix="accelerator.load_state(folder) after prepare()",
         )
 
 
@@ -437,22 +435,3 @@ def _quoted(word: str) -> str:
     """
     name, equals, value = word.partition("=")
     return f"{name}={shlex.quote(value)}" if equals and name.isidentifier() else shlex.quote(word)
-
-
-CHECKS = (
-    prepared_twice,
-    wrapped_early,
-    not_python,
-    unknown_name,
-    made_early,
-    touched_early,
-    plain_backward,
-    deepspeed_models,
-    map_in_training,
-    skip_keys,
-    script_missing,
-    refused_before,
-    taken_before,
-    shared_options,
-    behind,
-)

@@ -3,64 +3,34 @@
 import os
 from collections.abc import Iterator
 
-from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.environment.advice import Advice, Topic
+from ckptfix.environment.advice import ERROR, NOTE, WARNING, Said, say, topic
 from ckptfix.environment.facts import Facts
 from ckptfix.environment.facts.installed import Version, release
 from ckptfix.storage.paths import shell_path
 
-NOT_INSTALLED = Topic(
-    code="accelerate-not-installed",
-    severities=(Severity.ERROR,),
-    meaning="accelerate is not installed in this Python",
-)
-NOT_ON_PATH = Topic(
-    code="accelerate-not-on-path",
-    severities=(Severity.WARNING,),
-    meaning="accelerate is installed, but there is no `accelerate` command on the PATH",
-)
-OTHER_PYTHON = Topic(
-    code="accelerate-of-other-python",
-    severities=(Severity.WARNING,),
-    meaning="the `accelerate` command on the PATH starts another Python than this one",
-)
-PYTHON_TOO_OLD = Topic(
-    code="python-too-old",
-    severities=(Severity.ERROR,),
-    meaning="a package needs a newer Python (accelerate needs 3.10 since 1.11.0)",
-)
-UNMET = Topic(
-    code="requirement-unmet",
-    severities=(Severity.WARNING,),
-    meaning="an installed package needs another version of another package",
-)
-NO_COMPILER = Topic(
-    code="no-compiler",
-    severities=(Severity.WARNING, Severity.NOTE),
-    meaning=(
-        "a compiler or Python's headers are missing: extensions cannot be built (DeepSpeed, "
-        "torch.compile)"
-    ),
-)
-TOPICS = (NOT_INSTALLED, NOT_ON_PATH, OTHER_PYTHON, PYTHON_TOO_OLD, UNMET, NO_COMPILER)
-
 _COMPILERS = ("c++", "g++", "clang++")
 
 
-def not_installed(facts: Facts) -> Iterator[Advice]:
+@topic("accelerate-not-installed", "accelerate is not installed in this Python", ERROR)
+def not_installed(facts: Facts) -> Iterator[Said]:
     """Yield advice where accelerate is not installed next to ckptfix."""
     if "accelerate" not in facts.software.packages:
-        yield NOT_INSTALLED.advice(
+        yield say(
             "accelerate is not installed in this Python",
             evidence=(f"{facts.software.executable} knows no package of this name",),
             fix=f"{shell_path(facts.software.executable)} -m pip install accelerate",
         )
 
 
-def not_on_path(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "accelerate-not-on-path",
+    "accelerate is installed, but there is no `accelerate` command on the PATH",
+    WARNING,
+)
+def not_on_path(facts: Facts) -> Iterator[Said]:
     """Installed, but its command cannot be found."""
     if "accelerate" in facts.software.packages and facts.software.command is None:
-        yield NOT_ON_PATH.advice(
+        yield say(
             "accelerate is installed, but no command of this name is on the PATH",
             evidence=(
                 (
@@ -76,11 +46,16 @@ def not_on_path(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def other_python(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "accelerate-of-other-python",
+    "the `accelerate` command on the PATH starts another Python than this one",
+    WARNING,
+)
+def other_python(facts: Facts) -> Iterator[Said]:
     """Two environments: what is installed here is not what the command uses."""
     command = facts.software.command
     if command is not None and not command.is_ours:
-        yield OTHER_PYTHON.advice(
+        yield say(
             f"the accelerate on the PATH starts {command.interpreter}, and this is "
             f"{facts.software.executable}",
             evidence=(f"the first line of {command.path} names {command.interpreter}",),
@@ -88,7 +63,10 @@ def other_python(facts: Facts) -> Iterator[Advice]:
         )
 
 
-def python_too_old(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "python-too-old", "a package needs a newer Python (accelerate needs 3.10 since 1.11.0)", ERROR
+)
+def python_too_old(facts: Facts) -> Iterator[Said]:
     """Compare what each package requires with this Python and that of the command."""
     pythons = [(facts.software.executable, facts.software.python)]
     if facts.software.command is not None and facts.software.command.python:
@@ -104,7 +82,7 @@ def python_too_old(facts: Facts) -> Iterator[Advice]:
             needs = ", ".join(
                 f"{package.name} needs {package.requires_python}" for package in refusing
             )
-            yield PYTHON_TOO_OLD.advice(
+            yield say(
                 f"{path} is Python {_dotted(version)}, and {needs}",
                 evidence=tuple(
                     f"{package.name} {package.version} says Requires-Python: "
@@ -118,11 +96,14 @@ def python_too_old(facts: Facts) -> Iterator[Advice]:
             )
 
 
-def unmet(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "requirement-unmet", "an installed package needs another version of another package", WARNING
+)
+def unmet(facts: Facts) -> Iterator[Said]:
     """Yield advice on the requirements that pip would complain about."""
     for package in facts.software.packages.values():
         if package.unmet:
-            yield UNMET.advice(
+            yield say(
                 f"{package.name} {package.version} needs {package.unmet[0]}",
                 evidence=tuple(
                     f"{package.name} {package.version} requires {text}" for text in package.unmet
@@ -134,7 +115,14 @@ def unmet(facts: Facts) -> Iterator[Advice]:
             )
 
 
-def no_compiler(facts: Facts) -> Iterator[Advice]:
+@topic(
+    "no-compiler",
+    "a compiler or Python's headers are missing: extensions cannot be built (DeepSpeed, "
+    "torch.compile)",
+    WARNING,
+    NOTE,
+)
+def no_compiler(facts: Facts) -> Iterator[Said]:
     """Look for what builds extensions: a C++ compiler and Python's headers, for CUDA nvcc as
     well.
     """
@@ -152,9 +140,9 @@ def no_compiler(facts: Facts) -> Iterator[Advice]:
         missing.append("CUDA's compiler (nvcc)")
     if not missing:
         return
-    yield NO_COMPILER.advice(
+    yield say(
         f"missing: {', '.join(missing)}",
-        severity=Severity.WARNING if needs or places else Severity.NOTE,
+        severity=WARNING if needs or places else NOTE,
         evidence=(
             *(
                 f"{name} is installed and may build its kernels when it is first used"
@@ -183,6 +171,3 @@ def _least(requires: str) -> Version:
 
 def _dotted(version: Version) -> str:
     return ".".join(str(part) for part in version)
-
-
-CHECKS = (not_installed, not_on_path, other_python, python_too_old, unmet, no_compiler)

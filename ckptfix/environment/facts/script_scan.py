@@ -5,13 +5,17 @@ from elsewhere, or what a name holds after a branch, is not known: the checks sa
 """
 
 import ast
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from ckptfix.environment.facts.script_prepares import (
+from msgspec import Struct
+from msgspec import field as struct_field
+
+from ckptfix.environment.facts.script_prepares import PrepareScan
+from ckptfix.environment.facts.script_uses import (
     Prepared,
-    PrepareFlow,
     SourceLine,
     Uses,
     asks_first,
@@ -26,7 +30,6 @@ from ckptfix.environment.facts.script_prepares import (
     texts,
     variable,
 )
-from ckptfix.environment.facts.script_resumes import ResumeScan, Resuming
 
 Locate: TypeAlias = Callable[[int], SourceLine]
 
@@ -69,6 +72,96 @@ _OTHER_PARSERS = (
     "simple_parsing",
 )
 
+_SCHEDULER = re.compile(
+    r"torch\.optim\.lr_scheduler\.\w+|(.*\.)?get_(\w+_)?(scheduler|schedule\w*)"
+)
+_LOADS = ("load_state", "load_state_tolerant", "load_checkpoint_tolerant")
+_READS = re.compile(r"load|load_(?!dataset).*")
+_OPTION = re.compile(r"(?!.*(?:wandb|mlflow|comet|[-_]id\b)).*resume.*")
+"""Options that resume a training, not the record of a tracker."""
+
+
+class ResumeScan(Struct):
+    """Reader of the saves and loads in one or several trees, and of the schedulers that no
+    checkpoint has. ``resolve`` and ``is_accelerator`` are those of ``PrepareScan``.
+
+    A scheduler counts as not prepared only while its variable is used for nothing but its own
+    methods: one that is handed to a function may be prepared there. An attribute is not judged
+    where ``setattr`` may replace it by its prepared self.
+    """
+
+    resolve: Callable[[ast.expr], str]
+    is_accelerator: Callable[[ast.expr], bool]
+    _places: dict[str, list[SourceLine]] = struct_field(default_factory=dict)
+    _made: dict[str, SourceLine] = struct_field(
+        default_factory=dict
+    )  # scheduler -> where it is made
+    _stepped: set[str] = struct_field(default_factory=set)
+    _elsewhere: set[str] = struct_field(default_factory=set)  # variables that are handed on
+    _words: set[str] = struct_field(default_factory=set)
+
+    def read(self, tree: ast.Module, locate: Callable[[int], SourceLine]) -> None:
+        """Add what this tree does."""
+        for node, parent in _walk(tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+                if _SCHEDULER.fullmatch(self.resolve(node.value.func)):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    self._made |= {ast.unparse(one): locate(node.lineno) for one in targets}
+            elif isinstance(node, ast.Call):
+                self._note_call(node, locate(node.lineno))
+            elif isinstance(node, ast.Name | ast.Attribute):
+                self._note_name(node, parent)
+
+    def found(self) -> dict[str, Any]:
+        """Return what was read so far, by the fields of ``Uses``."""
+        is_dynamic = "setattr" in self._words
+        schedulers = tuple(
+            place
+            for name, place in self._made.items()
+            if name in self._stepped
+            and name not in self._elsewhere
+            and not (is_dynamic and "." in name)
+        )
+        return {
+            **{name: tuple(places) for name, places in self._places.items()},
+            "schedulers": schedulers,
+            "loads_otherwise": any(_READS.fullmatch(word) for word in self._words),
+        }
+
+    def _note_call(self, node: ast.Call, place: SourceLine) -> None:
+        name = self.resolve(node.func).rpartition(".")[2] or getattr(node.func, "attr", "")
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        self._words.add("" if name in _LOADS else name)
+        if name == "save_state" and owner is not None and self.is_accelerator(owner):
+            self._add("saves", place)
+        elif name in _LOADS:
+            self._add("loads", place)
+        elif name == "step" and owner is not None:
+            self._stepped.add(ast.unparse(owner))
+        elif name in ("add_argument", "option") and any(map(_OPTION.fullmatch, texts(node.args))):
+            self._add("resume_options", place)
+
+    def _note_name(self, node: ast.Name | ast.Attribute, parent: ast.AST) -> None:
+        """Note a variable that is handed on, to ``prepare`` or to anything else."""
+        if isinstance(node, ast.Attribute):
+            self._words.add(node.attr)
+        is_own_method = isinstance(parent, ast.Attribute) and parent.attr not in (
+            "state_dict",
+            "load_state_dict",
+        )
+        if isinstance(node.ctx, ast.Load) and not is_own_method:
+            self._elsewhere.add(ast.unparse(node))
+
+    def _add(self, kind: str, place: SourceLine) -> None:
+        self._places.setdefault(kind, []).append(place)
+
+
+def _walk(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Yield every node below, in the order of the text, with the one that it is part of."""
+    for child in ast.iter_child_nodes(node):
+        yield child, node
+        yield from _walk(child)
+
 
 @dataclass
 class Scan(ast.NodeVisitor):
@@ -91,12 +184,12 @@ class Scan(ast.NodeVisitor):
     _devices: set[str] = field(default_factory=set)
     _single_maps: set[str] = field(default_factory=set)  # variables that hold a map with one entry
     _locate: Locate = field(default=lambda line: SourceLine(order=(0, line), where="", text=""))
-    _flow: PrepareFlow = field(init=False)
+    _prepares: PrepareScan = field(init=False)
     _resumes: ResumeScan = field(init=False)
 
     def __post_init__(self) -> None:
-        """Have the flow of prepared models know the names that are found here."""
-        self._flow = PrepareFlow(
+        """Have the readers of models and of resumes know the names that are found here."""
+        self._prepares = PrepareScan(
             resolve=self._name, is_accelerator=self._is_accelerator, is_model=self._may_be_model
         )
         self._resumes = ResumeScan(resolve=self._name, is_accelerator=self._is_accelerator)
@@ -105,24 +198,22 @@ class Scan(ast.NodeVisitor):
         """Add what this tree uses; ``locate`` gives the place of a line."""
         self._locate = locate
         self.visit(tree)
-        self._flow.read(tree, locate)
+        self._prepares.read(tree, locate)
         self._resumes.read(tree, locate)
 
     def uses(self) -> Uses:
         """Return what was found so far."""
+        places: dict[str, Any] = {name: tuple(at) for name, at in self.found.items()}
         return Uses(
             taken=tuple(self.taken),
             prepared=tuple(self.prepared),
             options=frozenset(self.options) if self.follows_options else None,
-            twice=tuple(self._flow.twice),
-            wrapped=tuple(self._flow.wrapped),
+            twice=tuple(self._prepares.twice),
+            wrapped=tuple(self._prepares.wrapped),
             is_guarded=any(maker.startswith("ckptfix.") for maker in self._made.values()),
-            **{name: tuple(places) for name, places in self.found.items()},
+            **places,
+            **self._resumes.found(),
         )
-
-    def resuming(self) -> Resuming:
-        """Return how the script saves and resumes, by what was found so far."""
-        return self._resumes.result()
 
     def visit_Import(self, node: ast.Import) -> None:
         """Remember under which name a module is known."""

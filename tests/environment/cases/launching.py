@@ -1,7 +1,7 @@
 """Options before and behind the script's name."""
 
 from ckptfix.environment.facts.script import Script
-from ckptfix.environment.facts.script_prepares import Uses
+from ckptfix.environment.facts.script_uses import Uses
 from tests.environment.building import facts, launch, script
 from tests.environment.cases.case import ERROR, NOTE, WARNING, Case
 

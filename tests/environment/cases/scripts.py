@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from ckptfix.environment.facts.script import Script
-from ckptfix.environment.facts.script_prepares import Uses
+from ckptfix.environment.facts.script_uses import Uses
 from tests.environment.building import config, facts, launch, script, with_software
 from tests.environment.cases.case import ERROR, NOTE, WARNING, Case
 
