@@ -78,8 +78,9 @@ def _not_seen(facts: Facts) -> Iterator[str]:
 
 def _not_read(facts: Facts) -> Iterator[str]:
     software = facts.software
-    if not software.requirements_read:
-        yield "requirements of packages: the package 'packaging' is not installed"
+    config = facts.config
+    if config.problem or (config.asked and not config.exists):
+        yield f"how many processes start: {config.path}: {config.problem or 'does not exist'}"
     if software.command is not None and not software.command.interpreter:
         yield f"which Python {software.command.path} starts: its first line names none"
     if not software.accelerate.names and "accelerate" in software.packages:

@@ -29,7 +29,6 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "NCCL_P2P_DISABLE",
         "NCCL_P2P_LEVEL",
         "CUDA_VISIBLE_DEVICES",
-        "ACCELERATE_CONFIG_FILE",
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -150,21 +149,19 @@ def test_a_script_and_a_command(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_command_whose_script_is_gone_and_a_script_that_prepares_twice(
+def test_a_command_names_the_script_that_is_read(
     say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
     command = f"accelerate launch {script}"
-    assert run(["doctor", "--launch", command, "--json"]) == 1
-    (advice,) = (one for one in printed(capsys)["advice"] if one["code"] == "script-missing")
-    assert (advice["severity"], str(script) in advice["message"]) == ("error", True)
+    assert run(["doctor", "--launch", command, "--json"]) == 0
+    assert "the training script (--script SCRIPT)" in printed(capsys)["not_checked"]
     script.write_text(
         "from accelerate import Accelerator\naccelerator = Accelerator()\n"
         "model = accelerator.prepare(model)\nmodel = accelerator.prepare(model)\n"
     )
     assert run(["doctor", "--launch", command, "--json"]) == 1
     document = printed(capsys)
-    assert "script-missing" not in codes(document)
     (advice,) = (one for one in document["advice"] if one["code"] == "prepared-twice")
     assert advice["evidence"] == [
         "line 3: model = accelerator.prepare(model)",

@@ -39,17 +39,6 @@ ACCELERATE = AccelerateSource(
         "utils.modeling": frozenset("*"),
     },
     options=OPTIONS,
-    config_fields=frozenset(
-        {
-            "compute_environment",
-            "distributed_type",
-            "num_processes",
-            "num_machines",
-            "gpu_ids",
-            "use_cpu",
-            "mpirun_config",
-        }
-    ),
 )
 PACKAGES = {
     "torch": Package(name="torch", version="2.13.0", requires_python=">=3.10"),

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle
 from ckptfix.environment.doctor import diagnose_environment
 from ckptfix.environment.facts import Facts
-from ckptfix.environment.facts.installed import AccelerateSource, find_source
+from ckptfix.environment.facts.installed import find_source
 from ckptfix.environment.facts.launch import AccelerateConfig, NcclSetting
 from ckptfix.environment.facts.machine import Device
 from ckptfix.environment.facts.script import Script
@@ -121,11 +121,6 @@ def test_idle_devices_are_counted_and_the_config_is_named() -> None:
     assert "1 of 4 visible devices used: the other 3 stay idle" in words
     assert "distributed_type: NO, num_processes: 1" in words
     assert "--num_processes 4" in words
-
-
-def test_paths_in_commands_are_quoted() -> None:
-    given = facts(variables={"ACCELERATE_CONFIG_FILE": "/a b/c.yaml"}, config_variable_is_file=True)
-    assert "--config_file '/a b/c.yaml'" in said("config-variable-ignored", given)
 
 
 @pytest.mark.parametrize(
@@ -279,15 +274,6 @@ def test_no_device_is_said_in_words() -> None:
     assert "and 1 device can be used" in said("too-few-devices", facts(1, config=many))
 
 
-def test_what_accelerate_reads_is_evidence() -> None:
-    given = facts(variables={"ACCELERATE_CONFIG_FILE": "/nowhere", "CUDA_VISIBLE_DEVICES": "0"})
-    assert "accelerate 1.15.0 does not read ACCELERATE_CONFIG_FILE" in said(
-        "config-file-missing", given
-    )
-    blind = with_software(given, accelerate=AccelerateSource())
-    assert "accelerate's own source was not found" in said("config-file-missing", blind)
-
-
 def test_one_refused_file_is_told_from_several_and_a_plain_pickle_is_called_so() -> None:
     words = said("unloadable-pickle", facts(folder=Folder(path="ckpt", refused=(UNLOADABLE,))))
     assert "train.pt: pkg.Settings" in words
@@ -295,10 +281,4 @@ def test_one_refused_file_is_told_from_several_and_a_plain_pickle_is_called_so()
     plain = UnloadablePickle(path=PurePosixPath("a.bin"), globals=(), remedy="", plain=True)
     assert "a.bin: a plain pickle" in said(
         "unloadable-pickle", facts(folder=Folder(path="ckpt", refused=(plain,)))
-    )
-
-
-def test_an_empty_variable_names_nothing() -> None:
-    assert "(nothing) does not exist" in said(
-        "config-file-missing", facts(variables={"ACCELERATE_CONFIG_FILE": ""})
     )

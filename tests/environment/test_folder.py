@@ -13,7 +13,6 @@ from ckptfix.environment.facts.machine import Torch
 from ckptfix.environment.facts.weights import DeviceMap, normal, parse_map, read_folder, read_map
 from ckptfix.errors import UsageError
 from ckptfix.hardware import Machine
-from fixtures.models import RunSettings
 from tests.environment.building import FIXTURES, facts
 from tests.repairs.builders import write_safetensors
 
@@ -58,23 +57,6 @@ def test_unsafe_pickles_are_never_allowed() -> None:
     found = diagnosis_of(FIXTURES / "golden/unsafe-pickle/checkpoint").advice
     (advice,) = (advice for advice in found if advice.code == "unsafe-pickle")
     assert "add_safe_globals" not in advice.fix
-
-
-def test_custom_objects_are_named_with_their_line(tmp_path: Path) -> None:
-    """Only those of roles whose files hold classes; with globals that torch knows there is nothing
-    to say.
-    """
-    torch.save({"settings": RunSettings(0.1)}, tmp_path / "custom_checkpoint_0.pkl")
-    torch.save({"step": torch.ones(1)}, tmp_path / "custom_checkpoint_1.pkl")
-    (item,) = read_folder(str(tmp_path)).with_classes
-    assert (item.path, item.globals) == (
-        "custom_checkpoint_0.pkl",
-        ("fixtures.models.RunSettings",),
-    )
-    assert "add_safe_globals([fixtures.models.RunSettings])" in item.line
-    diagnosis = diagnosis_of(tmp_path)
-    assert diagnosis.status == 0
-    assert "pickle-with-classes" in {advice.code for advice in diagnosis.advice}
 
 
 @pytest.mark.parametrize(

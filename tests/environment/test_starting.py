@@ -13,7 +13,6 @@ from ckptfix.environment.checks.configuration import start_of
 from ckptfix.environment.facts.installed import read_software
 from ckptfix.environment.facts.launch import (
     AccelerateConfig,
-    missing_script,
     read_config,
     read_launch,
 )
@@ -101,43 +100,3 @@ def test_the_launcher_starts_as_many_as_is_said(
         assert (start.count if start is not None else None) == really, (
             f"{command} with {devices} devices"
         )
-
-
-@pytest.mark.parametrize(
-    ("command", "missing"),
-    [
-        ("accelerate launch gone.py", "gone.py"),
-        ("accelerate launch --num_processes 2 gone.py --lr 1", "gone.py"),
-        ("accelerate launch sub/gone", "sub/gone"),
-        ("python gone.py", "gone.py"),
-        ("python -u gone.py --config there.py", "gone.py"),
-        ("nohup torchrun --nproc_per_node 2 gone.py", "gone.py"),
-        ("python -m torch.distributed.run gone.py", "gone.py"),
-        ("accelerate launch -m ckptfix run gone.py", "gone.py"),
-        ("python -m ckptfix run gone.py", "gone.py"),
-        ("accelerate launch $WHERE/gone.py", "$WHERE/gone.py"),
-        ("accelerate launch there.py gone.py", ""),
-        ("accelerate launch $WHERE/there.py", ""),
-        ("accelerate launch ${WHERE}/there.py", ""),
-        ("accelerate launch $UNKNOWN/gone.py", ""),
-        ("accelerate launch -m pkg.train gone.py", ""),
-        ("accelerate launch --no_python gone", ""),
-        ("python -m pytest gone.py", ""),
-        ("python -c 'import gone' gone.py", ""),
-        ("cd sub && accelerate launch gone.py", ""),
-        ("uv run --directory sub accelerate launch gone.py", ""),
-        ("env -C sub accelerate launch gone.py", ""),
-        ("./start.sh gone.py", ""),
-        ("torchrun -m pkg.train gone.py", ""),
-        ("python package", ""),
-        ("accelerate launch", ""),
-    ],
-)
-def test_a_script_that_is_not_there_is_named_where_that_is_sure(
-    command: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, software: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.py").touch()
-    (tmp_path / "package").mkdir()
-    launch = read_launch(command, software.accelerate.options)
-    assert missing_script(launch, {"WHERE": str(tmp_path)}) == missing

@@ -6,9 +6,11 @@ from msgspec.structs import replace
 from ckptfix.environment.doctor import unchecked
 from ckptfix.environment.facts import Facts
 from ckptfix.environment.facts.installed import Command
+from ckptfix.environment.facts.launch import AccelerateConfig
 from ckptfix.environment.facts.weights import DeviceMap, Folder
 from tests.environment.building import (
     bus,
+    config,
     facts,
     launch,
     script,
@@ -48,7 +50,8 @@ FULL = facts(
         ),
         (with_machine(facts(2), is_virtual=True), "IOMMU and ACS of the host"),
         (facts(2), "direct links between GPUs (NVLink)"),
-        (with_software(facts(), requirements_read=False), "requirements of packages"),
+        (facts(config=replace(config(), problem="ScannerError")), "how many processes start"),
+        (facts(config=AccelerateConfig(path="/no", asked=True)), "how many processes start"),
         (
             with_software(facts(), command=Command(path="/a/accelerate")),
             "which Python /a/accelerate starts",

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from ckptfix.environment.advice import ERROR, NOTE, WARNING, Said, say, topic
+from ckptfix.environment.advice import NOTE, WARNING, Said, say, topic
 from ckptfix.environment.facts import Facts
-from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of
 
 SEVERAL = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
@@ -111,13 +110,6 @@ def _is_sagemaker(facts: Facts) -> bool:
     return str(facts.config.values.get("compute_environment", "")).upper() == "AMAZON_SAGEMAKER"
 
 
-_OLD_KEYS = frozenset({"fp16", "dynamo_backend"})  # accelerate still turns these into new ones
-_TYPES = frozenset((
-    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
-    "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "TP", "XLA", "MEGATRON_LM",
-))  # fmt: skip
-
-
 @topic(
     "no-accelerate-config",
     "accelerate finds no config: `accelerate launch` starts one process per device, `python "
@@ -146,120 +138,6 @@ def no_config(facts: Facts) -> Iterator[Said]:
             "N SCRIPT"
         ),
     )
-
-
-@topic(
-    "config-file-missing",
-    "`ACCELERATE_CONFIG_FILE` or `--config_file` names a file that does not exist",
-    ERROR,
-    WARNING,
-)
-def config_missing(facts: Facts) -> Iterator[Said]:
-    """A path that leads nowhere."""
-    config, variable = facts.config, facts.variables.get("ACCELERATE_CONFIG_FILE")
-    if config.asked and not config.exists:
-        yield say(
-            f"--config_file {config.path} names no file: accelerate launch ends with "
-            "FileNotFoundError",
-            evidence=(f"{config.path} does not exist",),
-            fix=f"accelerate config --config_file {shell_path(config.path)}",
-        )
-    if variable is not None and not facts.config_variable_is_file:
-        yield say(
-            f"ACCELERATE_CONFIG_FILE={variable} names no file",
-            severity=WARNING,
-            evidence=(f"{variable or '(nothing)'} does not exist", _reads(facts)),
-            fix=(
-                "unset ACCELERATE_CONFIG_FILE, and give the path: accelerate launch --config_file "
-                "PATH SCRIPT"
-            ),
-        )
-
-
-@topic(
-    "config-variable-ignored",
-    "`ACCELERATE_CONFIG_FILE` is set, and the installed accelerate never reads it",
-    WARNING,
-)
-def variable_ignored(facts: Facts) -> Iterator[Said]:
-    """No accelerate from 1.0 to 1.15 looks at this variable; scripts that set it believe
-    otherwise.
-    """
-    variable = facts.variables.get("ACCELERATE_CONFIG_FILE")
-    if (
-        not variable
-        or not facts.config_variable_is_file
-        or facts.software.accelerate.reads_variable
-    ):
-        return
-    if not facts.software.accelerate.options or facts.config.path == variable:
-        return
-    yield say(
-        f"ACCELERATE_CONFIG_FILE={variable} is set, but accelerate reads {facts.config.path}",
-        evidence=(_reads(facts),),
-        fix=f"accelerate launch --config_file {shell_path(variable)} SCRIPT",
-    )
-
-
-@topic(
-    "config-unreadable",
-    "accelerate's config is broken, lacks a setting, or holds keys or values that this version "
-    "refuses",
-    ERROR,
-)
-def config_unreadable(facts: Facts) -> Iterator[Said]:
-    """Return what ``accelerate launch`` ends with, before the script starts."""
-    config = facts.config
-    if not config.exists:
-        return
-    known = facts.software.accelerate.config_fields
-    strange = sorted(config.values.keys() - known - _OLD_KEYS) if known else []
-    is_cluster = (
-        str(config.values.get("compute_environment", "LOCAL_MACHINE")).upper() == "LOCAL_MACHINE"
-    )
-    if config.problem:
-        reason = f"cannot be read: {config.problem}"
-    elif "distributed_type" not in config.values:
-        reason = "has no distributed_type"
-    elif is_cluster and config.distributed_type not in (*_TYPES, "FALSE"):
-        reason = f"has a distributed_type that accelerate does not know: {config.distributed_type}"
-    elif is_cluster and _lacks_number(facts):
-        reason = "has no num_processes, and the command gives no --num_processes"
-    elif strange and is_cluster:
-        reason = (
-            f"holds {count_of(len(strange), 'key')} that this accelerate refuses: "
-            f"{', '.join(strange[:5])}"
-        )
-    else:
-        return
-    yield say(
-        f"{config.path} {reason}",
-        evidence=(
-            (
-                f"accelerate {_version(facts)}: accelerate launch ends with an error before the "
-                "script starts"
-            ),
-        ),
-        fix=(
-            "accelerate launch --num_processes N SCRIPT, or accelerate config"
-            if "num_processes" in reason
-            else "accelerate config update, or write it again: accelerate config"
-        ),
-    )
-
-
-def _lacks_number(facts: Facts) -> bool:
-    """Return whether ``accelerate launch`` ends for want of a number; without a command, one may
-    still give it.
-    """
-    if facts.launch is None or not facts.launch.is_accelerate or is_given(facts, "num_processes"):
-        return False
-    if is_given(facts, "cpu") and not facts.config.asked:
-        return False
-    number = facts.config.values.get(
-        "num_processes", 1 if facts.config.distributed_type == "NO" else -1
-    )
-    return number in (-1, None)
 
 
 @topic(
@@ -417,16 +295,3 @@ def _config_evidence(facts: Facts) -> tuple[str, ...]:
     if (visible := facts.variables.get("CUDA_VISIBLE_DEVICES")) is not None:
         evidence.append(f"CUDA_VISIBLE_DEVICES={visible}")
     return (*evidence, f"torch sees {count_of(facts.torch.count, 'device')}")
-
-
-def _reads(facts: Facts) -> str:
-    if not facts.software.accelerate.options:
-        return "accelerate's own source was not found"
-    reads = "reads" if facts.software.accelerate.reads_variable else "does not read"
-    where = f"it looks at --config_file, then {facts.config.path}"
-    return f"accelerate {_version(facts)} {reads} ACCELERATE_CONFIG_FILE; {where}"
-
-
-def _version(facts: Facts) -> str:
-    package = facts.software.packages.get("accelerate")
-    return package.version if package is not None else "(not installed)"

@@ -11,7 +11,6 @@ from itertools import groupby
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle
 from ckptfix.environment.advice import ERROR, NOTE, WARNING, Said, say, topic
 from ckptfix.environment.facts import Facts
-from ckptfix.environment.facts.script_uses import SourceLine
 from ckptfix.environment.facts.weights import HEAD, DeviceMap, Folder, Tie, embeds
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import collapse_layers, count_of, list_names
@@ -70,29 +69,6 @@ def unsafe(facts: Facts) -> Iterator[Said]:
 
 
 @topic(
-    "pickle-with-classes",
-    "a custom object, sampler or dataloader is pickled with its class; plain `torch.load` "
-    "refuses it",
-    NOTE,
-)
-def with_classes(facts: Facts) -> Iterator[Said]:
-    """accelerate loads custom objects with ``weights_only=False``, so there they are run, and not
-    refused.
-    """
-    for item in facts.folder.with_classes if facts.folder is not None else ():
-        yield say(
-            f"{item.path} is pickled with {list_names(item.globals)}: "
-            "torch.load(weights_only=True) refuses it",
-            evidence=(*item.globals, "accelerate loads custom objects with weights_only=False"),
-            fix=(
-                f"to load it yourself, if you trust it: {item.line}"
-                if item.line
-                else "load it only if you trust it"
-            ),
-        )
-
-
-@topic(
     "weights-only-forced",
     "a variable turns `weights_only` on or off for every `torch.load` of the process",
     WARNING,
@@ -120,27 +96,6 @@ def forced(facts: Facts) -> Iterator[Said]:
                     "torch.serialization.add_safe_globals([...])"
                 ),
             )
-
-
-@topic(
-    "trusting-load",
-    "the script calls `torch.load(weights_only=False)`: it runs whatever the file refers to",
-    NOTE,
-)
-def trusting(facts: Facts) -> Iterator[Said]:
-    """Said with what the folder holds, where one was given."""
-    places: tuple[SourceLine, ...] = (
-        facts.script.uses.trusting_loads if facts.script is not None else ()
-    )
-    if places:
-        yield say(
-            "torch.load(weights_only=False) runs whatever the file names",
-            evidence=tuple(str(place) for place in places),
-            fix=(
-                "leave weights_only out; ckptfix doctor DIR prints the add_safe_globals line that "
-                "the files need"
-            ),
-        )
 
 
 @topic(
@@ -262,26 +217,5 @@ def offloads(facts: Facts) -> Iterator[Said]:
             fix=(
                 "load before dispatching: load_checkpoint_and_dispatch; ckptfix's "
                 "load_state_tolerant fills them, too"
-            ),
-        )
-
-
-@topic(
-    "object-store-mount",
-    "an object store is mounted: the rename of a folder does not commit a save there",
-    NOTE,
-)
-def mounted_store(facts: Facts) -> Iterator[Said]:
-    """Guarded saves write a commit marker there; what others save there can be half a
-    checkpoint.
-    """
-    for mount in facts.mounts:
-        yield say(
-            f"{mount.point} is an object store, mounted by {mount.program}: no rename commits a "
-            "save there",
-            evidence=(f"{mount.source} on {mount.point} in /proc/self/mountinfo",),
-            fix=(
-                "save there with ckptfix.Accelerator, or to the store's URL: a commit marker is "
-                "written last (ckptfix help saving)"
             ),
         )

@@ -230,25 +230,6 @@ def map_in_training(facts: Facts) -> Iterator[Said]:
         )
 
 
-@topic(
-    "skip-keys-given",
-    "`skip_keys` leaves the arguments with these names on the device where they are",
-    NOTE,
-)
-def skip_keys(facts: Facts) -> Iterator[Said]:
-    """accelerate documents a string or a list; transformers passes a set, which works for lookups
-    alone.
-    """
-    uses = _uses(facts)
-    if uses.skip_keys:
-        yield say(
-            "skip_keys is given: arguments of these names are not moved between devices, at any "
-            "depth",
-            evidence=_shown(uses.skip_keys),
-            fix="name only what the model moves itself (a key-value cache), as a list",
-        )
-
-
 def _uses(facts: Facts) -> Uses:
     return facts.script.uses if facts.script is not None else Uses()
 
@@ -348,20 +329,6 @@ def behind(facts: Facts) -> Iterator[Said]:
             "does not see it",
             evidence=(" ".join(launch.words), "the script defines no such option"),
             fix=f"put it before: accelerate launch {names} ... {launch.script}",
-        )
-
-
-@topic("script-missing", "the command starts a script that does not exist", ERROR)
-def script_missing(facts: Facts) -> Iterator[Said]:
-    """Python ends with status 2, in every process."""
-    if facts.launch is not None and facts.missing_script:
-        yield say(
-            f'{facts.missing_script} does not exist: the command ends with "can\'t open file"',
-            evidence=(
-                " ".join(facts.launch.words),
-                "a relative name is looked for in the current folder",
-            ),
-            fix="correct the name, or change to the folder of the script first",
         )
 
 

@@ -97,25 +97,6 @@ def python_too_old(facts: Facts) -> Iterator[Said]:
 
 
 @topic(
-    "requirement-unmet", "an installed package needs another version of another package", WARNING
-)
-def unmet(facts: Facts) -> Iterator[Said]:
-    """Yield advice on the requirements that pip would complain about."""
-    for package in facts.software.packages.values():
-        if package.unmet:
-            yield say(
-                f"{package.name} {package.version} needs {package.unmet[0]}",
-                evidence=tuple(
-                    f"{package.name} {package.version} requires {text}" for text in package.unmet
-                ),
-                fix=(
-                    f"{shell_path(facts.software.executable)} -m pip install --upgrade "
-                    f"{package.name}"
-                ),
-            )
-
-
-@topic(
     "no-compiler",
     "a compiler or Python's headers are missing: extensions cannot be built (DeepSpeed, "
     "torch.compile)",

@@ -4,7 +4,6 @@ Nothing here imports torch, accelerate or the user's code, and nothing is run. W
 passed in by ``devices``.
 """
 
-import os
 from collections.abc import Mapping
 from msgspec import Struct, field
 
@@ -13,7 +12,6 @@ from ckptfix.environment.facts.launch import (
     AccelerateConfig,
     Launch,
     NcclSetting,
-    missing_script,
     read_config,
     read_launch,
     read_nccl,
@@ -24,15 +22,10 @@ from ckptfix.environment.facts.machine import Torch
 from ckptfix.environment.facts.script import Script, read_script
 from ckptfix.environment.facts.weights import DeviceMap, Folder, parse_map, read_folder, read_map
 from ckptfix.hardware import Machine
-from ckptfix.storage.mounts import ObjectMount, object_mounts
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """Facts of an environment. None: not asked for.
-
-    ``config_variable_is_file``: ACCELERATE_CONFIG_FILE names an existing file. ``missing_script``:
-    the file that the command starts, if it does not exist.
-    """
+    """Facts of an environment. None: not asked for."""
 
     software: Software
     torch: Torch = field(default_factory=Torch)
@@ -40,13 +33,10 @@ class Facts(Struct, frozen=True, kw_only=True):
     variables: Mapping[str, str] = field(default_factory=dict)
     nccl: tuple[NcclSetting, ...] = ()
     config: AccelerateConfig = field(default_factory=lambda: AccelerateConfig(path=""))
-    config_variable_is_file: bool = False
     script: Script | None = None
     launch: Launch | None = None
-    missing_script: str = ""
     folder: Folder | None = None
     device_map: DeviceMap | None = None
-    mounts: tuple[ObjectMount, ...] = ()
 
     @property
     def is_guarded(self) -> bool:
@@ -88,12 +78,9 @@ def gather(
         config=read_config(
             environment, command.given("config_file") if command is not None else None
         ),
-        config_variable_is_file=os.path.isfile(environment.get("ACCELERATE_CONFIG_FILE", "")),
         script=read,
         launch=command,
-        missing_script=missing_script(command, environment) if command is not None else "",
         folder=looked,
-        mounts=object_mounts(),
         device_map=read_map(device_map) if device_map is not None else _own_map(looked),
     )
 

@@ -2,7 +2,7 @@
 imported.
 
 Packages are known by their metadata, commands by their first line. The names that accelerate
-exports, its launcher's options and its config's fields are read from the syntax tree of the
+exports, and its launcher's options are read from the syntax tree of the
 installed source, so they fit its version.
 """
 
@@ -13,7 +13,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -26,15 +26,12 @@ class AccelerateSource(Struct, frozen=True, kw_only=True):
     ``names``: what can be imported from it. ``modules``: the same of those of its modules that were
     asked for, by their names below accelerate ("utils.modeling"); "*" among the names: not all of
     them are known. ``options``: launch's options without dashes, with underscores -> whether a
-    value follows. ``config_fields``: what a config may hold. ``reads_variable``: it reads
-    ACCELERATE_CONFIG_FILE.
+    value follows.
     """
 
     names: frozenset[str] = frozenset()
     modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
     options: Mapping[str, bool] = field(default_factory=dict)
-    config_fields: frozenset[str] = frozenset()
-    reads_variable: bool = False
 
     def missing(self, name: str) -> str:
         """Return the first part of a dotted name below accelerate that is not there, "" when all of
@@ -62,15 +59,9 @@ def read_accelerate(package: Path | None) -> AccelerateSource:
     """
     if package is None:
         return AccelerateSource()
-    launch, config = (
-        package / "commands" / "launch.py",
-        package / "commands" / "config" / "config_args.py",
-    )
     return AccelerateSource(
         names=_exported(package / "__init__.py"),
-        options=_options(launch),
-        config_fields=_fields(config, ("BaseConfig", "ClusterConfig")),
-        reads_variable=any('"ACCELERATE_CONFIG_FILE"' in _text(path) for path in (launch, config)),
+        options=_options(package / "commands" / "launch.py"),
     )
 
 
@@ -162,35 +153,22 @@ def _options(path: Path) -> dict[str, bool]:
     return options
 
 
-def _fields(path: Path, classes: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(
-        statement.target.id
-        for node in ast.walk(_tree(path))
-        if isinstance(node, ast.ClassDef) and node.name in classes
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    )
-
-
 PACKAGES = (
     "ckptfix", "torch", "accelerate", "transformers", "safetensors", "huggingface_hub",
     "tokenizers", "numpy", "peft", "deepspeed", "bitsandbytes", "flash_attn",
 )  # fmt: skip
-"""The packages whose versions and requirements are looked at."""
+"""The packages whose versions are looked at."""
 
 COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang", "nvcc", "hipcc", "ninja")
 Version = tuple[int, ...]
 
 
 class Package(Struct, frozen=True, kw_only=True):
-    """An installed package. ``unmet``: its requirements that this environment does not meet, with
-    what is there.
-    """
+    """An installed package."""
 
     name: str
     version: str
     requires_python: str = ""
-    unmet: tuple[str, ...] = ()
 
 
 class Command(Struct, frozen=True, kw_only=True):
@@ -210,15 +188,13 @@ class Command(Struct, frozen=True, kw_only=True):
 class Software(Struct, frozen=True, kw_only=True):
     """Python and its packages.
 
-    ``requirements_read``: whether requirements could be compared at all. ``command``:
-    ``accelerate`` on the PATH. ``next_to_python``: the one in the folder of this Python, "" when it
-    has none.
+    ``command``: ``accelerate`` on the PATH. ``next_to_python``: the one in the folder of this
+    Python, "" when it has none.
     """
 
     python: Version
     executable: str
     packages: Mapping[str, Package]
-    requirements_read: bool = True
     command: Command | None = None
     next_to_python: str = ""
     accelerate: AccelerateSource = field(default_factory=AccelerateSource)
@@ -239,14 +215,12 @@ def release(text: str) -> Version:
 
 def read_software(environment: Mapping[str, str]) -> Software:
     """Return what is installed next to ckptfix, and what the PATH holds."""
-    packages, requirements_read = _packages()
     search = environment.get("PATH", os.defpath)
     found = {name: path for name in COMPILERS if (path := shutil.which(name, path=search))}
     return Software(
         python=sys.version_info[:3],
         executable=sys.executable,
-        packages=packages,
-        requirements_read=requirements_read,
+        packages=_packages(),
         command=find_command("accelerate", search),
         next_to_python=shutil.which("accelerate", path=os.path.dirname(sys.executable)) or "",
         accelerate=read_accelerate(find_source("accelerate")),
@@ -287,48 +261,19 @@ def find_command(name: str, search: str) -> Command | None:
     )
 
 
-def _packages() -> tuple[dict[str, Package], bool]:
+def _packages() -> dict[str, Package]:
     found: dict[str, Package] = {}
-    readable = True
     for name in PACKAGES:
         try:
             data = metadata.metadata(name)
         except metadata.PackageNotFoundError:
             continue
-        unmet = _unmet(data.get_all("Requires-Dist") or [])
-        readable = readable and unmet is not None
         found[name] = Package(
             name=name,
             version=str(data["Version"] or "unknown"),
             requires_python=str(data["Requires-Python"] or ""),
-            unmet=unmet or (),
         )
-    return found, readable
-
-
-def _unmet(requirements: list[str]) -> tuple[str, ...] | None:
-    """Return the requirements that are not met, or None where there is nothing to compare versions
-    with.
-    """
-    try:
-        parser = import_module("packaging.requirements")  # comes with accelerate and transformers
-    except ImportError:
-        return None
-    unmet = []
-    for text in requirements:
-        try:
-            requirement = parser.Requirement(text)
-        except parser.InvalidRequirement:
-            continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            there = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            there = "nothing"
-        if there == "nothing" or not requirement.specifier.contains(there, prereleases=True):
-            unmet.append(f"{requirement.name}{requirement.specifier} (installed: {there})")
-    return tuple(unmet)
+    return found
 
 
 def _bin(interpreter: str) -> str:

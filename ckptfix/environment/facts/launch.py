@@ -33,9 +33,6 @@ _WITH_VALUE = ("-X", "-W")
 """Options of Python that take the next word; all others are one word, and -c and -m end them."""
 
 _MODULES = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli")
-_STARTERS = ("torch.distributed.run", "torch.distributed.launch", "ckptfix")
-_CHANGES_FOLDER = frozenset({"-C", "--chdir", "--cwd", "--directory", "-D", "--workdir"})
-_SHELL = frozenset({"cd", "&&", "||", ";", "|", "&"})
 _NO_VALUE = frozenset({"h", "help", "q", "quiet", "m", "module"})
 
 
@@ -120,45 +117,6 @@ def script_of(command: str) -> str | None:
     Raises UsageError when the text is not a command line.
     """
     return next((word for word in _scripts(_words(command)[1]) if os.path.isfile(word)), None)
-
-
-def missing_script(launch: Launch, environment: Mapping[str, str]) -> str:
-    """Return the script that a command starts, if no file is there; "" also where the folder or
-    name is not known.
-
-    A module (``-m``) is not looked for, nor what a shell would make of other words.
-    """
-    text = _file_of(launch)
-    moved = any(word.partition("=")[0] in _CHANGES_FOLDER for word in launch.prefix)
-    if not text or moved or any(word in _SHELL for word in (*launch.prefix, *launch.words)):
-        return ""
-    known = re.sub(r"\$\{?(\w+)\}?", lambda match: environment.get(match[1], match[0]), text)
-    path = os.path.expanduser(known)
-    return "" if any(sign in path for sign in "$*?`{[") or os.path.exists(path) else text
-
-
-def _file_of(launch: Launch) -> str:
-    """Return the word of a command that is the file that it starts, "" where none surely is."""
-    rest = list(launch.words[1:])
-    first = next(iter(_scripts(rest)), "")
-    if launch.is_accelerate:
-        if launch.given("module") is not None or launch.given("m") is not None:
-            return first if launch.script == "ckptfix" else ""
-        if launch.given("no_python") is not None:
-            return ""
-        is_file = launch.script.endswith((".py", ".ipynb")) or not launch.unknown
-        return launch.script if is_file else ""
-    if launch.is_python:
-        return _behind_python(rest)[0]
-    if _PYTHON.fullmatch(launch.launcher):
-        module = _behind_python(rest)[1:2]
-        return first if module and module[0] in _STARTERS else ""
-    is_module = "-m" in rest or "--module" in rest
-    return (
-        ""
-        if launch.launcher not in ("torchrun", "deepspeed") or (is_module and "ckptfix" not in rest)
-        else first
-    )
 
 
 def _words(command: str) -> tuple[list[str], list[str]]:
@@ -287,7 +245,7 @@ def _is_option(word: str) -> bool:
 
 
 VARIABLES = (
-    "ACCELERATE_CONFIG_FILE", "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "HF_HOME",
+    "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "HF_HOME",
     "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL",
     "NCCL_IB_DISABLE", "NCCL_CONF_FILE", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_FORCE_WEIGHTS_ONLY_LOAD",

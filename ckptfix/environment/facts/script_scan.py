@@ -311,12 +311,8 @@ class Scan(ast.NodeVisitor):
         self._note_accelerator(name, words, node, place)
         if name in _BUILDERS:
             self._add("builds", place)
-        if name == "torch.load" and constant(words.get("weights_only")) is False:
-            self._add("trusting_loads", place)
         if "device_map" in words and not self._is_single_map(words["device_map"]):
             self._add("device_maps", place)
-        if "skip_keys" in words and constant(words["skip_keys"], default=...) is not None:
-            self._add("skip_keys", place)
         if isinstance(node.func, ast.Attribute):
             self._note_method(node.func, node, words, place)
         self.generic_visit(node)

@@ -166,8 +166,7 @@ class Uses(Struct, frozen=True, kw_only=True):
     ``taken``: names taken from accelerate. ``made_early`` and ``touched_early``: accelerators and
     devices at module level. ``launches``: ``notebook_launcher`` with more than one process.
     ``backwards``: ``loss.backward()``. ``deepspeed``: that it is used, ``plugin_choices``:
-    ``select_deepspeed_plugin``. ``device_maps`` and ``skip_keys``: calls with that argument.
-    ``trusting_loads``: ``torch.load(weights_only=False)``. ``builds``: what needs a compiler.
+    ``select_deepspeed_plugin``. ``device_maps``: calls with that argument. ``builds``: what needs a compiler.
     ``options``: the script's own, without dashes, with underscores; None when it reads its command
     line in a way that is not followed. ``twice`` and ``wrapped``: models that are prepared again,
     or wrapped before. ``is_guarded``: its Accelerator is the one of ckptfix. ``saves`` and
@@ -186,8 +185,6 @@ class Uses(Struct, frozen=True, kw_only=True):
     deepspeed: tuple[SourceLine, ...] = ()
     plugin_choices: tuple[SourceLine, ...] = ()
     device_maps: tuple[SourceLine, ...] = ()
-    skip_keys: tuple[SourceLine, ...] = ()
-    trusting_loads: tuple[SourceLine, ...] = ()
     builds: tuple[SourceLine, ...] = ()
     options: frozenset[str] | None = frozenset()
     twice: tuple[PreparedTwice, ...] = ()

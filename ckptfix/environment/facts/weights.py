@@ -13,10 +13,8 @@ from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.diagnosis.file_damage import diagnose_files
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle
-from ckptfix.diagnosis.pickle_loaders import CUSTOM_CLASSES_ALLOWED
 from ckptfix.diagnosis.target import ensure_checkpoint, find_target
 from ckptfix.errors import UsageError
-from ckptfix.formats.pickle_globals import GlobalSafety, classify, safe_globals_line
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
@@ -39,16 +37,6 @@ class Tie(Struct, frozen=True, kw_only=True):
     is_proven: bool = True
 
 
-class ClassPickle(Struct, frozen=True, kw_only=True):
-    """A file of a role whose intact files hold classes. ``line``: what allows them, "" when nothing
-    does.
-    """
-
-    path: str
-    globals: tuple[str, ...]
-    line: str
-
-
 class Folder(Struct, frozen=True, kw_only=True):
     """A checkpoint folder. ``names``: keys of its first model, without wrappers. ``config``: its
     ``config.json``.
@@ -56,7 +44,6 @@ class Folder(Struct, frozen=True, kw_only=True):
 
     path: str
     refused: tuple[Finding, ...] = ()
-    with_classes: tuple[ClassPickle, ...] = ()
     names: tuple[str, ...] = ()
     model: str = ""
     ties: tuple[Tie, ...] = ()
@@ -82,7 +69,6 @@ def read_folder(path: str) -> Folder:
         refused=tuple(
             finding for finding in found if isinstance(finding, UnloadablePickle | UnsafePickle)
         ),
-        with_classes=tuple(_with_classes(folder)),
         names=names,
         model=str(group.members[0].path) if group is not None else "",
         ties=_ties(group, names) if group is not None else (),
@@ -101,22 +87,6 @@ def read_folder(path: str) -> Folder:
 def embeds(name: str) -> bool:
     """Return whether a tensor is an input embedding, by the names that transformers gives them."""
     return name.endswith(".weight") and name.split(".")[-2] in _EMBEDDINGS
-
-
-def _with_classes(folder: CheckpointFolder) -> Iterator[ClassPickle]:
-    for component in folder.components:
-        if component.role in CUSTOM_CLASSES_ALLOWED and isinstance(component.content, TorchFile):
-            unknown = [
-                pair
-                for pair in component.content.tree.globals
-                if classify(*pair) is GlobalSafety.UNKNOWN
-            ]
-            if unknown:
-                yield ClassPickle(
-                    path=str(component.path),
-                    globals=tuple(f"{module}.{name}" for module, name in unknown),
-                    line=safe_globals_line(unknown),
-                )
 
 
 def _first_model(folder: CheckpointFolder) -> ModelFiles | None:

@@ -2,7 +2,6 @@
 
 from msgspec.structs import replace
 
-from ckptfix.environment.facts.installed import AccelerateSource
 from ckptfix.environment.facts.launch import AccelerateConfig
 from tests.environment.building import (
     CONFIG,
@@ -13,7 +12,7 @@ from tests.environment.building import (
     with_software,
     with_torch,
 )
-from tests.environment.cases.case import ERROR, NOTE, WARNING, Case
+from tests.environment.cases.case import NOTE, WARNING, Case
 
 NO_CONFIG = AccelerateConfig(path=CONFIG)
 MAKES_ACCELERATOR = "from accelerate import Accelerator, notebook_launcher\nAccelerator()\n"
@@ -33,74 +32,6 @@ CONFIGURATION = (
         "no-accelerate-config",
         "torchrun",
         facts(2, config=NO_CONFIG, launch=launch("torchrun train.py")),
-        None,
-    ),
-    Case(
-        "config-file-missing", "--config_file", facts(config=replace(NO_CONFIG, asked=True)), ERROR
-    ),
-    Case(
-        "config-file-missing",
-        "variable",
-        facts(variables={"ACCELERATE_CONFIG_FILE": "/nowhere"}),
-        WARNING,
-    ),
-    Case("config-file-missing", "default", facts(config=NO_CONFIG), None),
-    Case(
-        "config-file-missing",
-        "variable leads somewhere",
-        facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}, config_variable_is_file=True),
-        None,
-    ),
-    Case(
-        "config-variable-ignored",
-        "ignored",
-        facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}, config_variable_is_file=True),
-        WARNING,
-    ),
-    Case(
-        "config-variable-ignored",
-        "the same file",
-        facts(variables={"ACCELERATE_CONFIG_FILE": CONFIG}, config_variable_is_file=True),
-        None,
-    ),
-    Case(
-        "config-variable-ignored",
-        "an accelerate that reads it",
-        with_software(
-            facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}, config_variable_is_file=True),
-            accelerate=replace(facts().software.accelerate, reads_variable=True),
-        ),
-        None,
-    ),
-    Case(
-        "config-unreadable",
-        "broken",
-        facts(config=replace(config(), problem="ScannerError: line 3")),
-        ERROR,
-    ),
-    Case("config-unreadable", "no distributed_type", facts(config=config(num_processes=2)), ERROR),
-    Case(
-        "config-unreadable",
-        "unknown key",
-        facts(config=config(distributed_type="NO", of_tomorrow=1)),
-        ERROR,
-    ),
-    Case(
-        "config-unreadable",
-        "old key",
-        facts(config=config(distributed_type="NO", fp16=True)),
-        None,
-    ),
-    Case(
-        "config-unreadable",
-        "SageMaker has other keys",
-        facts(
-            config=config(
-                compute_environment="AMAZON_SAGEMAKER",
-                distributed_type="NO",
-                ec2_instance_type="p4",
-            )
-        ),
         None,
     ),
     Case(
@@ -248,38 +179,6 @@ CONFIGURATION = (
         WARNING,
     ),
     Case(
-        "config-unreadable",
-        "a type of nobody",
-        facts(config=config(distributed_type="MULTI_GPUS", num_processes=2)),
-        ERROR,
-    ),
-    Case(
-        "config-unreadable",
-        "no number anywhere",
-        facts(
-            2,
-            config=config(distributed_type="MULTI_GPU"),
-            launch=launch("accelerate launch train.py"),
-        ),
-        ERROR,
-    ),
-    Case(
-        "config-unreadable",
-        "the number on the command line",
-        facts(
-            2,
-            config=config(distributed_type="MULTI_GPU"),
-            launch=launch("accelerate launch --num_processes 2 train.py"),
-        ),
-        None,
-    ),
-    Case(
-        "config-unreadable",
-        "a number may yet be given",
-        facts(2, config=config(distributed_type="FSDP")),
-        None,
-    ),
-    Case(
         "too-few-devices",
         "eight on two",
         facts(2, config=config(distributed_type="MULTI_GPU", num_processes=8)),
@@ -376,23 +275,6 @@ CONFIGURATION = (
         "not counted on the command line",
         facts(2, config=NO_CONFIG, launch=launch("accelerate launch train.py")),
         NOTE,
-    ),
-    Case("config-file-missing", "it is there", facts(config=replace(config(), asked=True)), None),
-    Case("config-variable-ignored", "not set", facts(config_variable_is_file=True), None),
-    Case(
-        "config-variable-ignored",
-        "leads nowhere",
-        facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}),
-        None,
-    ),
-    Case(
-        "config-variable-ignored",
-        "accelerate's source is not there",
-        with_software(
-            facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}, config_variable_is_file=True),
-            accelerate=AccelerateSource(),
-        ),
-        None,
     ),
     Case(
         "idle-devices",

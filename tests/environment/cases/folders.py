@@ -4,9 +4,8 @@ from pathlib import PurePosixPath
 
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle
 from ckptfix.environment.facts.installed import Package
-from ckptfix.environment.facts.weights import ClassPickle, Folder
-from ckptfix.storage.mounts import ObjectMount
-from tests.environment.building import PACKAGES, facts, script, with_software
+from ckptfix.environment.facts.weights import Folder
+from tests.environment.building import PACKAGES, facts, with_software
 from tests.environment.cases.case import ERROR, NOTE, WARNING, Case
 
 UNLOADABLE = UnloadablePickle(
@@ -39,22 +38,6 @@ FOLDERS = (
         "unsafe-pickle", "a class", facts(folder=Folder(path="ckpt", refused=(UNLOADABLE,))), None
     ),
     Case(
-        "pickle-with-classes",
-        "custom",
-        facts(
-            folder=Folder(
-                path="ckpt",
-                with_classes=(
-                    ClassPickle(
-                        path="custom_checkpoint_0.pkl", globals=("pkg.Ema",), line="import pkg"
-                    ),
-                ),
-            )
-        ),
-        NOTE,
-    ),
-    Case("pickle-with-classes", "clean", facts(folder=Folder(path="ckpt")), None),
-    Case(
         "weights-only-forced",
         "on",
         facts(variables={"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}),
@@ -67,18 +50,6 @@ FOLDERS = (
         WARNING,
     ),
     Case("weights-only-forced", "0", facts(variables={"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}), None),
-    Case(
-        "trusting-load",
-        "False",
-        facts(script=script("import torch\ntorch.load(path, weights_only=False)")),
-        NOTE,
-    ),
-    Case(
-        "trusting-load",
-        "True",
-        facts(script=script("import torch\ntorch.load(path, weights_only=True)")),
-        None,
-    ),
     Case(
         "unloadable-pickle",
         "torch 2.6",
@@ -94,11 +65,4 @@ FOLDERS = (
         with_software(facts(folder=Folder(path="ckpt", refused=(UNLOADABLE,))), packages={}),
         WARNING,
     ),
-    Case(
-        "object-store-mount",
-        "gcsfuse",
-        facts(mounts=(ObjectMount("/mnt/runs", "gcsfuse", "my-bucket"),)),
-        NOTE,
-    ),
-    Case("object-store-mount", "disks alone", facts(), None),
 )

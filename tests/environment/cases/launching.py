@@ -14,13 +14,6 @@ PARSER = """
 
 LAUNCHING = (
     Case(
-        "script-missing",
-        "gone",
-        facts(launch=launch("accelerate launch a.py"), missing_script="a.py"),
-        ERROR,
-    ),
-    Case("script-missing", "there", facts(launch=launch("accelerate launch train.py")), None),
-    Case(
         "flags-before-script",
         "refused",
         facts(launch=launch("accelerate launch --lr 1e-3 train.py")),

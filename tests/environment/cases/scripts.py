@@ -291,19 +291,4 @@ SCRIPTS = (
         facts(script=script(TRAIN.format(", device_map=None"))),
         None,
     ),
-    Case(
-        "skip-keys-given",
-        "a set",
-        facts(script=script("dispatch_model(model, device_map, skip_keys={'past_key_values'})")),
-        NOTE,
-    ),
-    Case(
-        "skip-keys-given", "none", facts(script=script("dispatch_model(model, device_map)")), None
-    ),
-    Case(
-        "skip-keys-given",
-        "None",
-        facts(script=script("dispatch_model(m, d, skip_keys=None)")),
-        None,
-    ),
 )

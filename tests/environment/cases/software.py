@@ -45,19 +45,6 @@ SOFTWARE = (
         ERROR,
     ),
     Case("python-too-old", "3.10 is enough", with_software(facts(), python=(3, 10, 0)), None),
-    Case(
-        "requirement-unmet",
-        "numpy",
-        with_software(
-            facts(),
-            packages={
-                **PACKAGES,
-                "numpy": Package(name="numpy", version="1", unmet=("x>=2 (installed: 1)",)),
-            },
-        ),
-        WARNING,
-    ),
-    Case("requirement-unmet", "met", facts(), None),
     Case("no-compiler", "nothing needs it", with_software(facts(), compilers={}), NOTE),
     Case(
         "no-compiler",
