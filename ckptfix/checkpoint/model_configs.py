@@ -317,14 +317,30 @@ def lost_models(
     # A component without a folder is loaded from the pipeline's own folder.
     if not {CONFIG, "scheduler_config.json", "preprocessor_config.json"} & set(names):
         for component, model in pipeline_components(root).items():
-            # A missing tokenizer loads, as an empty one (diffusers 0.42, transformers 5.23).
-            if "Tokenizer" not in model and not _holds_any(root / component):
+            if not _holds_any(root / component):
                 is_empty = (root / component).exists()
                 yield LostModel(
                     PurePosixPath(PIPELINE), model, component=component, is_empty=is_empty
                 )
+            elif "Tokenizer" in model and _lacks_words(root / component):
+                yield LostModel(
+                    PurePosixPath(PIPELINE), model, component=component, lacks="vocabulary"
+                )
             elif _lacks_config(root / component):
                 yield LostModel(PurePosixPath(PIPELINE), model, component=component, lacks=CONFIG)
+
+
+_NO_VOCABULARY = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def _lacks_words(folder: AnyPath) -> bool:
+    """Return whether the folder of a tokenizer has its settings alone. Their names are the same for
+    all classes, those of a vocabulary are not.
+    """
+    try:
+        return all(name in _NO_VOCABULARY for name in names_in(folder))
+    except OSError:
+        return False
 
 
 def _lacks_config(folder: AnyPath) -> bool:
@@ -444,15 +460,29 @@ _LISTS = {PIPELINE: "DiffusionPipeline.from_pretrained", MODULES: "SentenceTrans
 """
 
 
+_OF_COMPONENTS = (
+    "scheduler_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer_config.json",
+)
+
+
 def broken_lists(root: AnyPath) -> Iterator[tuple[str, str]]:
     """Yield each list of models that its library cannot read, and the problem in words.
 
-    Other programs write a ``modules.json``, too.
+    Other programs write a ``modules.json``, too. With it go the configs that a pipeline keeps for
+    components without weights.
     """
     for name, load in _LISTS.items():
         is_of_library = name == PIPELINE or any((root / file).exists() for file in _OF_SENTENCES)
         if is_of_library and (root / name).exists() and (broken := broken_config(root / name)):
             yield name, f"{broken}, so {load} fails"
+    for component in pipeline_components(root):
+        for name in _OF_COMPONENTS:
+            path = root / component / name
+            if path.exists() and (broken := broken_config(path)):
+                yield f"{component}/{name}", f"{broken}, so {_LISTS[PIPELINE]} fails"
 
 
 def lost_model(root: AnyPath) -> LostModel | None:

@@ -31,9 +31,9 @@ from ckptfix.diagnosis.findings.duplicates import EntryGap
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
     LostTag,
-    MissingModel,
     MissingRank,
 )
+from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from ckptfix.diagnosis.output import check_output
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError

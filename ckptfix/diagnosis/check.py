@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import PurePosixPath
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
+from ckptfix.checkpoint.dcp import DcpFolder, belongs, holds_dcp
 from ckptfix.checkpoint.downloads import half_downloads
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
-from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role, family_of
+from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role, family_of, parse_file_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
@@ -32,13 +32,13 @@ from ckptfix.diagnosis.findings.incomplete import (
     InterruptedSave,
     LeftoverSave,
     MissingFile,
-    MissingModel,
     NestedCheckpoint,
     Salvaged,
     StagingFolder,
 )
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.findings.misplaced import RenamedState
+from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from ckptfix.diagnosis.hook_models import HookModel, diagnose_hook_models
 from ckptfix.diagnosis.loads.outcome import LoadOutcome
 from ckptfix.diagnosis.siblings import compared
@@ -57,6 +57,7 @@ from ckptfix.storage.files import (
     folder_entries,
     is_dir,
     is_symlink,
+    lexists,
     lies_in,
     names_in,
     relative,
@@ -64,7 +65,7 @@ from ckptfix.storage.files import (
     sparing,
     unheld_below,
 )
-from ckptfix.storage.journal import is_elsewhere, transactions
+from ckptfix.storage.journal import State, is_elsewhere, transactions
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, described
@@ -595,6 +596,7 @@ def missing_here(
     return (
         *marks,
         *missing,
+        *_lost_since_repair(target.root, told),
         *diagnose_unread_shards(folder, neighbours),
         *diagnose_exchanged(
             folder,
@@ -614,6 +616,25 @@ def missing_here(
             if finding.path not in damaged
         ),
     )
+
+
+def _lost_since_repair(root: AnyPath, told: Collection[str]) -> Iterator[IncompleteCheckpoint]:
+    """Yield a finding for each file that a repair left here, as its journal says, and that is gone.
+
+    ``told``: files of other findings.
+    """
+    left: dict[PurePosixPath, int] = {}
+    for info in transactions(root):
+        if info.state is State.DONE and not is_elsewhere(root, info):
+            left |= dict.fromkeys(info.paths, info.number)
+            for path in info.gone:
+                left.pop(path, None)
+    for path, number in left.items():
+        is_of_checkpoint = parse_file_name(path.name) is not None or belongs(path.name)
+        if is_of_checkpoint and str(path) not in told and not lexists(root / path):
+            yield IncompleteCheckpoint(
+                path=path, missing=(str(path),), known_by=f"repair {number} left it here"
+            )
 
 
 def _not_resumable(target: Target, findings: Iterable[Finding]) -> str:

@@ -86,12 +86,12 @@ from ckptfix.diagnosis.findings.incomplete import (
     LostModelFiles,
     LostTag,
     MissingFile,
-    MissingModel,
     RandomStatesLeftOut,
     Salvaged,
     UnreadFolder,
     UnreadTag,
 )
+from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 from ckptfix.diagnosis.siblings import under_name_of_trainer
 from ckptfix.diagnosis.target import holds_checkpoint, save_inside

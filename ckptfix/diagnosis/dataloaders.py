@@ -1,5 +1,5 @@
-"""States of data loaders: those that no library reads, and those of a loader with another number of
-workers.
+"""States that the script alone can judge: of data loaders, those that no library reads, and those
+of a loader with another number of workers; of a gradient scaler, the one that is off.
 
 torchdata's loader asks for other keys with workers than without, and refuses another number of them
 at the first batch (torchdata 0.11). Nothing in a folder shows how many workers a loader has: the
@@ -19,6 +19,7 @@ from ckptfix.checkpoint.state_contents import (
     workers_of_loader,
 )
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
+from ckptfix.formats.pickle_tree import is_dict_like, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.wording import count_of
 
@@ -38,6 +39,21 @@ def unjudged_loaders(folder: CheckpointFolder) -> Iterator[str]:
                 f"{component.path}: not a state of torchdata's StatefulDataLoader, whose first "
                 "batch fails with it"
             )
+
+
+def unjudged_scalers(folder: CheckpointFolder) -> Iterator[str]:
+    """Yield in words the states of gradient scalers that were off: one that is on refuses them
+    (``GradScaler.load_state_dict``, torch 2.13).
+    """
+    for component in folder.components:
+        content = component.content
+        if component.role is Role.GRAD_SCALER and isinstance(content, TorchFile):
+            root = content.tree.root
+            if is_dict_like(root) and not any(True for _ in pairs(root)):
+                yield (
+                    f"{component.path}: it holds nothing, as of a gradient scaler that is off; "
+                    "load_state fails in a run whose scaler is on"
+                )
 
 
 def exchanged_loaders(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:

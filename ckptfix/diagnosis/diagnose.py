@@ -8,11 +8,11 @@ from pathlib import PurePosixPath
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.dcp import DcpFolder, is_empty, numbered_folders, scan_dcp_folders
+from ckptfix.checkpoint.dcp import DcpFolder, belongs, is_empty, numbered_folders, scan_dcp_folders
 from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.downloads import is_of_client
 from ckptfix.checkpoint.entries import ModelFiles, group_files
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_file_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
 from ckptfix.checkpoint.load_inputs import (
     adapters_without_config,
@@ -26,7 +26,7 @@ from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.diagnosis.bundled_optimizers import bundles_of, unchecked_bundles
 from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
-from ckptfix.diagnosis.dataloaders import unjudged_loaders
+from ckptfix.diagnosis.dataloaders import unjudged_loaders, unjudged_scalers
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items, unchecked_dcp
 from ckptfix.diagnosis.empty_optimizers import (
     diagnose_empty_bundles,
@@ -103,7 +103,7 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests
 from ckptfix.storage.executor import THREADS, Executor
-from ckptfix.storage.files import AnyPath, StorePath, folder_entries
+from ckptfix.storage.files import AnyPath, StorePath, folder_entries, walk
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, unreadable
 from ckptfix.storage.reading import FileIdentity, unchanged
@@ -424,6 +424,7 @@ def diagnose(
             ),
             *unchecked_bundles(bundles),
             *unjudged_loaders(folder),
+            *unjudged_scalers(folder),
             *(unchecked_weights(folder) if folder.only is None else ()),
             *of_optimizers.unchecked,
             *of_values.unchecked,
@@ -489,8 +490,19 @@ def _why_not(path: AnyPath, kind: str) -> str:
     """
     if is_empty(path):
         return "empty"
-    is_walked = kind == PLAIN_FOLDER and not path.is_symlink()
+    is_walked = kind == PLAIN_FOLDER and not path.is_symlink() and _may_hold_checkpoint(path)
     return f"not looked into{'; ckptfix check --recursive looks into it' if is_walked else ''}"
+
+
+def _may_hold_checkpoint(path: AnyPath) -> bool:
+    """Return whether ``check --recursive`` can find a checkpoint at or below a path: files that are
+    none and no folder are passed over there, too.
+    """
+    try:
+        _, folders, names = next(walk(path))
+    except (OSError, StopIteration):
+        return True
+    return bool(folders) or any(map(parse_file_name, names)) or any(map(belongs, names))
 
 
 def _unfinished(

@@ -32,7 +32,9 @@ from ckptfix.checkpoint.state_contents import (
     weights_without_tensors,
 )
 from ckptfix.diagnosis.findings.misplaced import (
+    ChangedEntry,
     EmptyExport,
+    MisplacedEntry,
     RenamedState,
     StatesWithoutStep,
     UnknownState,
@@ -253,7 +255,7 @@ _ON_EXCHANGED_RANKS = "the Trainer gives a process the random states of another 
 
 def diagnose_renamed(
     folder: CheckpointFolder, known: Collection[PurePosixPath]
-) -> Iterator[WrongState | UnknownState]:
+) -> Iterator[WrongState | UnknownState | MisplacedEntry]:
     """Yield the states of ``save_state`` or the Trainer that were saved under the name of another
     file that is there.
 
@@ -307,7 +309,15 @@ def diagnose_renamed(
             # training arguments.
             is_free = role in (Role.MODEL, Role.TRAINING_ARGUMENTS)
             is_judged = is_exchanged or (role is Role.CUSTOM if is_same_role else not is_free)
-            if (is_exchanged or is_copy) and is_judged and not is_reported:
+            if is_copy and role is Role.RNG_STATE:
+                # A script that goes on with more ranks may have copied it.
+                yield ChangedEntry(
+                    path=path,
+                    holds=f"the random states of {partner}, so that two processes draw the same numbers",
+                    expected="its own",
+                    effect="the load succeeds",
+                )
+            elif (is_exchanged or is_copy) and is_judged and not is_reported:
                 yield (RenamedState if is_same_role else WrongState)(
                     path=path,
                     holds=f"{_noun_of(components[partner])}, saved as {partner}",

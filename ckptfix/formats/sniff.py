@@ -119,8 +119,9 @@ def may_be_of_torch(reader: FileReader) -> bool:
     """
     size = min(_HEAD, reader.size)
     head = reader.read(0, size)
-    # One byte may be all that a cut left of a zip file.
-    if head.startswith((b"PK", b"\x80")) or head == b"P" or looks_like_safetensors(head):
+    # One byte may be all that a cut left of a zip file, and one of the first four may be wrong.
+    is_zip = sum(map(int.__eq__, head, _ZIP)) >= 3
+    if is_zip or head.startswith((b"PK", b"\x80")) or head == b"P" or looks_like_safetensors(head):
         return True
     return any(
         part in head for part in (_FIRST_RECORD, _OF_TENSORS, _LEGACY)

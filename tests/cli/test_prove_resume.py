@@ -287,6 +287,44 @@ def test_the_guard_makes_a_cut_epoch_exact(capsys: pytest.CaptureFixture[str]) -
     assert "not checked: what follows step 8: --steps ended the runs there" in text
 
 
+OF_NUMBERS = """
+import sys, torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+set_seed(0)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+accelerator = Accelerator()
+model, optimizer = accelerator.prepare(model, optimizer)
+first = 1
+if len(sys.argv) > 2:
+    accelerator.load_state(sys.argv[2])
+    first = 3
+for step in range(first, 9):
+    accelerator.backward(model(torch.randn(4, 2)).square().mean())
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    if step % 2 == 0:
+        accelerator.save_state(f"{sys.argv[1]}/step_{step}")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_loader_whose_scheduler_is_older_than_its_accelerator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "of_numbers.py").write_text(OF_NUMBERS)
+    command = ("--resume-args", "{checkpoint}", "--", "of_numbers.py", "{dir}")
+    status, text = said(capsys, *command)
+    assert status == 1, text
+    assert "killed after step 2 and resumed, the run diverges" in text
+    assert "last_epoch of StepLR" in text
+    status, text = said(capsys, "--guard", *command)
+    assert status == 0, text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "options", "words"),

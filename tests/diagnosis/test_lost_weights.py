@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig, AutoModel, BertConfig, BertModel
 
 from ckptfix import check
-from ckptfix.diagnosis.findings.incomplete import MissingModel
+from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from tests.commanding import Said, said
 
 __all__ = ["said"]

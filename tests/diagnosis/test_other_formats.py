@@ -324,6 +324,17 @@ def test_a_torch_zip_that_lost_its_beginning_and_its_end_is_damage(folder: Path)
     assert check(folder).status == 1
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_a_few_bytes_of_a_zip_with_a_wrong_one_among_the_first(folder: Path, place: int) -> None:
+    torch.save({"weight": torch.ones(2, 2)}, folder / "model.bin")
+    data = bytearray((folder / "model.bin").read_bytes()[:24])
+    data[place] ^= 0x80
+    (folder / "model.bin").write_bytes(data)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(folder / "model.bin", weights_only=True)
+    assert check(folder).status == 1
+
+
 def test_raw_numbers_may_begin_with_zeros(folder: Path) -> None:
     (folder / "openvino_model.bin").write_bytes(bytes(3000) + NOISE)
     assert check(folder).status == 0

@@ -212,10 +212,10 @@ def test_random_states_of_another_checkpoint_are_told(tmp_path: Path) -> None:
     assert (code, severity) == ("wrong-state", "error")
 
 
-def test_random_states_that_other_processes_were_given_are_healthy(tmp_path: Path) -> None:
+def test_random_states_that_other_processes_were_given_are_noted(tmp_path: Path) -> None:
     root = Run().save(tmp_path / "checkpoint_0")
     shutil.copy(root / RANDOM, root / "random_states_1.pkl")
-    assert told(root) == []
+    assert [(code, severity) for code, severity, _ in told(root)] == [("wrong-state", "note")]
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "scheduler"])

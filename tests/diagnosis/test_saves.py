@@ -18,9 +18,9 @@ from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.incomplete import (
     InterruptedSave,
     MissingFile,
-    MissingModel,
     Salvaged,
 )
+from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from ckptfix.diagnosis.unfinished_copies import is_unfinished
 from ckptfix.storage.paths import MANIFEST
 from tests.repairs.builders import write_safetensors

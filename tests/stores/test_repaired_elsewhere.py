@@ -112,6 +112,20 @@ def test_what_a_repair_did_not_change_is_missed(tmp_path: Path) -> None:
     assert "incomplete-checkpoint" in [finding.code for finding in ckptfix.check(middle).findings]
 
 
+def test_a_file_that_a_repair_left_is_missed(run_url: str, tmp_path: Path) -> None:
+    """The corrected script fails without it, and no other file shows that it was there."""
+    lone = shutil.copytree(DOUBLED, tmp_path / "lone")
+    assert ckptfix.repair(lone).status == 0
+    assert ckptfix.check(lone).status == 0
+    (lone / "model_1.safetensors").unlink()
+    (finding,) = ckptfix.check(lone).findings
+    assert str(finding) == "model_1.safetensors is missing: repair 1 left it here"
+    url = put(DOUBLED, f"{run_url}/lone")
+    ckptfix.repair(url, transfer=True)
+    open_store(url).delete("model_1.safetensors")
+    assert [str(one) for one in ckptfix.check(url).findings] == [str(finding)]
+
+
 @pytest.mark.parametrize("has_journal", [True, False])
 def test_an_upload_that_was_repaired_lacks_nothing(
     run_url: str, tmp_path: Path, has_journal: bool

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import UsageError
 from ckptfix.training import guard
 from ckptfix.training.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
+from ckptfix.training.resuming import run_state
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,24 @@ def test_stock_accelerators_are_guarded() -> None:
     assert len(seen) == 1
     assert seen[0].filename == __file__
     assert len(made._optimizers) == 1
+
+
+def test_schedulers_are_known_that_are_older_than_the_guard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_state, "_PATCHED", set())
+    monkeypatch.setattr(run_state, "_SCHEDULERS", weakref.WeakKeyDictionary())
+    kind = torch.optim.lr_scheduler.LRScheduler
+    monkeypatch.setattr(kind, "__init__", kind.__init__)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    made = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    gc.collect()
+    made.append(torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    patch_accelerate()
+    stock().prepare(optimizer)
+    made.append(torch.optim.lr_scheduler.ConstantLR(optimizer))
+    mine = [one for one in made if one in run_state._SCHEDULERS]
+    assert mine == sorted(made, key=run_state._SCHEDULERS.__getitem__)
 
 
 def test_idempotent_and_taken_back() -> None:

@@ -46,7 +46,6 @@ from ckptfix.diagnosis.findings.incomplete import (
     InterruptedSave,
     MismatchedNames,
     MissingFile,
-    MissingModel,
     MissingRank,
     Salvaged,
     StagingFolder,
@@ -74,7 +73,7 @@ from ckptfix.diagnosis.findings.sharded import (
     StrayShard,
 )
 from ckptfix.diagnosis.findings.stale import StaleSave
-from ckptfix.diagnosis.findings.weight_faults import DeadWeights, MismatchedConfig
+from ckptfix.diagnosis.findings.weight_faults import DeadWeights, MismatchedConfig, MissingModel
 
 CATALOGUE: tuple[type[Finding], ...] = (
     DoubledModel,

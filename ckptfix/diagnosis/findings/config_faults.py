@@ -119,6 +119,28 @@ class UnneededHead(MissingHead, frozen=True):
     severity = Severity.WARNING
 
 
+class HeadOfBase(MissingHead, frozen=True):
+    """The same where the keys are those of the base model, for which a load needs no head."""
+
+    severity = Severity.NOTE
+
+    @property
+    def resume(self) -> Resume:
+        """The outcome of a resume: it loads into the model of the script."""
+        return Resume.SUCCEEDS
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: the keys are those of a base model, which AutoModel of transformers loads; "
+            f"{self.model}, which config.json names, leaves {self.key!r} random"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice for a head that is needed."""
+        return "if the model needs its head: copy the weights again from where they came"
+
+
 class QuantizationMismatch(Finding, frozen=True, kw_only=True):
     """Weights in the format of a method of quantization that the config does not name, or the other
     way round.

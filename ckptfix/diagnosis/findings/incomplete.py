@@ -13,7 +13,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, MODULES, PIPELINE
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.storage.files import is_url
 from ckptfix.storage.paths import shell_path
@@ -167,9 +167,10 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
             )
         if all(name.startswith("random_states_") for name in self.missing):
             # accelerate catches the error and logs it (checkpointing.py:load_accelerator_state).
+            fewer = ", or ignore this if the run now has fewer processes"
+            again = f"again{'' if 'random_states_0.pkl' in self.missing else fewer}"
             return (
-                "those processes resume with new random states; copy the files again, or ignore "
-                "this if the run now has fewer processes"
+                f"load_state goes on with new random states and a new step; copy the files {again}"
             )
         what = self._what
         return (
@@ -427,61 +428,6 @@ class UnreadTag(LostTag, frozen=True):
         return (
             "load_state does not read it; zero_to_fp32 without a tag fails: write the name of the "
             f"folder to load into the file, such as {self.tag}"
-        )
-
-
-class MissingModel(Finding, frozen=True, kw_only=True):
-    """States of an optimizer without weights of any model; or the config of a ``model`` without its
-    weights.
-
-    ``wanted``: the names that a loader looks for. ``component``: a sub-folder that a pipeline or a
-    list of modules has, and that is missing, or ``is_empty``, or ``lacks`` its config or weights.
-    """
-
-    code = "missing-model"
-    severity = Severity.WARNING
-    action = Action.TELL
-    meaning = (
-        "an optimizer without weights of any model, in the folder or below it, or a model's config "
-        "or a component of a diffusers pipeline or of sentence-transformers without its weights: "
-        "the copy or save was cut"
-    )
-
-    model: str = ""
-    wanted: str = ""
-    component: str = ""
-    is_empty: bool = False
-    lacks: str = ""
-
-    def __str__(self) -> str:
-        if self.component:
-            whole = "pipeline" if self.path.name == PIPELINE else "model"
-            is_there = "is empty" if self.is_empty else "is missing"
-            state = f"has no {self.lacks}" if self.lacks else is_there
-            listed = f"{self.path} lists it as {self.model}"
-            return f"{self.component}/ {state}: {listed}, so the {whole} cannot be loaded"
-        if self.model:
-            where = f"{self.path.parent}/" if self.path.parent.parts else "this folder"
-            is_of = "lists a" if self.path.name == MODULES else "is of"
-            return (
-                f"{where} has no weights: {self.path.name} {is_of} {self.model}, which cannot be "
-                f"loaded (expected {self.wanted})"
-            )
-        return f"{self.path} is there, and no weights of a model, in this folder or below it"
-
-    @property
-    def advice(self) -> str:
-        """Advice to copy again: ``save_state`` writes the model first, but a copy may reach it
-        last.
-        """
-        if self.component and self.path.name == PIPELINE:
-            return (
-                f"copy the folder again; if the script passes {self.component}= to "
-                "from_pretrained, ignore this"
-            )
-        return (
-            "copy the complete checkpoint again; if the model is kept elsewhere on purpose, ignore "
-            "this"
         )
 
 

@@ -1,9 +1,10 @@
-"""Findings about what ``from_pretrained`` of transformers makes of weights whose config contradicts
-them.
+"""Findings about models whose weights are missing, and about what ``from_pretrained`` of
+transformers makes of weights that their config contradicts.
 """
 
 from typing import ClassVar
 
+from ckptfix.checkpoint.model_configs import MODULES, PIPELINE
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.diagnosis.findings.load_faults import UnusedKeys
 from ckptfix.wording import series
@@ -171,4 +172,61 @@ class ConfigOfState(MismatchedConfig, frozen=True):
         return (
             "a resume loads into the model of the script; if from_pretrained is to load the "
             f"folder: correct {self._settings()} in config.json"
+        )
+
+
+class MissingModel(Finding, frozen=True, kw_only=True):
+    """States of an optimizer without weights of any model; or the config of a ``model`` without its
+    weights.
+
+    ``wanted``: the names that a loader looks for. ``component``: a sub-folder that a pipeline or a
+    list of modules has, and that is missing, or ``is_empty``, or ``lacks`` its config or weights.
+    """
+
+    code = "missing-model"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "an optimizer without weights of any model, in the folder or below it, or a model's config "
+        "or a component of a diffusers pipeline or of sentence-transformers without its weights: "
+        "the copy or save was cut"
+    )
+
+    model: str = ""
+    wanted: str = ""
+    component: str = ""
+    is_empty: bool = False
+    lacks: str = ""
+
+    def __str__(self) -> str:
+        if self.component:
+            whole = "pipeline" if self.path.name == PIPELINE else "model"
+            effect = f"so the {whole} cannot be loaded"
+            if "Tokenizer" in self.model:
+                effect = "and diffusers loads an empty vocabulary in its place, without an error"
+            is_there = "is empty" if self.is_empty else "is missing"
+            state = f"has no {self.lacks}" if self.lacks else is_there
+            return f"{self.component}/ {state}: {self.path} lists it as {self.model}, {effect}"
+        if self.model:
+            where = f"{self.path.parent}/" if self.path.parent.parts else "this folder"
+            is_of = "lists a" if self.path.name == MODULES else "is of"
+            return (
+                f"{where} has no weights: {self.path.name} {is_of} {self.model}, which cannot be "
+                f"loaded (expected {self.wanted})"
+            )
+        return f"{self.path} is there, and no weights of a model, in this folder or below it"
+
+    @property
+    def advice(self) -> str:
+        """Advice to copy again: ``save_state`` writes the model first, but a copy may reach it
+        last.
+        """
+        if self.component and self.path.name == PIPELINE:
+            return (
+                f"copy the folder again; if the script passes {self.component}= to "
+                "from_pretrained, ignore this"
+            )
+        return (
+            "copy the complete checkpoint again; if the model is kept elsewhere on purpose, ignore "
+            "this"
         )

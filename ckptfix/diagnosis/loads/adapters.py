@@ -114,6 +114,10 @@ _OF_CLASSES = frozenset({"classifier", "score"})
 """Heads of which PEFT adds both to ``modules_to_save`` for a classification; a model has one."""
 
 _AGAIN = "copy the adapter again from where it came, use another checkpoint, or train again"
+_OF_TWO_RUNS = (
+    "config and weights are of two runs: copy both again from one save, or write the setting of the "
+    "run that trained them into adapter_config.json"
+)
 
 _MAX_KEY, _MAX_PATTERNS = 300, 100
 """Length and number of texts of a config beyond which they are not compared: no library writes so
@@ -179,7 +183,7 @@ def judge_adapter(load: Load) -> LoadVerdict:
     if names.are_several:
         unchecked.append(f"{load.path}: ranks and missing tensors of its adapters; repair it first")
     elif kind in _PROMPTS:
-        findings += _prompts(load, names.expected.values())
+        findings += _prompts(load, kind, names.expected.values())
     elif kind in _MARKS:
         # Under other names than PEFT looks for, the modules may have others, too.
         place = _place_of(load.config, kind)
@@ -449,7 +453,7 @@ def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
     )
 
 
-def _prompts(load: Load, keys: Iterable[str]) -> Iterator[Finding]:
+def _prompts(load: Load, kind: str, keys: Iterable[str]) -> Iterator[Finding]:
     """Yield the findings about the embeddings of prompts."""
     if _PROMPT not in set(keys):
         if load.is_whole:
@@ -474,6 +478,20 @@ def _prompts(load: Load, keys: Iterable[str]) -> Iterator[Finding]:
             rank=shape[0],
             expected=count,
             setting="num_virtual_tokens",
+        )
+    width, layers = load.config.get("token_dim"), load.config.get("num_layers")
+    if kind == "PREFIX_TUNING":  # each layer has its keys and its values
+        is_plain = type(width) is int and type(layers) is int
+        width = 2 * layers * width if is_plain else None  # type: ignore[operator]
+    if type(width) is int and len(shape) == 2 and shape[1] != width:
+        yield IncompleteAdapter(
+            path=load.path,
+            lacks=(
+                f"{_PROMPT} has {count_of(shape[1], 'column')} (expected {width}, as token_dim"
+                f"{' and num_layers' if kind == 'PREFIX_TUNING' else ''} of adapter_config.json says)"
+            ),
+            effect="PEFT fails with 'size mismatch'",
+            remedy=_OF_TWO_RUNS,
         )
 
 
@@ -525,13 +543,17 @@ def _missing(
     tensors.
     """
     yield from _lone_parts(load, kind, parameters)
-    rows = load.config.get("trainable_token_indices")
-    if kind == "LORA" and rows and not any("trainable_tokens_delta" in key for key in keys):
+    if kind == "LORA":
+        yield from _rows(load)
+    elif kind == "IA3":
+        yield from _turned(load, parameters)
+    has_projections = any(key.endswith(("vera_A", "vera_B")) for key in keys)
+    if kind == "VERA" and load.config.get("save_projection") is True and not has_projections:
         yield IncompleteAdapter(
             path=load.path,
-            lacks="no tensor for trainable_token_indices of adapter_config.json",
-            effect="PEFT fails with KeyError",
-            remedy=_AGAIN,
+            lacks="no vera_A and vera_B, and save_projection of adapter_config.json is true",
+            effect="PEFT fails with ValueError",
+            remedy=_OF_TWO_RUNS,
         )
     modules = {parameter.module for parameter in parameters}
     if targets := _texts(load.config.get("target_modules")):
@@ -582,6 +604,70 @@ def _missing(
             )
 
 
+def _rows(load: Load) -> Iterator[IncompleteAdapter]:
+    """Yield the finding about trained rows of embeddings: their number is that of the config."""
+    setting = "trainable_token_indices"
+    rows = load.config.get(setting)
+    held = {
+        key.partition(".token_adapter.")[0]: tensor.shape[:1]
+        for key, tensor in load.tensors.items()
+        if "trainable_tokens_delta" in key
+    }
+    remedy, lacks, effect = _OF_TWO_RUNS, "", "PEFT fails with 'size mismatch'"
+    if not held:
+        if rows:
+            lacks, effect = (
+                f"no tensor for {setting} of adapter_config.json",
+                "PEFT fails with KeyError",
+            )
+            remedy = _AGAIN
+    elif not rows:
+        lacks = (
+            f"{len(held)} of {count_of(len(load.tensors), 'tensor')} have no place by {setting} of "
+            f"adapter_config.json, such as {next(iter(held))}"
+        )
+        effect = "PEFT drops them without a word"
+    else:
+        for module, count in held.items():
+            # One list is for the input embedding, whatever its name is; a dict has a list for each.
+            ends = _suffixes(module) if isinstance(rows, dict) else ()
+            wanted = next((rows[end] for end in ends if end in rows), rows)
+            if isinstance(wanted, list) and count != (len(wanted),):
+                lacks = (
+                    f"{module} has {series([*map(str, count)])} trained rows (expected {len(wanted)}, "
+                    f"as {setting} of adapter_config.json says)"
+                )
+                break
+    if lacks:
+        yield IncompleteAdapter(path=load.path, lacks=lacks, effect=effect, remedy=remedy)
+
+
+def _turned(load: Load, parameters: Iterable[_Parameter]) -> Iterator[IncompleteAdapter]:
+    """Yield the finding about vectors of IA3 that are rows where the config wants columns, or the
+    other way round: those of feed-forward modules are multiplied with the input.
+    """
+    forward = load.config.get("feedforward_modules")
+    if not isinstance(forward, list):
+        return
+    ends = tuple(_texts(forward))
+    for parameter in parameters:
+        if len(parameter.shape) != 2 or 1 not in parameter.shape:
+            continue
+        is_forward = parameter.module.endswith(ends)
+        if parameter.shape[0 if is_forward else 1] != 1:
+            yield IncompleteAdapter(
+                path=load.path,
+                lacks=(
+                    f"{parameter.key} is of a module that is {'no' if is_forward else 'a'} "
+                    f"feed-forward one, and feedforward_modules of adapter_config.json "
+                    f"{'has' if is_forward else 'lacks'} it"
+                ),
+                effect="PEFT fails with 'size mismatch'",
+                remedy=_OF_TWO_RUNS,
+            )
+            return
+
+
 def _place_of(config: Config, kind: str) -> Callable[[_Parameter], bool]:
     """Return whether PEFT makes a parameter, as far as the config alone tells; True where it does
     not.
@@ -596,9 +682,21 @@ def _place_of(config: Config, kind: str) -> Callable[[_Parameter], bool]:
     if isinstance(targets, str) and targets != "all-linear" and _is_quick(targets):
         with suppress(re.error):
             pattern = re.compile(targets)
-    # These add modules that are no targets.
-    is_known = (pattern or wanted) and not any(
-        map(config.get, ("target_parameters", "ensure_weight_tying"))
+    # Tied weights are modules that are no targets.
+    is_known = (pattern or wanted) and not config.get("ensure_weight_tying")
+    of_parameters = frozenset(
+        name.rpartition(".")[0] for name in _texts(config.get("target_parameters"))
+    )
+    excluded = config.get("exclude_modules") or []
+    # The name of a parameter alone can be of any module.
+    is_known = is_known and isinstance(excluded, list) and "" not in of_parameters
+    without = frozenset(_texts(excluded))
+    layers_pattern = config.get("layers_pattern") or []
+    patterns = [layers_pattern] if isinstance(layers_pattern, str) else layers_pattern
+    is_plain = (
+        is_plain
+        and isinstance(patterns, list)
+        and all(isinstance(name, str) and re.fullmatch(r"\w+", name) for name in patterns)
     )
 
     def has_place(parameter: _Parameter) -> bool:
@@ -607,18 +705,30 @@ def _place_of(config: Config, kind: str) -> Callable[[_Parameter], bool]:
             return False
         # A convolution in an attention is behind the layer that PEFT wraps.
         module = parameter.module.partition(".base_layer")[0]
-        if not is_known or len(module) > _MAX_KEY or module in wanted:
+        if not is_known or len(module) > _MAX_KEY:
+            return True
+        ends = {module, *_suffixes(module)} if without or of_parameters else {module}
+        if not of_parameters.isdisjoint(ends):
+            return True
+        if not without.isdisjoint(ends):
+            return False
+        if module in wanted:
             return True
         if pattern is not None:
             return pattern.fullmatch(module) is not None
         # Nearly all targets are last segments.
         if module.rpartition(".")[2] not in wanted and wanted.isdisjoint(_suffixes(module)):
             return False
-        if not numbers or not is_plain or config.get("layers_pattern"):
+        if not numbers or not is_plain:
             return True
         # Of several numbers in a key PEFT takes the first, and did the last.
-        own = [int(segment) for segment in module.split(".") if segment.isdecimal()]
-        return len(own) != 1 or own[0] in numbers
+        segments = module.split(".")
+        own = [
+            int(number)
+            for before, number in zip(("", *segments), segments, strict=False)
+            if number.isdecimal() and (not patterns or before in patterns)
+        ]
+        return own[0] in numbers if len(own) == 1 else bool(own) or not patterns
 
     return has_place
 
@@ -643,10 +753,7 @@ def _without_place(
             f"adapter_config.json, such as {lost[0].key}"
         ),
         effect="PEFT drops them without a word",
-        remedy=(
-            "config and weights are of two runs: copy both again from one save, or write the setting "
-            "of the run that trained them into adapter_config.json"
-        ),
+        remedy=_OF_TWO_RUNS,
     )
 
 

@@ -420,9 +420,16 @@ def _numbers(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iter
                 value=value,
                 tensors=f"{'no ' * is_missing}tensors of {parent}.{_in_words(sorted(told))}"
                 + (f", and of {count_of(len(places) - 1, 'other module')}" if places[1:] else ""),
-                effect="leaves them random" if is_missing else "drops them",
+                effect=_effect(parent) if is_missing else "drops them",
                 lists=_lists_of(load.config, follows, value),
             )
+
+
+def _effect(parent: str) -> str:
+    """Return what a load makes of the lost tensors of a module."""
+    if parent.endswith("experts"):  # transformers 5 joins the experts of a layer
+        return "fails with mismatched sizes, and 4 leaves them random"
+    return "leaves them random"
 
 
 def _lists_of(config: Any, follows: Follows, value: int) -> tuple[str, ...]:

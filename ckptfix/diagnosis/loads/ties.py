@@ -20,7 +20,12 @@ from ckptfix.checkpoint.architectures import (
 )
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import ADAPTER
-from ckptfix.diagnosis.findings.config_faults import MissingHead, UnneededHead, UntiedWeights
+from ckptfix.diagnosis.findings.config_faults import (
+    HeadOfBase,
+    MissingHead,
+    UnneededHead,
+    UntiedWeights,
+)
 from ckptfix.diagnosis.loads.verdict import LoadVerdict
 
 _FLAG = "tie_word_embeddings"
@@ -106,9 +111,11 @@ def _head(load: Load, known: Architecture) -> Iterator[MissingHead]:
     ):
         return
     # Without the embedding, too, the head may be there under another name: in memory keys of Llava,
-    # Mllama and Inkling2 differ from those on the disk. Or it is a base model, which is loaded
-    # without a head.
-    if not any(pattern_of(key) == known.embedding for key in load.tensors):
+    # Mllama and Inkling2 differ from those on the disk. Of a base model the keys lack its name.
+    of_base = not any(pattern_of(key) == known.embedding for key in load.tensors)
+    if of_base and not any(
+        pattern_of(f"{known.prefix}.{key}") == known.embedding for key in load.tensors
+    ):
         return
     flags = [
         flag
@@ -124,7 +131,8 @@ def _head(load: Load, known: Architecture) -> Iterator[MissingHead]:
     said = [part[_FLAG] for part in parts if _FLAG in part]
     if any(said) or not (said or knows_defaults(load.config)):
         return
-    yield (UnneededHead if load.states_of == "save_state" else MissingHead)(
+    kind = UnneededHead if load.states_of == "save_state" else MissingHead
+    yield (HeadOfBase if of_base else kind)(
         path=load.path,
         key=known.head,
         flag=_setting(flags[0]) if flags else "",

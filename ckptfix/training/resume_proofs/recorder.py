@@ -347,8 +347,9 @@ class Recorder:
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def method(accelerator: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
             with self.inside("backward") as is_first:
+                if is_first:
+                    self._rest_if_due()  # a script without a loader draws no batch after a save
                 if is_first and not self._end:
-                    self._rest_if_due()
                     self._has_losses = True
                     self._take_batches()
                     self._enter()
@@ -390,6 +391,8 @@ class Recorder:
         return method
 
     def _before_raw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not any(self._depth[name] for name in ("step", "save", "load")):
+            self._rest_if_due()
         if not self._depth["step"] and self._is_training():
             self._before_step()
 

@@ -7,6 +7,7 @@ the file.
 """
 
 import functools
+import gc
 import itertools
 import logging
 import math
@@ -52,8 +53,8 @@ SMALL = 1 << 20
 _log = logging.getLogger("ckptfix")
 
 _SCHEDULERS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
-"""Every LR scheduler of this process since ``watch``, and its number: one that is not prepared is
-in no file of accelerate's.
+"""Every LR scheduler of this process, and its number: one that is not prepared is in no file of
+accelerate's.
 """
 
 _numbers = itertools.count()
@@ -75,6 +76,13 @@ def _follow_schedulers() -> None:
     if LRScheduler in _PATCHED:
         return
     _PATCHED.add(LRScheduler)
+    # Most scripts make their schedulers before the first call that is guarded. The older generations
+    # of the collector have what was made earlier, each in its order.
+    for generation in (2, 1, 0):
+        for made in gc.get_objects(generation):
+            if issubclass(type(made), LRScheduler):
+                with suppress(TypeError):
+                    _SCHEDULERS[made] = next(_numbers)
     original = LRScheduler.__init__
 
     @functools.wraps(original)

@@ -1,0 +1,79 @@
+"""Parts of a pipeline of diffusers without weights: the load of a tokenizer that is lost succeeds with
+an empty one, and that of a scheduler whose config was cut fails.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+
+import ckptfix
+from ckptfix.cli import run
+from ckptfix.diagnosis.target import find_checkpoints
+
+numpy = pytest.importorskip("numpy")
+
+INDEX = {
+    "_class_name": "StableDiffusionPipeline",
+    "scheduler": ["diffusers", "DDIMScheduler"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+}
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    root = tmp_path / "pipeline"
+    for name in ("scheduler", "tokenizer", "unet"):
+        (root / name).mkdir(parents=True)
+    (root / "model_index.json").write_text(json.dumps(INDEX))
+    (root / "scheduler" / "scheduler_config.json").write_text('{"_class_name": "DDIMScheduler"}')
+    (root / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    (root / "tokenizer" / "vocab.json").write_text("{}")
+    (root / "unet" / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    weights = {"conv_in.weight": numpy.ones((2, 2), "float32")}
+    save_file(weights, root / "unet" / "diffusion_pytorch_model.safetensors")
+    return root
+
+
+def test_a_healthy_pipeline_is_clean(pipeline: Path) -> None:
+    report = ckptfix.check(pipeline)
+    assert report.status == 0
+    assert "scheduler/ (a folder): not looked into" in report.not_checked
+    assert [path.name for path in find_checkpoints(pipeline)] == ["unet"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda root: shutil.rmtree(root / "tokenizer"), "tokenizer/ is missing"),
+        (lambda root: (root / "tokenizer" / "vocab.json").unlink(), "tokenizer/ has no vocabulary"),
+        (
+            lambda root: [path.unlink() for path in (root / "tokenizer").iterdir()],
+            "tokenizer/ is empty",
+        ),
+    ],
+)
+def test_a_tokenizer_without_words_is_told(
+    pipeline: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    damage(pipeline)
+    (finding,) = ckptfix.check(pipeline).findings
+    assert finding.code == "missing-model"
+    assert str(finding).startswith(words)
+    assert "loads an empty vocabulary in its place" in str(finding)
+    assert run(["check", "-r", str(pipeline)]) == 1
+
+
+def test_a_cut_config_of_a_scheduler_is_told(
+    pipeline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pipeline / "scheduler" / "scheduler_config.json").write_text('{"_class_na')
+    for command in (["check"], ["check", "-r"]):
+        assert run([*command, str(pipeline)]) == 1
+        assert "scheduler/scheduler_config.json: not JSON, so DiffusionPipeline" in " ".join(
+            capsys.readouterr().out.split()
+        )
