@@ -14,7 +14,13 @@ from msgspec.structs import replace
 from ckptfix.checkpoint.dcp import DcpFolder, belongs, holds_dcp
 from ckptfix.checkpoint.downloads import half_downloads
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
-from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role, family_of, parse_file_name
+from ckptfix.checkpoint.filenames import (
+    NOT_STATES,
+    OF_ONE_RANK,
+    Role,
+    family_of,
+    parse_file_name,
+)
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
@@ -499,7 +505,9 @@ def _checked(
     load: tuple[LoadOutcome, ...] = ()
     of_headers = diagnosis.findings
     if loaders is not None:
-        is_asked_below = any(report.all_load for report in below) and not diagnosis.groups
+        is_asked_below = any(report.all_load for report in below) and not any(
+            member.role in NOT_STATES for group in diagnosis.groups for member in group.members
+        )
         load, of_headers = loaders.judged(
             folder, diagnosis.groups, of_headers, is_asked_below=is_asked_below
         )

@@ -4,6 +4,7 @@ can answer for.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -687,3 +688,16 @@ def test_a_pipeline_is_asked_for_each_component(tmp_path: Path) -> None:
     assert statuses == {"vae": 0, "unet": 1}
     assert report.status == 1
     assert "206 tensors random after a load" in str(report)
+
+
+@pytest.mark.slow
+def test_the_states_next_to_models_that_hooks_saved_are_no_load(tmp_path: Path) -> None:
+    """As diffusers' scripts save: the answer of the model is that of the checkpoint."""
+    source = Path(__file__).parents[2] / "fixtures/accelerate-1.15.0/clean-safetensors/checkpoint"
+    for name in ("optimizer.bin", "random_states_0.pkl"):
+        shutil.copy(source / name, tmp_path)
+    damaged(of_diffusers("AutoencoderKL"), "healthy", tmp_path / "vae")
+    report = check(tmp_path, load=True)
+    assert [(outcome.path, outcome.status) for outcome in report.all_load] == [
+        ("vae/diffusion_pytorch_model.safetensors", 0)
+    ]

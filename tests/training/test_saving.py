@@ -538,6 +538,22 @@ def test_the_newest_whole_one_is_loaded_and_the_skipped_are_named(tmp_path: Path
         latest_checkpoint(tmp_path)
 
 
+def test_a_checkpoint_that_lacks_what_the_run_registers_is_passed_over(tmp_path: Path) -> None:
+    """Of a stock save no manifest shows that a scheduler was there."""
+    accelerator, model = run(tmp_path)
+    (optimizer,) = accelerator._optimizers
+    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    for value in (1.0, 2.0):
+        set_weight(model, value)
+        accelerate.Accelerator.save_state(accelerator)
+    newest = tmp_path / "checkpoints" / "checkpoint_1"
+    (newest / "scheduler.bin").unlink()
+    said = "passed over checkpoint_1: no scheduler.bin, which this run registers"
+    with pytest.warns(UserWarning, match=said):
+        accelerator.load_state()
+    assert weight_of(model) == 1.0
+
+
 def test_a_stock_folder_is_judged_by_what_save_state_writes_last(tmp_path: Path) -> None:
     accelerator, _ = run(tmp_path)
     accelerate.Accelerator.save_state(accelerator)

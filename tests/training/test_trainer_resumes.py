@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
+from ckptfix import Policy, repair
 from ckptfix.errors import UsageError
 from ckptfix.training import LoadPolicy, Requirement
 from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
@@ -101,6 +103,22 @@ def test_the_highest_number_of_an_older_run_is_not_taken(run: Any) -> None:
     for number in (2, 4):
         os.utime(folder / f"checkpoint-{number}/trainer_state.json", (1e9, 1e9))
     assert transformers.trainer.get_last_checkpoint(folder) == str(folder / "checkpoint-8")
+
+
+def test_weights_of_which_the_model_takes_none_are_refused(stock: Any, tmp_path: Path) -> None:
+    """Saved from a compiled model by a script of its own, such as a callback."""
+    folder, expected = tmp_path, stock[1]
+    shutil.copytree(stock[0] / "checkpoint-6", folder / "checkpoint-6")
+    weights = folder / "checkpoint-6" / WEIGHTS
+    tensors = load_file(weights)
+    save_file({f"_orig_mod.{key}": one for key, one in tensors.items()}, weights, {"format": "pt"})
+    said = f"none of {len(tensors)} tensors in {WEIGHTS} has a name of the model, as they begin"
+    with pytest.raises(UsageError, match=said):
+        build(folder, []).train(resume_from_checkpoint=True)
+    repair(folder / "checkpoint-6", policy=Policy(allow=frozenset({"dead-weights"})))
+    trainer = build(folder, [])
+    trainer.train(resume_from_checkpoint=True)
+    assert losses(trainer) == expected
 
 
 @pytest.mark.parametrize("name", HALVES)

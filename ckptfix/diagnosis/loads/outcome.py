@@ -94,9 +94,11 @@ class LoadOutcome(NamedTuple):
         if self.refused:
             yield line(f"    it fails: {self.refused}")
         if self.status:
+            library = self.library.partition(" ")[0]
+            base = ", or correct base_model_name_or_path if that is another model"
             yield line(
                 "    help: copy the config and the weights again from one save, or load them with "
-                f"the version of {self.library.partition(' ')[0]} that saved them"
+                f"the version of {library} that saved them{base if library == 'peft' else ''}"
             )
         for words in self.contradicts:
             yield line(f"    by its headers alone: {words}; the answer of {self.library} counts")

@@ -7,20 +7,29 @@ objects, by content.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
 from accelerate import Accelerator
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import Entry, doubles, model_entries, state_entries
-from ckptfix.checkpoint.filenames import ACCELERATE, FAMILIES, Role, checkpoint_number
+from ckptfix.checkpoint.filenames import (
+    ACCELERATE,
+    FAMILIES,
+    FileName,
+    Role,
+    checkpoint_number,
+)
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.checkpoint.latest import checkpoints_folder, numbered, problems_in
+from ckptfix.checkpoint.latest import Candidate, checkpoints_folder, numbered, problems_in
 from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.devices.callers import warn_caller
-from ckptfix.diagnosis.resumable import choose, contradicted, mixed
+from ckptfix.diagnosis.resumable import choose, contradicted, examine, mixed
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.files import AnyPath, names_in, on_disk
 from ckptfix.storage.opened import open_files
@@ -227,11 +236,29 @@ def _choose(accelerator: Accelerator, folder: Path | str) -> str:
         lambda: str(
             latest_checkpoint(folder, pattern=ACCELERATE)
             if is_url(folder)
-            else _latest(Path(folder))
+            else _latest(Path(folder), look=partial(_examined, accelerator, Siblings()))
         ),
         "load_state",
     )
     return chosen
+
+
+def _examined(accelerator: Any, siblings: Siblings, path: AnyPath, number: int) -> Candidate:
+    """Return a checkpoint, with what this run registers and it lacks as its problem: ``load_state``
+    fails without it.
+    """
+    candidate = examine(path, number, siblings)
+    if candidate.problem is not None or accelerator.distributed_type in SHARDED:
+        return candidate
+    there = names_in(path)
+    wanted = (
+        str(FileName(role=role, stem=stem, suffix=".bin", index=index))
+        for role, stem in ((Role.OPTIMIZER, "optimizer"), (Role.SCHEDULER, "scheduler"))
+        for index in range(len(getattr(accelerator, f"_{stem}s")))
+    )
+    lost = [name for name in wanted if name not in there]
+    problem = f"no {' and no '.join(lost)}, which this run registers" if lost else None
+    return replace(candidate, problem=problem)
 
 
 @overload
@@ -292,8 +319,12 @@ def _latest_in_store(url: str, pattern: str | None) -> str:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _latest(folder: AnyPath, patterns: Sequence[str] = (ACCELERATE,)) -> AnyPath:
-    choice = choose(folder, patterns)
+def _latest(
+    folder: AnyPath,
+    patterns: Sequence[str] = (ACCELERATE,),
+    look: Callable[[AnyPath, int], Candidate] | None = None,
+) -> AnyPath:
+    choice = choose(folder, patterns, look)
     if choice is None or (choice.best is None and not choice.rivals):
         broken = choice.passed_over if choice is not None else ()
         said = problems_in(broken)

@@ -15,6 +15,7 @@ from typing import Any
 from accelerate.state import PartialState
 from msgspec.structs import replace
 
+from ckptfix.checkpoint.entries import model_entries
 from ckptfix.checkpoint.filenames import (
     TRAINER,
     TRAINER_STATE,
@@ -23,6 +24,7 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     run_state_name,
 )
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import (
     NO_WEIGHTS,
     Candidate,
@@ -47,10 +49,11 @@ from ckptfix.storage.files import AnyPath, on_disk
 from ckptfix.storage.paths import command, described
 from ckptfix.training.guard import Method
 from ckptfix.training.loading.load_report import LoadPolicy, Part, Requirement
-from ckptfix.training.ranks import Ranks, cannot_agree
+from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree
 from ckptfix.training.resuming import positions, run_state
 from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
 from ckptfix.training.running import as_given
+from ckptfix.wording import count_of
 
 VARIABLE = "CKPTFIX_MISSING_STATES"
 
@@ -152,8 +155,25 @@ def train(
         raise UsageError(
             f"{together[0].path} is not resumed from: {problem}; next: {_instead(on_disk(together[0].path))}"
         )
+    _ensure_weights_fit(trainer, Path(str(given)))
     _warn_of_inexact(Path(str(given)))
     return method(given, *args, **kwargs)
+
+
+def _ensure_weights_fit(trainer: Any, path: Path) -> None:
+    """Raise UsageError where no key of the weights is one of the model, behind a wrapper's name: the
+    Trainer would warn, and train on from random weights.
+    """
+    if trainer.accelerator.distributed_type in SHARDED:
+        return
+    own = trainer.model.state_dict().keys()
+    for entry in model_entries(scan_folder(path), None):
+        if entry.chain and own and own.isdisjoint(entry.shapes):
+            raise UsageError(
+                f"{path} is not resumed from: none of {count_of(len(entry.shapes), 'tensor')} in "
+                f"{entry.label} has a name of the model, as they begin with "
+                f"{'.'.join(entry.chain)}; next: {command('check', path)}"
+            )
 
 
 def load_states(trainer: Any, method: Method, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,8 +306,14 @@ def _lacking(path: Path, siblings: Sequence[Path]) -> str | None:
     required = [one for one in _missing(path, siblings) if _requirement(one) is Requirement.REQUIRE]
     if not required:
         return None
-    option = as_given("patch_accelerate(missing_states='warn')", "--missing-states warn")
-    return f"{_in_words(required)} ({option} allows it)"
+    return f"{_in_words(required)} ({_option()} allows it)"
+
+
+def _option() -> str:
+    """Return what to type to start states anew that a checkpoint lacks."""
+    return as_given(
+        "patch_accelerate(missing_states='warn')", "ckptfix run --missing-states warn SCRIPT"
+    )
 
 
 def _missing(path: Path, siblings: Sequence[Path]) -> tuple[MissingState, ...]:
@@ -341,9 +367,12 @@ def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
         raise UsageError(contradicted(folder, choice))
     best = choice.best if choice is not None else None
     if best is None:
+        # check knows no policy: to it a checkpoint without random states is complete.
+        is_allowed = any(_option() in (one.problem or "") for one in found)
+        step = _option() if is_allowed else command("check", folder, "", "-r")
         raise UsageError(
-            f"no complete checkpoint in {folder} ({problems_in(found)}); next: "
-            f"{command('check', folder, '', '-r')}; to start anew, move these folders away"
+            f"no complete checkpoint in {folder} ({problems_in(found)}); next: {step}; to start "
+            "anew, move these folders away"
         )
     broken = [one for one in found if one.number > best.number]
     if broken and _is_first():
