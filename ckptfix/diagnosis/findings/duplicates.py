@@ -49,7 +49,7 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
         need = (
             "needed by a script that prepares the model once: later models have wrong numbers"
             if self.shifts
-            else "not needed to load: a script that prepares the model once loads this folder, too"
+            else "no load needs a repair: a script that prepares the model once loads this folder, too"
         )
         return (
             f"{need}\nafter a repair, load_state fails in the unchanged script: prepare the model "

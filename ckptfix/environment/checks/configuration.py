@@ -134,8 +134,8 @@ def no_config(facts: Facts) -> Iterator[Said]:
         "SCRIPT` one",
         evidence=(f"{config.path} does not exist", f"torch sees {count_of(count, 'device')}"),
         fix=(
-            "accelerate config, or say it each time: accelerate launch --multi_gpu --num_processes "
-            "N SCRIPT"
+            "accelerate config, or say it each time: accelerate launch "
+            f"{'--multi_gpu --num_processes N ' if count > 1 else '--num_processes 1 '}SCRIPT"
         ),
     )
 
