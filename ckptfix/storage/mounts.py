@@ -61,14 +61,6 @@ class ObjectMount(NamedTuple):
     source: str
 
 
-def object_mounts(mountinfo: str | None = None) -> tuple[ObjectMount, ...]:
-    """Return the mounts of object stores, in the kernel's order; none where the kernel's list
-    cannot be read.
-    """
-    found = (_object_mount(one.point, one.kind, one.source) for one in _mounts(mountinfo))
-    return tuple(mount for mount in found if mount is not None)
-
-
 def object_mount_of(
     path: str | os.PathLike[str], mountinfo: str | None = None
 ) -> ObjectMount | None:
