@@ -67,4 +67,3 @@ def test_direct_copies_are_those_that_staging_makes(folder: Path) -> None:
     report = verify_reload(folder, model=build, require_transfer_proof=True)
     assert report.status == 0, str(report)
     assert found(report, Subject.SPLIT) == {Outcome.PROVEN}
-    assert found(report, Subject.PEER_HOPS) == {Outcome.PROVEN}

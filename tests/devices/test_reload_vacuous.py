@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
-from ckptfix.devices.reload.arrivals import Hops, Tally
+from ckptfix.devices.reload.arrivals import Tally
 from ckptfix.devices.reload.reload_report import Accelerators, Outcome, Subject
 from ckptfix.devices.reload.verifying import judge_pairs, verify_reload
 from ckptfix.devices.torch_devices import device_count
@@ -42,13 +42,6 @@ def test_tensors_without_an_element_prove_nothing() -> None:
     assert "without an element" in proof.text
     tally.arrived(4)
     assert [one.outcome for one in tally.proofs()] == [Outcome.PROVEN]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_no_hop_is_said_where_there_are_two_accelerators(count: int) -> None:
-    found = Hops(count=count).proofs()
-    assert [proof.outcome for proof in found] == [Outcome.NOT_EXERCISED] * (count - 1)
-    assert all(proof.is_transfer for proof in found)
 
 
 @pytest.mark.parametrize("answered", [[], [(0, 1)]])

@@ -1,11 +1,9 @@
-"""Tensors compared with their file's bytes: as read, after the disk, on their device, one hop
-further.
-"""
+"""Tensors compared with their file's bytes: as read, after the disk, and on their device."""
 
 import hashlib
 import shutil
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,12 +20,11 @@ from ckptfix.devices.reload.device_maps import (
     DISK,
     Device,
     DeviceMap,
-    answers,
     device_of,
     is_out_of_memory,
 )
 from ckptfix.devices.reload.filling import holds, tensors_of
-from ckptfix.devices.reload.outputs import CHUNK, Bytes, Mismatch, first_mismatch, hop, host_bytes
+from ckptfix.devices.reload.outputs import CHUNK, Bytes, Mismatch, first_mismatch, host_bytes
 from ckptfix.devices.reload.reload_report import Outcome, Proofs, Subject
 from ckptfix.devices.reload.stored_weights import FileTensor, Weights, file_bytes
 from ckptfix.devices.reload.user_model import Built
@@ -35,7 +32,6 @@ from ckptfix.devices.torch_devices import device
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.values import ADVICE, ValueFinding, judge_values, trained_for
 from ckptfix.errors import OperationError
-from ckptfix.hardware import Pair
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.scanning import Scan, Scanner
 from ckptfix.tensors.stored import Contiguous, StoredTensor
@@ -114,79 +110,6 @@ class Tally(Struct, kw_only=True):
 
 
 Progress = Callable[[int], None]
-
-
-class Hops(Struct, kw_only=True):
-    """Copies of this checkpoint's tensors from accelerator to accelerator.
-
-    ``avoid``: pairs that hang or kill a process, which are not tried. ``made`` and ``wrong`` count
-    tensors by pair.
-    """
-
-    count: int
-    avoid: frozenset[Pair] = frozenset()
-    made: Counter[Pair] = field(default_factory=Counter)
-    wrong: Counter[Pair] = field(default_factory=Counter)
-    tally: Tally = field(
-        default_factory=lambda: Tally(
-            subject=Subject.PEER_HOPS, what="tensors over one P2P hop", is_transfer=True
-        )
-    )
-    _dead: set[int] = field(default_factory=set)
-
-    def make(
-        self, name: str, tensor: torch.Tensor, expected: Callable[[], Iterator[Bytes]]
-    ) -> None:
-        """Copy a tensor that is on an accelerator to another, each time to the next one, and
-        compare it there.
-        """
-        if not tensor.nbytes:
-            return
-        source = int(tensor.device.index or 0)
-        others = [(source, index) for index in range(self.count) if index != source]
-        pairs = [pair for pair in others if pair not in self.avoid and not self._dead & set(pair)]
-        if not pairs:
-            if others:
-                self.tally.skip(
-                    name, f"no copy from device {source} ends well enough to be tried again"
-                )
-            return
-        pair = min(pairs, key=lambda pair: self.made[pair])
-        self.made[pair] += 1
-        try:
-            found = hop(tensor, expected(), device(pair[1]))
-        except RuntimeError as error:
-            self._failed(name, pair, error)
-            return
-        if found is None:
-            self.tally.arrived(tensor.nbytes)
-        else:
-            self.wrong[pair] += 1
-            self.tally.differs(name, f"{pair[0]} -> {pair[1]}: {found}")
-
-    def proofs(self) -> Proofs:
-        """Return the lines of the table; where there are several accelerators, there is always
-        one.
-        """
-        found = self.tally.proofs()
-        if not found and self.count > 1:
-            text = f"{self.tally.what}: no tensor was on an accelerator"
-            found.add(Subject.PEER_HOPS, Outcome.NOT_EXERCISED, text)
-        return found
-
-    def look_for_dead(self) -> None:
-        """Find out which devices no longer answer, so that no pair is blamed for what happened
-        before.
-        """
-        self._dead |= {index for index in range(self.count) if not answers(device(index))}
-
-    def _failed(self, name: str, pair: Pair, error: RuntimeError) -> None:
-        if is_out_of_memory(error):
-            self.tally.skip(name, f"no room for it on device {pair[1]}")
-            return
-        self._dead |= {index for index in pair if not answers(device(index))}
-        self.wrong[pair] += 1
-        self.tally.differs(name, f"{pair[0]} -> {pair[1]} raised {type(error).__name__}: {error}")
 
 
 class ValueProofs(Struct, kw_only=True):
@@ -277,15 +200,17 @@ def prove_files(
     weights: Weights,
     placed: Callable[[str], Device] | None,
     proofs: FileProofs,
-    hops: Hops,
     progress: Progress,
+    *,
+    accelerators: int,
 ) -> None:
     """Read every tensor, and compare it with its file: as read, after the disk, and where
     ``placed`` puts it.
 
     The values are looked at in the bytes that are compared anyway. ``placed``: name -> device, None
     to leave devices out; tensors for the CPU and the disk go to device 0 and back, as every forward
-    pass takes them there. One tensor is in memory at a time. Raises OperationError, OSError.
+    pass takes them there. ``accelerators``: how many this machine has. One tensor is in memory at a
+    time. Raises OperationError, OSError.
     """
     folder = Path(tempfile.mkdtemp(prefix="ckptfix-verify-"))
     scans: dict[str, Scan] = {}
@@ -309,8 +234,8 @@ def prove_files(
             scans[name] = scanner.result()
             on_disk = placed is not None and placed(name) == DISK
             _through_the_disk(shown, value, folder, proofs.offload, must=on_disk)
-            if placed is not None and hops.count:
-                _onto_a_device(shown, value, placed(name), stored, proofs.placement, hops)
+            if placed is not None and accelerators:
+                _onto_a_device(shown, value, placed(name), stored, proofs.placement, accelerators)
             progress(stored.nbytes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -353,10 +278,15 @@ def _through_the_disk(
 
 
 def _onto_a_device(
-    name: str, value: torch.Tensor, place: Device, stored: FileTensor, tally: Tally, hops: Hops
-) -> None:  # fmt: skip
+    name: str,
+    value: torch.Tensor,
+    place: Device,
+    stored: FileTensor,
+    tally: Tally,
+    accelerators: int,
+) -> None:
     index = place if isinstance(place, int) else 0
-    if index >= hops.count:
+    if index >= accelerators:
         tally.skip(name, f"device {index} is not on this machine")
         return
     try:
@@ -372,7 +302,6 @@ def _onto_a_device(
         tally.differs(name, f"on device {index}: {found}")
         return
     tally.arrived(stored.nbytes)
-    hops.make(name, there, lambda: file_bytes(stored, CHUNK))
 
 
 def bytes_on(devices: Mapping[str, Device], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -439,42 +368,12 @@ def prove_model(
             tally.differs(held.name, f"on {wanted}: {found}")
 
 
-def hop_model(built: Built, loaded: Loaded, hops: Hops, main: Device) -> None:
-    """Copy every tensor of a dispatched model to another accelerator, and compare it there.
-
-    It begins where it is; what is offloaded begins on ``main``, as in a forward pass. Without an
-    accelerator in the map, nothing is copied.
-    """
-    hops.look_for_dead()
-    for held in _held(built, [*built.filled.names, *loaded]):
-        value = held.value
-        if value is None or (value.device.type == CPU and isinstance(main, str)):
-            continue
-        try:
-            if value.device.type == CPU and isinstance(main, int):
-                value = value.to(device(main))
-            is_right = _difference(built, held.name, value, loaded) is None
-        except RuntimeError:
-            is_right = False
-        if is_right:
-            hops.make(held.name, value, partial(_expected, built, held.name, value, loaded))
-        else:
-            hops.tally.skip(
-                held.name, "after the runs it is no longer what was placed, or cannot be read"
-            )
-
-
 def _difference(
     built: Built, name: str, value: torch.Tensor, loaded: Loaded
 ) -> Mismatch | str | None:
     if name in loaded:
         return None if _digest(value) == loaded[name] else "other bytes than in the loaded model"
     return first_mismatch(value, expected_bytes(built, name, value.dtype))
-
-
-def _expected(built: Built, name: str, value: torch.Tensor, loaded: Loaded) -> Iterator[Bytes]:
-    """Yield the bytes of a tensor that has been found to be right where it is."""
-    return host_bytes(value) if name in loaded else expected_bytes(built, name, value.dtype)
 
 
 def _digest(value: torch.Tensor) -> bytes:

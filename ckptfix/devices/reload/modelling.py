@@ -11,10 +11,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.devices.reload.arrivals import (
-    Hops,
     Loaded,
     Tally,
-    hop_model,
     prove_model,
     remember_loaded,
 )
@@ -70,7 +68,7 @@ class ModelProof(Struct, kw_only=True):
 
 
 def verify_model(
-    built: Built, plan: MapPlan, machine: Accelerators, repeats: int, *, hops: Hops,
+    built: Built, plan: MapPlan, machine: Accelerators, repeats: int, *,
     hangs: frozenset[Pair], has_nan: bool,
 ) -> ModelProof:  # fmt: skip
     """Prove what a model holds and computes: on the CPU, on its map, and against one device. Raises
@@ -93,7 +91,7 @@ def verify_model(
         proof.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     try:
         for trial in trials:
-            _on_a_map(proof, built, trial, single, loaded, machine, repeats, hops, hangs)
+            _on_a_map(proof, built, trial, single, loaded, machine, repeats, hangs)
     except ModelLost as error:
         if not any(one.outcome is Outcome.FAILED for one in proof.proofs):  # which would be why
             text = f"the model could not be read back from its devices: {error}"
@@ -180,7 +178,7 @@ def _say_nonfinite(proof: ModelProof, single: Baseline, where: str, *, has_nan: 
 
 def _on_a_map(
     proof: ModelProof, built: Built, trial: Trial, single: Outputs | None, loaded: Loaded,
-    machine: Accelerators, repeats: int, hops: Hops, hangs: frozenset[Pair],
+    machine: Accelerators, repeats: int, hangs: frozenset[Pair],
 ) -> None:  # fmt: skip
     used = trial.accelerators
     with _room(built, trial) as (folder, needs):
@@ -203,7 +201,6 @@ def _on_a_map(
                     proof.proofs += [_named(one, trial) for one in runs.proofs]
                     proof.runs = runs if len(used) > 1 else proof.runs
                     proof.ran = max(proof.ran, repeats if used else 1)
-                hop_model(built, loaded, hops, trial.main)
         except ModelLost:
             raise
         except ANYTHING as error:  # no room on a device, most of all

@@ -13,7 +13,6 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from ckptfix.devices.routing import bypassed
 from ckptfix.wording import count_of
 
 _DEPTH = 8
@@ -244,9 +243,7 @@ def one_line(text: str) -> str:
 
 
 CHUNK = 64 << 20
-"""Bytes compared at a time. Some faults begin at 32 MiB a copy, so hops must not be cut smaller
-than that.
-"""
+"""Bytes compared at a time."""
 
 Bytes = Any
 """A one-dimensional numpy array of uint8."""
@@ -293,31 +290,6 @@ def first_mismatch(tensor: torch.Tensor, expected: Iterable[Bytes]) -> Mismatch 
             return Mismatch(position + first, int(got[first]), int(want[first]))
         position += len(want)
     return Mismatch(position, None, None) if position != len(raw) else None
-
-
-def hop(
-    tensor: torch.Tensor, expected: Iterable[Bytes], destination: torch.device,
-) -> Mismatch | None:  # fmt: skip
-    """Copy a tensor to another accelerator, directly, and return the first byte that arrived wrong;
-    None for none.
-
-    What the destination holds before is the complement of what should arrive: a caching allocator
-    hands back blocks that still hold the right bytes, and a copy that writes nothing would pass
-    (pytorch #87363).
-    """
-    flat = _flat(tensor)
-    step = max(1, CHUNK // max(1, flat.element_size()))
-    position = 0
-    for begin, want in zip(range(0, flat.numel(), step), expected, strict=True):
-        part = flat[begin : begin + step]
-        there = torch.empty(part.shape, dtype=part.dtype, device=destination)
-        there.view(torch.uint8).copy_(torch.from_numpy(numpy.bitwise_not(want)))
-        with bypassed():
-            there.copy_(part)
-        if (found := first_mismatch(there, (want,))) is not None:
-            return found._replace(offset=position + found.offset)
-        position += len(want)
-    return None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,6 @@ class Subject(Enum):
     DISK_OFFLOAD = "disk-offload"
     PLACEMENT = "placement"
     PEER_PROBE = "peer-probe"
-    PEER_HOPS = "peer-hops"
     SPLIT = "split"
     OUTPUTS = "outputs"
     BEYOND = "beyond"
@@ -87,7 +86,7 @@ class Proof(Serialized, Struct, frozen=True, kw_only=True):
         return f"{self.outcome.value}: {self.text}"
 
 
-_ABOUT_TRANSFERS = (Subject.PEER_PROBE, Subject.PEER_HOPS, Subject.SPLIT)
+_ABOUT_TRANSFERS = (Subject.PEER_PROBE, Subject.SPLIT)
 
 
 class Proofs(list[Proof]):
@@ -116,23 +115,18 @@ class PairFacts(Serialized, Struct, frozen=True, kw_only=True):
 
     ``probe``: the verdict of the probe ("healthy", "wrong", "hang", "inconclusive", "unusable"),
     None when it did not run; ``probe_kind``: of damage ("zeros", ...), ``probe_detail``: the
-    probe's own words. ``hops``, ``hops_wrong``: copies of this checkpoint's tensors, and how many
-    arrived with other bytes. ``moves``: copies in one forward pass of the split model.
-    ``alone_wrong``: of ``alone_runs`` passes in which this pair alone copied directly, how many
-    gave another output.
+    probe's own words. ``moves``: copies in one forward pass of the split model. ``alone_wrong``: of
+    ``alone_runs`` passes in which this pair alone copied directly, how many gave another output.
     """
 
     json_keys: ClassVar = (
-        "source destination outcome probe probe_kind probe_detail hops hops_wrong moves alone_runs "
-        "alone_wrong"
+        "source destination outcome probe probe_kind probe_detail moves alone_runs alone_wrong"
     )
 
     pair: Pair
     probe: str | None = None
     probe_kind: str = ""
     probe_detail: str = ""
-    hops: int = 0
-    hops_wrong: int = 0
     moves: int = 0
     alone_runs: int = 0
     alone_wrong: int = 0
@@ -142,9 +136,9 @@ class PairFacts(Serialized, Struct, frozen=True, kw_only=True):
         """FAILED when any copy was wrong or could not be made, PROVEN when some were right and none
         was wrong.
         """
-        if self.hops_wrong or self.alone_wrong or self.probe in ("wrong", "hang", "unusable"):
+        if self.alone_wrong or self.probe in ("wrong", "hang", "unusable"):
             return Outcome.FAILED
-        if self.probe == "healthy" or (self.probe is None and self.hops):
+        if self.probe == "healthy":
             return Outcome.PROVEN
         return Outcome.NOT_EXERCISED
 
@@ -167,48 +161,6 @@ class PairFacts(Serialized, Struct, frozen=True, kw_only=True):
     def destination(self) -> int:
         """The accelerator to which was copied."""
         return self.pair[1]
-
-
-class Divergence(Serialized, Struct, frozen=True, kw_only=True):
-    """The first point at which a split model computed with other bytes than were sent.
-
-    ``suspects``: the ordered pairs that, copying directly alone, changed the output. ``pair``,
-    ``block`` and the rest are those of the first wrong copy that tracing saw.
-    ``vanishes_when_traced``: it saw none, so a race is likely; then ``pair`` is the only suspect,
-    or None. ``first_offset`` counts bytes from the begin of the tensor.
-    """
-
-    json_keys: ClassVar = (
-        "message=__str__ runs wrong_runs suspects vanishes_when_traced pair block operation dtype "
-        "shape first_offset"
-    )
-
-    runs: int
-    wrong_runs: int
-    suspects: tuple[Pair, ...] = ()
-    vanishes_when_traced: bool = False
-    pair: Pair | None = None
-    block: str = ""
-    operation: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    first_offset: int | None = None
-
-    def __str__(self) -> str:
-        pairs = ", ".join(f"{source} -> {destination}" for source, destination in self.suspects)
-        alone = f"; wrong with this pair alone copying directly: {pairs}" if pairs else ""
-        if self.vanishes_when_traced:
-            return (
-                f"{self.wrong_runs} of {self.runs} runs wrong, and right when traced: a race, "
-                f"bytes that arrive late{alone or '; no ordered pair alone shows it'}"
-            )
-        if self.pair is None:
-            return f"{self.wrong_runs} of {self.runs} runs wrong; no copy was seen to be{alone}"
-        return (
-            f"{self.pair[0]} -> {self.pair[1]} at {self.block or 'the model itself'}: a "
-            f"{self.dtype} tensor of shape {list(self.shape)} arrived with other bytes, the first "
-            f"at offset {self.first_offset}{alone}"
-        )
 
 
 class Accelerators(Serialized, Struct, frozen=True, kw_only=True):
@@ -254,7 +206,6 @@ _ADVICE = {
     Subject.DISK_OFFLOAD: _HARDWARE,
     Subject.PLACEMENT: _HARDWARE,
     Subject.PEER_PROBE: _PEERS,
-    Subject.PEER_HOPS: _PEERS,
     Subject.SPLIT: _PEERS,
     Subject.OUTPUTS: "load the model onto one device, or try another --device-map",
 }
@@ -272,7 +223,7 @@ class ReloadReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
 
     json_keys: ClassVar = (
         "path machine model map_source device_map device_bytes tensors bytes=nbytes repeats proofs "
-        "pairs divergence require_transfer_proof ran verdict next=next_steps"
+        "pairs require_transfer_proof ran verdict next=next_steps"
     )
 
     path: Path
@@ -286,7 +237,6 @@ class ReloadReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     repeats: int
     proofs: tuple[Proof, ...]
     pairs: tuple[PairFacts, ...] = ()
-    divergence: Divergence | None = None
     require_transfer_proof: bool = False
     ran: int = 0
 
@@ -417,7 +367,6 @@ def html_page(report: ReloadReport, data: Sequence[str] = (), data_status: int =
         f"<p>{_text(_about(report))}</p>",
         "<h2>What was proven, and what was not exercised</h2>",
         _table(("outcome", "what"), map(_proof_row, report.proofs)),
-        *_divergence(report),
         *_matrix(report),
         "<h2>Device map</h2>",
         f"<p>{_text(report.map_source)}</p>",
@@ -473,12 +422,6 @@ def _proof_row(proof: Proof) -> str:
     )
 
 
-def _divergence(report: ReloadReport) -> Iterable[str]:
-    if report.divergence is not None:
-        yield "<h2>First divergence</h2>"
-        yield f"<p>{_text(str(report.divergence))}</p>"
-
-
 def _matrix(report: ReloadReport) -> Iterable[str]:
     if not report.pairs:
         return
@@ -502,7 +445,6 @@ def _cell(facts: PairFacts | None) -> str:
     lines = [facts.outcome.value]
     if facts.probe is not None:
         lines.append(f"probe: {facts.probe} {facts.probe_kind}".rstrip())
-    lines.append(f"{count_of(facts.hops, 'tensor')} sent, {facts.hops_wrong} wrong")
     if facts.moves:
         lines.append(f"{facts.moves} copies a forward pass")
     if facts.alone_runs:

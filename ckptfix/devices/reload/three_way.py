@@ -3,14 +3,13 @@
 Direct against staged, with one map and the same kernels, judges transfers; staged against one
 device judges kernels; staged against itself shows non-determinism. Runs that decide are never
 traced: reading tensors back synchronises, and a race does not happen while one looks. So a pair at
-fault is found without looking first, by letting it alone copy directly; only then are copies
-traced.
+fault is found without looking, by letting it alone copy directly.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import find_tied_parameters
@@ -28,26 +27,16 @@ from ckptfix.devices.reload.outputs import (
     Deviation,
     deviation,
     equal_bits,
-    first_mismatch,
     holds_nan,
-    host_bytes,
     in_words,
 )
-from ckptfix.devices.reload.reload_report import Divergence, Outcome, Proofs, Subject
+from ckptfix.devices.reload.reload_report import Outcome, Proofs, Subject
 from ckptfix.devices.reload.user_model import Built, Inputs
 from ckptfix.devices.routing import bypassed
 from ckptfix.devices.torch_devices import device
 from ckptfix.devices.transfers import safe_transfers
 from ckptfix.hardware import Pair
 from ckptfix.wording import count_of
-
-
-class Moved(NamedTuple):
-    """One tensor that an operation moves from an accelerator to another."""
-
-    source: torch.Tensor
-    pair: Pair
-    place: int
 
 
 def alone(run: Callable[[], Outputs], reference: Outputs, pair: Pair, repeats: int) -> int:
@@ -65,37 +54,6 @@ def alone(run: Callable[[], Outputs], reference: Outputs, pair: Pair, repeats: i
     return wrong
 
 
-def localise(
-    model: Any, run: Callable[[], Outputs], wrong_runs: int, repeats: int, suspects: Sequence[Pair]
-) -> Divergence:
-    """Trace direct runs until a copy is seen to deliver other bytes, at most ``repeats`` of
-    them.
-    """
-    ended_well = True
-    for _ in range(repeats):
-        trace = _Trace()
-        try:
-            with (
-                bypassed(),
-                _following_calls(model, trace.modules.append, trace.modules.pop),
-                trace,
-            ):
-                run()
-        except ANYTHING:  # the copy itself, or what the model makes of wrong bytes
-            ended_well = False
-        if trace.first is not None:
-            return Divergence(
-                runs=repeats, wrong_runs=wrong_runs, suspects=tuple(suspects), **trace.first
-            )
-    return Divergence(
-        runs=repeats,
-        wrong_runs=wrong_runs,
-        suspects=tuple(suspects),
-        vanishes_when_traced=ended_well,
-        pair=suspects[0] if len(suspects) == 1 else None,
-    )
-
-
 class _OneDirect(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed, so its classes are Any
     """Copies of one pair pass the staging; nothing is read back."""
 
@@ -105,98 +63,47 @@ class _OneDirect(TorchDispatchMode):  # type: ignore[misc]  # torch is not follo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(moved.pair == self.pair for moved in _moves(func, args, kwargs)):
+        if self.pair in _pairs_of(func, args, kwargs):
             with bypassed():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-class _Trace(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed, so its classes are Any
-    """Every copy between accelerators is compared on the host with what was sent; the first wrong
-    one is kept.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: dict[str, Any] | None = None
-        self.modules: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        for moved in () if self.first is not None else _moves(func, args, kwargs):
-            there = _destination(func, args, result, moved.place)
-            sent = moved.source.cpu().to(there.dtype).expand(there.shape)
-            found = first_mismatch(there, host_bytes(sent))
-            if found is not None:
-                self.first = {
-                    "pair": (moved.pair[0], int(there.device.index or 0)),
-                    "block": self.modules[-1] if self.modules else "",
-                    "operation": str(func),
-                    "dtype": str(there.dtype).removeprefix("torch."),
-                    "shape": tuple(there.shape),
-                    "first_offset": found.offset,
-                }
-                break
-        return result
-
-
-def _moves(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Moved]:
-    """Yield what an operation moves between accelerators: ``.to``, ``copy_`` and
-    ``_foreach_copy_``.
+def _pairs_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Pair]:
+    """Yield a pair for each tensor that an operation moves between accelerators: ``.to``, ``copy_``
+    and ``_foreach_copy_``.
     """
     name = func.overloadpacket if hasattr(func, "overloadpacket") else func
+    moved: list[tuple[torch.Tensor, torch.device | None]] = []
     if name is torch.ops.aten._to_copy:
-        yield from _move(args[0], kwargs.get("device"), 0)
+        moved = [(args[0], kwargs.get("device"))]
     elif name is torch.ops.aten.copy_:
-        yield from _move(args[1], args[0].device, 0)
+        moved = [(args[1], args[0].device)]
     elif name is torch.ops.aten._foreach_copy_:
-        for place, (into, source) in enumerate(zip(args[0], args[1], strict=True)):
-            yield from _move(source, into.device, place)
-
-
-def _move(source: torch.Tensor, target: torch.device | None, place: int) -> Iterator[Moved]:
-    start = source.device
-    if target is None or start.type != target.type or start.type in ("cpu", "meta"):
-        return
-    end = target.index
-    if end is None:
-        end = torch.get_device_module(target).current_device()
-    if start.index != end:
-        yield Moved(source, (int(start.index or 0), int(end)), place)
-
-
-def _destination(func: Any, args: Sequence[Any], result: Any, place: int) -> torch.Tensor:
-    if func.overloadpacket is torch.ops.aten._foreach_copy_:
-        return args[0][place]
-    return result
+        moved = [(source, into.device) for into, source in zip(args[0], args[1], strict=True)]
+    for source, target in moved:
+        start = source.device
+        if target is None or start.type != target.type or start.type in (CPU, "meta"):
+            continue
+        end = target.index
+        if end is None:
+            end = torch.get_device_module(target).current_device()
+        if start.index != end:
+            yield int(start.index or 0), int(end)
 
 
 @contextmanager
-def _following_calls(
-    model: Any, enter: Callable[[str], None], leave: Callable[[], object] | None = None
-) -> Iterator[None]:
-    """Call ``enter`` with the name of each module before its forward, and ``leave`` behind it.
-
-    accelerate moves a block's arguments inside of the block's forward, so a copy belongs to the
-    module entered last.
-    """
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(
-            module.register_forward_pre_hook(lambda module, args, name=name: enter(name))
-        )
-        if leave is not None:
-            handles.append(module.register_forward_hook(partial(_after_call, leave)))
+def _following_calls(model: Any, enter: Callable[[str], None]) -> Iterator[None]:
+    """Call ``enter`` with the name of each module before its forward."""
+    handles = [
+        module.register_forward_pre_hook(lambda module, args, name=name: enter(name))
+        for name, module in model.named_modules()
+    ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _after_call(leave: Callable[[], object], module: Any, args: Any, output: Any) -> None:
-    leave()  # a hook that returns something replaces the output
 
 
 def unreached_parts(model: Any, inputs: Inputs, where: torch.device) -> tuple[str, ...] | None:
@@ -302,7 +209,6 @@ class Runs(Struct, kw_only=True):
     moves: Mapping[Pair, int] = field(default_factory=dict)
     alone_runs: int = 0
     alone_wrong: dict[Pair, int] = field(default_factory=dict)
-    divergence: Divergence | None = None
 
 
 class Deviations(Struct, kw_only=True):
@@ -436,7 +342,7 @@ def compare_split(
         )
         runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     else:
-        _compare_direct(runs, built, trial, once, first, noise, repeats)
+        _compare_direct(runs, trial, once, first, noise, repeats)
     _compare_kernels(runs, built, once, first, single, noise, f"{where} alone")
     return runs
 
@@ -476,7 +382,7 @@ def _staged(
 
 
 def _compare_direct(
-    runs: Runs, built: Built, trial: Trial, once: Callable[[], Outputs], first: Outputs,
+    runs: Runs, trial: Trial, once: Callable[[], Outputs], first: Outputs,
     noise: Deviation | None, repeats: int,
 ) -> None:  # fmt: skip
     direct = Deviations(first=first)
@@ -502,11 +408,6 @@ def _compare_direct(
     if not direct.raised and not is_fault:
         _add_no_fault(runs, direct, noise, repeats)
         return
-    runs.alone_runs = repeats
-    for pair in runs.moves if noise is None else ():
-        runs.alone_wrong[pair] = alone(once, first, pair, repeats)
-    suspects = [pair for pair, count in runs.alone_wrong.items() if count]
-    runs.divergence = localise(built.model, once, direct.wrong, repeats, suspects)
     many = count_of(repeats, "run")
     if direct.raised:
         text = (
@@ -517,14 +418,20 @@ def _compare_direct(
     else:
         text = (
             f"transfer fault: {direct.wrong} of {many} with direct copies differ from the staged "
-            "ones"
+            f"ones ({direct.worst})"
         )
-        text = f"{text} ({direct.worst})"
-    runs.proofs.add(
-        Subject.SPLIT,
-        Outcome.FAILED,
-        f"{text}; {runs.divergence}; next: ckptfix doctor --peer-copies",
-    )
+    if noise is None:
+        runs.alone_runs = repeats
+        runs.alone_wrong = {pair: alone(once, first, pair, repeats) for pair in runs.moves}
+        text += f"; {_in_words([pair for pair, wrong in runs.alone_wrong.items() if wrong])}"
+    runs.proofs.add(Subject.SPLIT, Outcome.FAILED, f"{text}; next: ckptfix doctor --peer-copies")
+
+
+def _in_words(suspects: Sequence[Pair]) -> str:
+    if not suspects:
+        return "no ordered pair alone shows it"
+    named = ", ".join(f"{source} -> {destination}" for source, destination in suspects)
+    return f"wrong with this pair alone copying directly: {named}"
 
 
 def _noisy(direct: Deviations, noise: Deviation) -> str:

@@ -14,7 +14,7 @@ from ckptfix.checkpoint.entries import all_state_dicts, changed_files
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.devices.probe import probe_peer_copies
 from ckptfix.devices.probe.probe_report import ProbeReport, Verdict
-from ckptfix.devices.reload.arrivals import FileProofs, Hops, bytes_on, prove_files
+from ckptfix.devices.reload.arrivals import FileProofs, bytes_on, prove_files
 from ckptfix.devices.reload.device_maps import (
     Spread,
     find_accelerators,
@@ -39,7 +39,6 @@ from ckptfix.devices.reload.three_way import Runs
 from ckptfix.devices.reload.user_model import Built, Factory, build_from_factory
 from ckptfix.devices.torch_devices import ordered_pairs
 from ckptfix.errors import ChangedError, UsageError
-from ckptfix.hardware import Pair
 from ckptfix.storage.files import on_disk
 from ckptfix.storage.paths import command
 from ckptfix.wording import count_of, list_names
@@ -48,15 +47,8 @@ _BROKEN = (Verdict.WRONG, Verdict.HANG, Verdict.UNUSABLE)
 _NEXT = "next: ckptfix doctor --peer-copies"
 
 
-def untried(probe: ProbeReport | None) -> frozenset[Pair]:
-    """Return the pairs over which no tensor is sent: they would hang this process, or cannot be
-    used at all.
-    """
-    return frozenset() if probe is None else probe.with_verdict(Verdict.HANG, Verdict.UNUSABLE)
-
-
 def pair_facts(
-    machine: Accelerators, probe: ProbeReport | None, hops: Hops, runs: Runs
+    machine: Accelerators, probe: ProbeReport | None, runs: Runs
 ) -> tuple[PairFacts, ...]:
     """Return the known facts of every ordered pair of this machine."""
     facts = []
@@ -68,8 +60,6 @@ def pair_facts(
                 probe=report.verdict.value if report is not None else None,
                 probe_kind=report.kind if report is not None else "",
                 probe_detail=str(report) if report is not None else "",
-                hops=hops.made[pair],
-                hops_wrong=hops.wrong[pair],
                 moves=runs.moves.get(pair, 0),
                 alone_runs=runs.alone_runs if pair in runs.alone_wrong else 0,
                 alone_wrong=runs.alone_wrong.get(pair, 0),
@@ -197,20 +187,19 @@ def verify_reload(
                 f"{named} maps one model, here are {len(readable)}; give the path of one: {labels}"
             )
         probe = _probe(machine)
-        hops = Hops(count=machine.count, avoid=untried(probe))
         read = progress or (lambda count: None)
         if built is None:
-            _without_model(readable, request, machine, hops, found, read)
+            _without_model(readable, request, machine, found, read)
             if machine.count > 1:
                 text = "direct copies against staged ones: no model is run"
                 found.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
         else:
             proof, what = (
-                _with_model(built, request, machine, hops, probe, found, repeats, read),
+                _with_model(built, request, machine, probe, found, repeats, read),
                 built.what,
             )
-        facts = pair_facts(machine, probe, hops, proof.runs)
-        found.proofs += [*hops.proofs(), *judge_pairs(machine, probe), *beyond(proof.ran, probe)]
+        facts = pair_facts(machine, probe, proof.runs)
+        found.proofs += [*judge_pairs(machine, probe), *beyond(proof.ran, probe)]
         if changed := changed_files(folder.root, [one.entry for one in readable]):
             raise ChangedError(
                 f"{folder.root / changed[0]} changed while it was verified; verify it again"
@@ -228,7 +217,6 @@ def verify_reload(
         repeats=repeats,
         proofs=tuple(sorted(found.proofs, key=_place_in_table)),
         pairs=facts,
-        divergence=proof.runs.divergence,
         require_transfer_proof=require_transfer_proof,
         ran=proof.ran,
     )
@@ -300,7 +288,6 @@ def _without_model(
     weights: Sequence[Weights],
     request: MapRequest,
     machine: Accelerators,
-    hops: Hops,
     found: _Collected,
     progress: Progress,
 ) -> None:
@@ -309,9 +296,8 @@ def _without_model(
         plan = plan_for_weights(one, request, machine)
         found.take(plan, one, {name: stored.nbytes for name, stored in one.tensors.items()})
         with one:
-            prove_files(
-                one, plan.devices.__getitem__ if plan.is_sound else None, files, hops, progress
-            )
+            placed = plan.devices.__getitem__ if plan.is_sound else None
+            prove_files(one, placed, files, progress, accelerators=machine.count)
         if not plan.is_sound and machine.count:
             text = "file -> device -> host: the map is refused"
             found.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
@@ -319,18 +305,18 @@ def _without_model(
 
 
 def _with_model(
-    built: Built, request: MapRequest, machine: Accelerators, hops: Hops, probe: ProbeReport | None,
+    built: Built, request: MapRequest, machine: Accelerators, probe: ProbeReport | None,
     found: _Collected, repeats: int, progress: Progress,
 ) -> ModelProof:  # fmt: skip
     files = FileProofs()
     with built.weights as weights:
-        prove_files(weights, None, files, hops, progress)
+        prove_files(weights, None, files, progress, accelerators=machine.count)
         found.proofs += files.proofs()
         plan = plan_for_model(built, request, machine)
         found.take(plan, weights, _sizes(built))
         hangs = probe.with_verdict(Verdict.HANG) if probe is not None else frozenset()
         has_nan = files.values.has_nan
-        proof = verify_model(built, plan, machine, repeats, hops=hops, hangs=hangs, has_nan=has_nan)
+        proof = verify_model(built, plan, machine, repeats, hangs=hangs, has_nan=has_nan)
     found.proofs += proof.proofs
     return proof
 
