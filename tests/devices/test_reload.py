@@ -211,9 +211,28 @@ def test_a_map_that_splits_tied_weights_is_refused(
 def test_a_made_map_keeps_tied_weights_together(tmp_path: Path) -> None:
     folder = save_tied(tmp_path / "checkpoint", suffix=".bin")
     report = verify_reload(folder, max_memory={0: 300, 1: 300, "cpu": 300})
-    assert report.device_map["lm_head.weight"] == report.device_map["embed"]
+    assert report.device_map["lm_head"] == report.device_map["embed"] != report.device_map["mixer"]
     assert outcomes(report, Subject.TIES) == [Outcome.PROVEN]
     assert report.nbytes - sum(report.device_bytes.values()) == 0
+
+
+def test_a_made_map_keeps_numbered_modules_whole(tmp_path: Path) -> None:
+    """The names decide, also those that ``add_module`` refuses, as ``type``."""
+    blocks = [f"layers.{number}" for number in range(12)]
+    names = [f"{block}.{part}.weight" for block in blocks for part in ("up", "down")]
+    names += ["embed.weight", "type.weight", "a", "b..c"]
+    save_file({name: torch.ones(8) for name in names}, str(tmp_path / "model.safetensors"))
+    report = verify_reload(tmp_path, device_map="sequential", max_memory={0: 500, "cpu": 5000})
+    places = [report.device_map[block] for block in blocks]
+    assert places == sorted(places), "on device 0 the first ones, then on the host"
+    assert set(places) == {"0", "cpu"}
+    assert "covers every tensor: 28 names" in text_of(report, Subject.DEVICE_MAP, Outcome.PROVEN)
+
+
+def test_a_name_that_is_empty_is_mapped(tmp_path: Path) -> None:
+    save_file({"": torch.ones(8), "a.w": torch.ones(8)}, str(tmp_path / "model.safetensors"))
+    report = verify_reload(tmp_path, max_memory={"cpu": 40})
+    assert "covers every tensor: 2 names" in text_of(report, Subject.DEVICE_MAP, Outcome.PROVEN)
 
 
 def test_a_map_that_forgets_tensors_is_refused(tmp_path: Path) -> None:

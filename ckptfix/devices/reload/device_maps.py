@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -27,7 +26,6 @@ MOST = 1 << 62
 integers do not bear.
 """
 _INDEXED = re.compile(r"(?:(?!cpu:|disk:|meta:)[a-z]+:)?([0-9]{1,4})")
-_BLOCK = re.compile(r"(.*?\.[0-9]+)\.|([0-9]+)\.")
 
 
 class Spread(Enum):
@@ -82,58 +80,6 @@ def read_max_memory(given: object) -> dict[Device, int] | None:
     if not isinstance(given, Mapping) or not given:
         raise UsageError('max_memory is a JSON object like {"0": "4GiB", "cpu": "8GiB"}')
     return {_device(name, "max_memory"): _size(size, str(name)) for name, size in given.items()}
-
-
-def block_of(fqn: str) -> str:
-    """Return the module that is never split of which a tensor is a part: up to the first number,
-    else its module.
-    """
-    if match := _BLOCK.match(fqn):
-        return match[1] or match[2]
-    return fqn.rpartition(".")[0] or fqn
-
-
-def spread_blocks(
-    sizes: Mapping[str, int], limits: Mapping[Device, int], spread: Spread
-) -> dict[str, Device]:
-    """Map blocks, in their order, onto devices: contiguous, at most ``limits`` bytes each; what is
-    left goes to disk.
-
-    ``sizes``: block -> bytes. Balanced maps give each accelerator an equal share; "cpu" takes what
-    does not fit.
-    """
-    accelerators = sorted(
-        device for device in limits if isinstance(device, int) and limits[device] > 0
-    )
-    shared = accelerators[1:] if spread is Spread.LOW_0 and len(accelerators) > 1 else accelerators
-    order: list[Device] = [*shared, *(one for one in accelerators if one not in shared)]
-    order += [CPU] if limits.get(CPU) else []
-    total = sum(sizes.values())
-    used: Counter[Device] = Counter()
-    mapped: dict[str, Device] = {}
-    place = begin = 0
-    for block, size in sizes.items():
-        if spread is not Spread.SEQUENTIAL and place < len(shared):
-            # Where the block begins decides, so that a large last block does not move off the last
-            # device.
-            place = max(place, min(len(shared) - 1, begin * len(shared) // max(1, total)))
-        begin += size
-        while place < len(order) and used[order[place]] + size > limits[order[place]]:
-            place += 1
-        mapped[block] = order[place] if place < len(order) else DISK
-        used[mapped[block]] += size
-    return mapped
-
-
-def natural_order(names: Iterable[str]) -> list[str]:
-    """Return names with their numbers in the order of numbers: layers.2 before layers.10."""
-    return sorted(
-        names,
-        key=lambda name: [
-            (int(part), "") if part.isdecimal() else (-1, part)
-            for part in re.split(r"([0-9]+)", name)
-        ],
-    )
 
 
 def device_of(fqn: str, device_map: DeviceMap) -> Device | None:

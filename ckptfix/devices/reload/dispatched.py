@@ -28,12 +28,9 @@ from ckptfix.devices.reload.device_maps import (
     Device,
     DeviceMap,
     Spread,
-    block_of,
     device_of,
     free_memory,
-    natural_order,
     split_ties,
-    spread_blocks,
 )
 from ckptfix.devices.reload.filling import tensors_of
 from ckptfix.devices.reload.outputs import ANYTHING, in_words, output_tensors
@@ -52,20 +49,20 @@ class ModelLost(Exception):
     """
 
 
-def map_model(built: Built, spread: Spread, limits: Mapping[Device, int]) -> dict[str, Device]:
+def map_model(
+    model: Any, no_split: Sequence[str], spread: Spread, limits: Mapping[Device, int]
+) -> dict[str, Device]:
     """Return the map that accelerate makes for a model, as ``from_pretrained(device_map=...)`` gets
-    it.
+    it. ``no_split``: names of classes that stay whole.
     """
     order = sorted(limits, key=lambda device: (isinstance(device, str), device))
     memory: Any = {device: limits[device] for device in order}
-    whole = list(built.no_split)
+    whole = list(no_split)
     with quiet_accelerate():
         if spread is not Spread.SEQUENTIAL:
             low = spread is Spread.LOW_0
-            memory = get_balanced_memory(
-                built.model, memory, no_split_module_classes=whole, low_zero=low
-            )
-        made = infer_auto_device_map(built.model, max_memory=memory, no_split_module_classes=whole)
+            memory = get_balanced_memory(model, memory, no_split_module_classes=whole, low_zero=low)
+        made = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)
     return {
         str(name): device if isinstance(device, int) else str(device)
         for name, device in made.items()
@@ -246,67 +243,114 @@ class MapRequest(Struct, frozen=True, kw_only=True):
 
 
 def plan_for_weights(weights: Weights, request: MapRequest, machine: Accelerators) -> MapPlan:
-    """Plan without a model class: blocks and sizes come from the files' headers."""
-    source, ties = request.source, weights.ties
-    names = list(weights.tensors)
-    if isinstance(request.given, Spread):
-        source = f"{source}, blocks from the files' headers"
-        device_map = _from_headers(weights, request.given, request.limits_on(machine))
-    else:
-        device_map = dict(request.given)
-    places = {place for name in names if (place := device_of(name, device_map)) is not None}
-    tied = [name for group in ties for name in group]
-    said = _strange(
-        device_map,
-        [*names, *tied],
-        "the files",
-        "a module that owns no tensor, or a misspelt name",
-    )
-    return _judged(source, device_map, names, ties, machine, places, said)
+    """Plan without a model class: modules are made of the names, and numbered ones stay whole."""
+    model = _module_of(weights)
+    modules = [name for name, _ in model.named_modules()]
+    tied = [name for group in weights.ties for name in group]
+    names, why = [*weights.tensors], "a module that owns no tensor, or a misspelt name"
+    said = _strange(request.given, [*names, *tied, *modules], "the files", why)
+    made = " from the names in the files, numbered modules kept in one piece"
+    return _plan(model, (_Numbered.__name__,), made, names, weights.ties, request, machine, said)
 
 
 def plan_for_model(built: Built, request: MapRequest, machine: Accelerators) -> MapPlan:
-    """Plan for a model: accelerate makes the map, blocks that the model names stay whole."""
-    source, model = request.source, built.model
-    names = list(tensors_of(model))
+    """Plan for a model; blocks that it names stay whole."""
+    model, names = built.model, list(tensors_of(built.model))
+    modules = [name for name, _ in model.named_modules()]
+    kind = type(model).__name__
+    said = _strange(request.given, [*names, *modules], kind, "misspelt")
+    made = f", {', '.join(built.no_split)} kept in one piece" if built.no_split else ""
     ties = find_tied_parameters(model)
-    if not isinstance(request.given, Spread):
-        device_map = dict(request.given)
-        modules = [name for name, _ in model.named_modules()]
-        said = _strange(device_map, [*names, *modules], type(model).__name__, "misspelt")
-        return _judged(source, device_map, names, ties, machine, places_of(model, device_map), said)
-    whole = f", {', '.join(built.no_split)} kept in one piece" if built.no_split else ""
-    source = f"{source}, made by accelerate{whole}"
-    limits = request.limits_on(machine)
-    try:
-        device_map = {"": CPU} if limits == {CPU: MOST} else map_model(built, request.given, limits)
-    except ANYTHING as error:  # accelerate walks through the user's own modules
-        text = f"accelerate makes no map for {type(model).__name__}: {in_words(error)}"
-        failed = Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.FAILED, text=text)
-        return MapPlan(
-            source=source, device_map={}, devices={}, proofs=(failed,), is_sound=False, absent=()
+    return _plan(model, built.no_split, made, names, ties, request, machine, said)
+
+
+class _Numbered(torch.nn.Module):  # type: ignore[misc]  # torch is not followed, so its classes are Any
+    """A module that has a number for a name, as the blocks of a list have."""
+
+
+def _module_of(weights: Weights) -> torch.nn.Module:
+    """Return modules on the meta device, nested as the names of the files are, with parameters of
+    their sizes.
+    """
+    root = torch.nn.Module()
+    parameters = {
+        name: torch.nn.Parameter(
+            torch.empty(stored.nbytes, dtype=torch.uint8, device="meta"), requires_grad=False
         )
-    return _judged(source, device_map, names, ties, machine, places_of(model, device_map), ())
+        for name, stored in weights.tensors.items()
+    }
+    for group in weights.ties:
+        parameters |= dict.fromkeys(group, parameters[group[0]])
+    # the header of a safetensors file has "layers.10" before "layers.2"
+    for *around, last in sorted((name.split(".") for name in parameters), key=_by_number):
+        module = root
+        for part in around:
+            if part not in module._modules:
+                # add_module refuses the names of its own methods, as in "type.weight"
+                module._modules[part] = _Numbered() if part.isdecimal() else torch.nn.Module()
+            module = module._modules[part]
+        module._parameters[last] = parameters[".".join((*around, last))]
+    return root
+
+
+def _by_number(parts: Sequence[str]) -> list[tuple[int, str]]:
+    return [(len(part) if part.isdecimal() else 0, part) for part in parts]
+
+
+def _plan(
+    model: Any,
+    no_split: Sequence[str],
+    made: str,
+    names: Sequence[str],
+    ties: Sequence[Sequence[str]],
+    request: MapRequest,
+    machine: Accelerators,
+    said: Sequence[Proof],
+) -> MapPlan:
+    """Plan the user's map, or the one that accelerate makes."""
+    if not isinstance(request.given, Spread):
+        device_map, source = dict(request.given), request.source
+    else:
+        source = f"{request.source}, made by accelerate{made}"
+        limits = request.limits_on(machine)
+        try:
+            device_map = (
+                {"": CPU}
+                if limits == {CPU: MOST}
+                else map_model(model, no_split, request.given, limits)
+            )
+        except ANYTHING as error:  # accelerate walks through the user's own modules
+            text = f"accelerate makes no map for {type(model).__name__}: {in_words(error)}"
+            failed = Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.FAILED, text=text)
+            return MapPlan(
+                source=source, device_map={}, devices={}, proofs=(failed,), is_sound=False,
+                absent=(),
+            )  # fmt: skip
+    return _judged(source, device_map, names, ties, machine, places_of(model, device_map), said)
 
 
 def _strange(
-    device_map: DeviceMap, names: Sequence[str], where: str, why: str
+    given: Spread | DeviceMap, names: Sequence[str], where: str, why: str
 ) -> tuple[Proof, ...]:
-    """Return a line for the names of a map that match nothing: accelerate accepts them silently."""
+    """Return a line for the names of the user's map that match nothing: accelerate accepts them
+    silently.
+    """
+    if isinstance(given, Spread):
+        return ()
     parts = {""} | {
         ".".join(steps[:depth])
         for name in names
         for steps in (name.split("."),)
         for depth in range(1, len(steps) + 1)
     }
-    unknown = [name for name in device_map if name not in parts]
+    unknown = [name for name in given if name not in parts]
     if not unknown:
         return ()
     text = (
         f"{count_of(len(unknown), 'name')} of the map not in {where}: {list_names(unknown)}: "
         f"{why}, moves nothing"
     )
-    is_transfer = any(isinstance(device_map[name], int) for name in unknown)
+    is_transfer = any(isinstance(given[name], int) for name in unknown)
     line = Proof(
         subject=Subject.DEVICE_MAP,
         outcome=Outcome.NOT_EXERCISED,
@@ -314,27 +358,6 @@ def _strange(
         is_transfer=is_transfer,
     )
     return (line,)
-
-
-def _from_headers(
-    weights: Weights, spread: Spread, limits: Mapping[Device, int]
-) -> dict[str, Device]:
-    first = {
-        name: group[0] for group in weights.ties for name in group if group[0] in weights.tensors
-    }
-    sizes: dict[str, int] = {}
-    for name in natural_order(weights.tensors):
-        is_tied_to_other = first.get(name, name) != name
-        block = block_of(name)
-        sizes[block] = sizes.get(block, 0) + (
-            0 if is_tied_to_other else weights.tensors[name].nbytes
-        )
-    mapped = spread_blocks(sizes, limits, spread)
-    placed = dict(mapped)
-    for name, kept in first.items():
-        if name in weights.tensors and mapped[block_of(kept)] != mapped[block_of(name)]:
-            placed[name] = mapped[block_of(kept)]
-    return placed
 
 
 def _judged(

@@ -19,6 +19,7 @@ from ckptfix.devices.reload.arrivals import (
 from ckptfix.devices.reload.device_maps import (
     CPU,
     DISK,
+    MOST,
     Device,
     DeviceMap,
     Spread,
@@ -269,7 +270,8 @@ def _half(built: Built) -> DeviceMap:
     accelerate makes none.
     """
     try:
-        return map_model(built, Spread.SEQUENTIAL, {0: size_of(built.model) // 2, CPU: 1 << 62})
+        limits: dict[Device, int] = {0: size_of(built.model) // 2, CPU: MOST}
+        return map_model(built.model, built.no_split, Spread.SEQUENTIAL, limits)
     except ANYTHING:
         return {"": 0}
 
