@@ -124,7 +124,7 @@ def may_be_of_torch(reader: FileReader) -> bool:
     if is_zip or head.startswith((b"PK", b"\x80")) or head == b"P" or looks_like_safetensors(head):
         return True
     return any(
-        part in head for part in (_FIRST_RECORD, _OF_TENSORS, _LEGACY)
+        part in head for part in (_ZIP, _FIRST_RECORD, _OF_TENSORS, _LEGACY)
     ) or _END_OF_ZIP in reader.read(reader.size - size, size)
 
 

@@ -335,6 +335,15 @@ def test_a_few_bytes_of_a_zip_with_a_wrong_one_among_the_first(folder: Path, pla
     assert check(folder).status == 1
 
 
+def test_a_few_bytes_of_a_zip_in_another_order(folder: Path) -> None:
+    torch.save({"weight": torch.ones(2, 2)}, folder / "model.bin")
+    data = (folder / "model.bin").read_bytes()
+    (folder / "model.bin").write_bytes(data[6:12] + data[:6] + data[12:15])
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(folder / "model.bin", weights_only=True)
+    assert check(folder).status == 1
+
+
 def test_raw_numbers_may_begin_with_zeros(folder: Path) -> None:
     (folder / "openvino_model.bin").write_bytes(bytes(3000) + NOISE)
     assert check(folder).status == 0
