@@ -240,6 +240,30 @@ def html_document(title: str, style: str, parts: Iterable[str]) -> str:
     )
 
 
+def page_of_lines(title: str, lines: Iterable[Line]) -> str:
+    """Return an HTML page of printed lines, in their colours."""
+    text = "\n".join("".join(map(_html_span, line.spans)) for line in lines)
+    return html_document(
+        title, _LINES_STYLE, [f"<h1>{html_text(title)}</h1>", f"<pre>{text}</pre>"]
+    )
+
+
+_LINES_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem;
+  color: #1f2328; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+.red { color: #cf222e; } .green { color: #1a7f37; } .yellow { color: #9a6700; }
+.cyan { color: #0969da; } .bold { font-weight: 600; }
+"""
+
+
+def _html_span(span: Span) -> str:
+    classes = " ".join(filter(None, (span.colour, "bold" if span.bold else "")))
+    text = html_text(span.text)
+    return f'<span class="{classes}">{text}</span>' if classes else text
+
+
 def _ranges(numbers: list[int]) -> str:
     if not numbers:
         return ""

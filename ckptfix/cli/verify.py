@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,20 +14,19 @@ from ckptfix.cli.report import Form, Report, ensure_writable, write_page
 from ckptfix.cli.several_paths import run_each
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 from ckptfix.diagnosis.check import check
-from ckptfix.diagnosis.findings.base import Finding, Severity, salvage_lines
+from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
 from ckptfix.errors import UsageError
 from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import StorePath, is_url
 from ckptfix.storage.opened import errors_with_place, open_files, with_place
 from ckptfix.storage.paths import shell_path
-from ckptfix.wording import human_size
+from ckptfix.wording import Line, human_size, line, page_of_lines
 
 if TYPE_CHECKING:
     from ckptfix.verification.verify_report import VerifyReport
 
 
 _R = TypeVar("_R")
-_DAMAGED = "reload skipped: the checkpoint is damaged"
 
 
 def reload(
@@ -69,16 +68,22 @@ def reload(
                     require_transfer_proof, html, data=data, source=place,
                 )  # fmt: skip
     document: dict[str, Any] = {"path": name, "findings": []}
-    data_lines: list[str] = []
+    shown: list[Line] = []
+
+    def show(lines: Iterable[Line]) -> None:
+        before = len(shown)
+        shown.extend(lines)
+        report.show(shown[before:])
+
     data_status = 0
     if data:
         from ckptfix.verification.verify import verify
 
         with report.progress(f"reading {name}") as progress:
             verified = told(verify(path, data=True, progress=progress))
-        report.show(verified.lines())
+        show(verified.lines())
         document["data"] = verified.as_json()
-        data_lines, data_status = [str(text) for text in verified.lines()], verified.status
+        data_status = verified.status
         findings = verified.findings
     else:
         findings = told(check(path).all_findings)
@@ -87,51 +92,30 @@ def reload(
     # has one.
     serious = [finding for finding in findings if finding.severity is not Severity.NOTE]
     if not data:
-        report.findings(serious, name)
+        show(finding_lines(serious, name))
     if any(finding.severity is Severity.ERROR for finding in serious):
-        next_step = _say_what_to_do(report, name, findings)
-        rows = [(finding.severity.value, finding.code, str(finding)) for finding in serious]
+        show(_what_to_do(name, findings))
         document["reload"] = None
-        return _finish(
-            report,
-            document,
-            max(1, data_status),
-            html,
-            _damage_page,
-            name,
-            next_step,
-            rows,
-            data_lines,
-        )
-    gc.enable()  # a model is many cycles, and must go before the next one is dispatched
-    from ckptfix.devices.reload.reload_report import html_page
-    from ckptfix.devices.reload.verifying import verify_reload
+        status = max(1, data_status)
+    else:
+        gc.enable()  # a model is many cycles, and must go before the next one is dispatched
+        from ckptfix.devices.reload.verifying import verify_reload
 
-    # Stdout is for the result: a model of the user's that prints must not get into it.
-    with report.progress(f"verifying {name}") as progress, redirect_stdout(sys.stderr):
-        result = verify_reload(
-            path, device_map=device_map, max_memory=max_memory, model=model, repeats=repeats,
-            require_transfer_proof=require_transfer_proof, progress=progress,
-        )  # fmt: skip
-        result = told(result)
-    report.show(result.lines())
-    if data_status:
-        report.line("--data found problems: they are listed above the reload", colour="red")
-    document["reload"] = result.as_json()
-    status = max(data_status, result.status)
-    return _finish(report, document, status, html, html_page, result, data_lines, data_status)
-
-
-def _finish(
-    report: Report, document: dict[str, Any], status: int, html: str | None,
-    make: Callable[..., str], *given: Any
-) -> int:  # fmt: skip
-    """Write the page, print the JSON object, and return the status: 3 when the page could not be
-    written after all.
-    """
+        # Stdout is for the result: a model of the user's that prints must not get into it.
+        with report.progress(f"verifying {name}") as progress, redirect_stdout(sys.stderr):
+            result = verify_reload(
+                path, device_map=device_map, max_memory=max_memory, model=model, repeats=repeats,
+                require_transfer_proof=require_transfer_proof, progress=progress,
+            )  # fmt: skip
+            result = told(result)
+        show(result.lines())
+        if data_status:
+            show([line("--data found problems: they are listed above the reload", colour="red")])
+        document["reload"] = result.as_json()
+        status = max(data_status, result.status)
     if html is not None:
         try:
-            write_page(html, make(*given))
+            write_page(html, page_of_lines(f"ckptfix verify {name}", shown))
             report.line(f"report: {html}")
         except OSError as error:
             problem = f"--html {html}: {error.strerror}; no page was written"
@@ -140,29 +124,19 @@ def _finish(
     return report.finish(document, status)
 
 
-def _damage_page(
-    path: str, next_step: str, rows: Sequence[tuple[str, str, str]], data_lines: Sequence[str]
-) -> str:
-    from ckptfix.devices.reload.reload_report import damage_page
-
-    return damage_page(path, f"{_DAMAGED}; {next_step}", rows, data_lines)
-
-
-def _say_what_to_do(report: Report, path: str, findings: Sequence[Finding]) -> str:
-    """Print what to do with a damaged checkpoint, and return it."""
-    report.line(_DAMAGED, bold=True)
-    salvages = [str(text) for text in salvage_lines(findings, path)]
+def _what_to_do(path: str, findings: Sequence[Finding]) -> Iterator[Line]:
+    """Yield what to do with a damaged checkpoint."""
+    yield line("reload skipped: the checkpoint is damaged", bold=True)
+    salvages = [*salvage_lines(findings, path)]
     if salvages:
-        next_step = salvages[0]
+        yield salvages[0]
     elif any(finding.is_fixable for finding in findings):
-        next_step = f"next: ckptfix repair {shell_path(path)}"
+        yield line(f"next: ckptfix repair {shell_path(path)}")
     else:  # no command mends it, and check would only repeat it
         advice = (
             finding.advice_at(path) for finding in findings if finding.severity is Severity.ERROR
         )
-        next_step = f"next: {next(filter(None, advice), 'load an older checkpoint')}"
-    report.line(next_step)
-    return next_step
+        yield line(f"next: {next(filter(None, advice), 'load an older checkpoint')}")
 
 
 _REPEATS = 8

@@ -1,10 +1,9 @@
-"""The results of a verification of a reload: proofs, the matrix of ordered pairs, and an HTML page.
+"""The results of a verification of a reload: proofs, and the matrix of ordered pairs.
 
-A proof has one of five outcomes, and "not exercised" is never shown as anything else. The page has
-no script, loads nothing from anywhere, and escapes every name.
+A proof has one of five outcomes, and "not exercised" is never shown as anything else.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import ClassVar
@@ -19,11 +18,9 @@ from ckptfix.wording import (
     Printable,
     collapse_layers,
     count_of,
-    html_document,
     human_size,
     line,
 )
-from ckptfix.wording import html_text as _text
 
 _BLOCKS = 8  # names of blocks that are shown of a device
 
@@ -328,159 +325,3 @@ class ReloadReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
             more = f" and {len(blocks) - _BLOCKS} more" if len(blocks) > _BLOCKS else ""
             size = human_size(self.device_bytes.get(device, 0))
             yield line(f"  {device}: {size}: {', '.join(blocks[:_BLOCKS])}{more}")
-
-
-_CELL_COLOURS = {
-    Outcome.PROVEN: "#1a7f37",
-    Outcome.TOLERANCE: "#9a6700",
-    Outcome.NOTE: "#0969da",
-    Outcome.FAILED: "#cf222e",
-    Outcome.NOT_EXERCISED: "#6e7781",
-}
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1f2328; }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.scroll { overflow-x: auto; margin: .8rem 0; }
-table { border-collapse: collapse; } th, td { border: 1px solid #d0d7de; padding: .3rem .6rem; text-align: left; }
-td, p { overflow-wrap: anywhere; vertical-align: top; }
-.outcome { color: #fff; font-weight: 600; white-space: nowrap; }
-.bar { background: #0969da; height: .8rem; min-width: 1px; } .track { width: 14rem; }
-.cell { color: #fff; min-width: 7rem; } .self { background: #eaeef2; }
-"""
-
-
-def html_page(report: ReloadReport, data: Sequence[str] = (), data_status: int = 0) -> str:
-    """Return the report as a complete HTML document.
-
-    ``data``: what ``verify --data`` found in the same command, by lines, and ``data_status`` its
-    exit status.
-    """
-    good = Outcome.NOT_EXERCISED if report.is_empty else Outcome.PROVEN
-    colour = _CELL_COLOURS[Outcome.FAILED if report.status or data_status else good]
-    verdict = f"--data found problems; {report.verdict}" if data_status else report.verdict
-    title = f"ckptfix verify {report.path}"
-    parts = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p><strong style="color:{colour}">{_text(verdict)}</strong></p>',
-        *(f"<p>next: {_text(step)}</p>" for step in report.next_steps),
-        f"<p>{_text(_about(report))}</p>",
-        "<h2>What was proven, and what was not exercised</h2>",
-        _table(("outcome", "what"), map(_proof_row, report.proofs)),
-        *_matrix(report),
-        "<h2>Device map</h2>",
-        f"<p>{_text(report.map_source)}</p>",
-        _bytes_table(report.device_bytes),
-        _map_table(report.device_map),
-        *_data_part(data),
-    ]
-    return html_document(title, _STYLE, parts)
-
-
-def _data_part(data: Sequence[str]) -> Iterator[str]:
-    """Yield what ``verify --data`` found, for either page; nothing where it was not asked for."""
-    if data:
-        yield "<h2>What --data found</h2>"
-        yield "".join(f"<p>{_text(words)}</p>" for words in data)
-
-
-def damage_page(
-    path: str, reason: str, findings: Iterable[tuple[str, str, str]], data: Sequence[str] = ()
-) -> str:
-    """Return a page for a checkpoint of which no reload was proven. ``findings``: severity, code
-    and sentence.
-    """
-    title = f"ckptfix verify {path}"
-    rows = [f"<tr><td>{_text(level)}</td><td>{_text(code)}</td><td>{_text(says)}</td></tr>"
-            for level, code, says in findings]  # fmt: skip
-    parts = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p><strong style="color:{_CELL_COLOURS[Outcome.FAILED]}">{_text(reason)}</strong></p>',
-        "<h2>What check found</h2>",
-        _table(("severity", "code", "what"), rows),
-        *_data_part(data),
-    ]
-    return html_document(title, _STYLE, parts)
-
-
-def _about(report: ReloadReport) -> str:
-    model = f"; model: {report.model}" if report.model else "; no model class"
-    size = f"{count_of(report.tensors, 'tensor')}, {human_size(report.nbytes)}"
-    runs = (
-        f"split model: {count_of(report.ran, 'run')}" if report.ran else "no run of a split model"
-    )
-    each = " each way" if len(report.machine.names) > 1 and report.ran else ""
-    return f"{size}; {report.machine}{model}; {runs}{each}"
-
-
-def _proof_row(proof: Proof) -> str:
-    colour = _CELL_COLOURS[proof.outcome]
-    label = _text(proof.outcome.value)
-    return (
-        '<tr><td class="outcome" '
-        f'style="background:{colour}">{label}</td><td>{_text(proof.text)}</td></tr>'
-    )
-
-
-def _matrix(report: ReloadReport) -> Iterable[str]:
-    if not report.pairs:
-        return
-    facts = {facts.pair: facts for facts in report.pairs}
-    indexes = sorted({index for pair in facts for index in pair})
-    yield "<h2>Copies between accelerators</h2>"
-    yield (
-        "<p>Rows copy to columns. Green: what was sent arrived bit for bit; red: it did not; grey: "
-        "not exercised.</p>"
-    )
-    rows = []
-    for source in indexes:
-        cells = [_cell(facts.get((source, destination))) for destination in indexes]
-        rows.append(f"<tr><th>from {source}</th>{''.join(cells)}</tr>")
-    yield _table(("", *(f"to {index}" for index in indexes)), rows)
-
-
-def _cell(facts: PairFacts | None) -> str:
-    if facts is None:
-        return '<td class="self"></td>'
-    lines = [facts.outcome.value]
-    if facts.probe is not None:
-        lines.append(f"probe: {facts.probe} {facts.probe_kind}".rstrip())
-    if facts.moves:
-        lines.append(f"{facts.moves} copies a forward pass")
-    if facts.alone_runs:
-        lines.append(f"alone: {facts.alone_wrong} of {facts.alone_runs} runs wrong")
-    colour = _CELL_COLOURS[facts.outcome]
-    return f'<td class="cell" style="background:{colour}">{"<br>".join(map(_text, lines))}</td>'
-
-
-def _bytes_table(device_bytes: Mapping[str, int]) -> str:
-    most = max(device_bytes.values(), default=0)
-    rows = []
-    for device, size in device_bytes.items():
-        width = 100 * size / most if most else 0
-        bar = f'<div class="bar" style="width:{width:.1f}%"></div>'
-        rows.append(
-            f"<tr><th>{_text(device)}</th><td>{human_size(size)}</td><td "
-            f'class="track">{bar}</td></tr>'
-        )
-    return _table(("device", "weights", ""), rows)
-
-
-def _map_table(device_map: Mapping[str, str]) -> str:
-    by_device: dict[str, list[str]] = {}
-    for name, device in device_map.items():
-        by_device.setdefault(device, []).append(
-            f"{name}."
-        )  # the number at the end of a block's name counts, too
-    rows = []
-    for device, names in by_device.items():
-        shown = "<br>".join(
-            _text(name.removesuffix(".") or "the whole model") for name in collapse_layers(names)
-        )
-        rows.append(f"<tr><th>{_text(device)}</th><td>{shown}</td></tr>")
-    return _table(("device", "blocks"), rows)
-
-
-def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
-    head = "".join(f"<th>{_text(text)}</th>" for text in heads)
-    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n' + "\n".join(rows) + "\n</table></div>"
