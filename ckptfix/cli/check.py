@@ -142,7 +142,8 @@ def _check_all(
         runs.begin(checkpoint)
         with opened_part(checkpoint) as place:
             result = look(place)
-            runs.end(checkpoint, place, result.known)
+            doubted = filter(None, (finding.doubted for finding in result.all_findings))
+            runs.end(checkpoint, place, result.known, doubted)
         # Models below have a report of their own there.
         return result.alone()
 

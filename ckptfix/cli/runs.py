@@ -80,6 +80,7 @@ class Runs:
     def __init__(self, places: Iterable[AnyPath]) -> None:
         self._places = frozenset(str(absolute(place)) for place in places)
         self._unclean: dict[AnyPath, set[str]] = {}
+        self._doubted: set[AnyPath] = set()
         self._runs: dict[AnyPath, None] = {}
         self._newest: dict[AnyPath, frozenset[AnyPath]] = {}
         self._compared: dict[AnyPath, frozenset[AnyPath]] = {}
@@ -100,8 +101,9 @@ class Runs:
             with self._lock:
                 self._unclean.setdefault(path.parent, set()).add(path.name)
 
-    def end(self, path: AnyPath, place: AnyPath, status: int) -> None:
+    def end(self, path: AnyPath, place: AnyPath, status: int, doubted: Iterable[str] = ()) -> None:
         """Take the exit status of a checkpoint. ``place``: the same, opened where a store has it.
+        ``doubted``: names of checkpoints next to it that its findings put in doubt.
 
         There the newest one is looked at now, and the histories that ``other_run`` compares first
         are read: what was read of these checkpoints is in memory still, and costs no second
@@ -117,6 +119,7 @@ class Runs:
                 self._saved_last[key] = max(saved, self._saved_last.get(key, saved))
             if not status:
                 self._unclean[run].discard(path.name)
+            self._doubted.update(run / name for name in doubted)
             if not is_of_listing(path):
                 return
             if run not in self._newest:
@@ -183,7 +186,7 @@ class Runs:
             return self._known.get(path) or (judge if is_clean else examine)(path, number)
 
         def look_for_clean(path: AnyPath, number: int) -> Candidate:
-            if path.name in self._unclean[run]:
+            if path.name in self._unclean[run] or path in self._doubted:
                 return Candidate(path=path, number=number, problem="check found problems")
             return look(path, number)
 
@@ -212,7 +215,7 @@ class Runs:
             )  # fmt: skip
         best, problem = choice.best.path, ""
         clean: AnyPath | None = None
-        if best.name in self._unclean[run]:
+        if best.name in self._unclean[run] or best in self._doubted:
             problem = "but check found problems in it (see above)"
             other = choose(run, look=look_for_clean, read=read)
             clean = other.best.path if other is not None and other.best is not None else None

@@ -10,7 +10,7 @@ which nothing else may hold weights.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
+from math import isfinite, prod
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -590,6 +590,8 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
                 for option in kind.required
                 if (value := options.get(option)) is None
                 or (value == SEVERAL and option not in kind.pairs)
+                # torch loads a NaN, and every weight is NaN after the next step
+                or (isinstance(value, float) and not isfinite(value))
             )
         )
         if absent:

@@ -284,8 +284,13 @@ def _option(key: Text, value: Any, known: Mapping[str, Any]) -> object:
     if type(value) is Text:
         return None
     if key.value in PAIRS:
-        # Subclasses may have three.
-        return "" if len(items_of(value)) >= 2 and Text not in map(type, items_of(value)) else None
+        # Subclasses may have three. Adam divides by 1 - beta.
+        rates = items_of(value)
+        is_usable = len(rates) >= 2 and Text not in map(type, rates)
+        is_usable &= key.value != "betas" or not any(
+            isinstance(rate, float | int) and not 0 <= rate < 1 for rate in rates
+        )
+        return "" if is_usable else None
     if not isinstance(value, Node | tuple):
         return value
     tensor = _tensor(key, value, known)

@@ -16,6 +16,7 @@ accelerate: ``step`` in its random states counts batches, and begins again with 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from math import isfinite
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from ckptfix.checkpoint.second_prepare import KEYS_OF_EVERY_SCHEDULE
 from ckptfix.checkpoint.state_contents import Content, holds_no_tensor
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
+from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, UnusableRates
 from ckptfix.diagnosis.findings.misplaced import (
     ChangedEntry,
     EmptyState,
@@ -45,7 +46,7 @@ from ckptfix.diagnosis.findings.misplaced import (
 )
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.errors import CkptfixError, FormatError
-from ckptfix.formats.pickle_tree import child, is_dict_like, items_of, text_keys
+from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, text_keys
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.wording import list_names
 
@@ -85,6 +86,11 @@ def diagnose_schedules(
     """
     files = [one for one in folder.components if one.role is Role.OPTIMIZER]
     schedulers = [one for one in folder.components if one.role is Role.SCHEDULER]
+    for scheduler in schedulers:
+        if isinstance(scheduler.content, TorchFile) and scheduler.path not in damaged:
+            with suppress(FormatError):
+                if _has_unusable_rates(scheduler.content.tree.root):
+                    yield UnusableRates(path=scheduler.path)
     read = {one.path: one for one in optimizers}
     if {one.path for one in files} != read.keys() - damaged or len(schedulers) > len(files):
         return
@@ -135,8 +141,10 @@ def _has_neighbour_with(base: _BaseRates, path: PurePosixPath, neighbours: Neigh
     return False
 
 
-def _read_in_each_step(state: Any) -> Iterator[_BaseRates]:
-    """Yield the base rates that the next steps of a scheduler take."""
+def _moved_by(state: Any) -> Iterator[Any]:
+    """Yield the states of the schedules that the next steps of a scheduler move, and that read
+    their base rates.
+    """
     if not is_dict_like(state):
         return
     nested = [
@@ -150,15 +158,38 @@ def _read_in_each_step(state: Any) -> Iterator[_BaseRates]:
         done = bisect_right(milestones, moves + 1) if type(moves) is int else 0
         for part in nested[done:]:
             if child(part, "_schedulers") is None:
-                yield from _read_in_each_step(part)
+                yield from _moved_by(part)
         return
     own = text_keys(state) - KEYS_OF_EVERY_SCHEDULE
-    if not any(key in own and own <= every for key, every in _FROM_BASE_RATES.items()):
-        return
-    saved, last = child(state, "base_lrs"), items_of(child(state, "_last_lr"))
-    rates = items_of(saved)
-    if saved is not None:
-        yield _BaseRates(len(rates), may_be_unread=_BY_FUNCTION in own and len(rates) != len(last))
+    if any(key in own and own <= every for key, every in _FROM_BASE_RATES.items()):
+        yield state
+
+
+def _read_in_each_step(state: Any) -> Iterator[_BaseRates]:
+    """Yield the base rates that the next steps of a scheduler take."""
+    for part in _moved_by(state):
+        saved, last = child(part, "base_lrs"), items_of(child(part, "_last_lr"))
+        rates = items_of(saved)
+        if saved is not None:
+            is_of_function = _BY_FUNCTION in text_keys(part)
+            yield _BaseRates(len(rates), may_be_unread=is_of_function and len(rates) != len(last))
+
+
+def _has_unusable_rates(state: Any) -> bool:
+    """Return whether a next step takes a base rate that is None, text or not finite: it fails, or
+    the learning rate is NaN.
+    """
+    for part in _moved_by(state):
+        if "base_lrs" not in text_keys(part):
+            continue
+        saved = child(part, "base_lrs")
+        rates = items_of(saved) if saved is not None else (None,)
+        if any(
+            rate is None or type(rate) is Text or (isinstance(rate, float) and not isfinite(rate))
+            for rate in rates
+        ):
+            return True
+    return False
 
 
 _EMPTY = (

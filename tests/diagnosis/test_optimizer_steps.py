@@ -224,6 +224,7 @@ ALL_SPOILED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lr of two": option_of_each("lr", torch.ones(2)),
     "eps of text": option_of_each("eps", "1e-8"),
     "weight_decay of text": option_of_each("weight_decay", "0.1"),
+    "betas of 1": option_of_each("betas", (1.0, 1.0)),
 }
 
 
@@ -234,6 +235,18 @@ def test_states_and_options_of_a_wrong_type_are_errors(checkpoint: Path, words: 
     (finding,) = check(checkpoint).all_findings
     assert finding.severity is Severity.ERROR
     assert "no usable" in str(finding)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("option", ["lr", "eps", "weight_decay"])
+def test_options_that_are_not_finite_are_errors(
+    checkpoint: Path, option: str, value: float
+) -> None:
+    """torch loads them, and the weights are NaN, infinite or not trained after the next step."""
+    rewrite(checkpoint / "optimizer.bin", option_of_each(option, value))
+    (finding,) = check(checkpoint).all_findings
+    assert finding.severity is Severity.ERROR
+    assert f"no usable {option!r}" in str(finding)
 
 
 @pytest.mark.parametrize(

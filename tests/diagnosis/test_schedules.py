@@ -353,6 +353,23 @@ def test_base_rates_that_are_gone_are_told(tmp_path: Path) -> None:
     assert len(told(root)) == 1
 
 
+@pytest.mark.parametrize("rates", [None, ["0.1"], [None], [float("nan")], [float("inf")]])
+@pytest.mark.parametrize("name", ["LambdaLR", _IN_A_SEQUENCE])
+def test_base_rates_that_are_no_numbers_are_errors(name: str, rates: Any, tmp_path: Path) -> None:
+    run = Run(1, SCHEDULES[name])
+    run.step(3)
+    root = run.save(tmp_path / "checkpoint")
+    state = torch.load(root / "scheduler.bin", weights_only=True)
+    part = state["_schedulers"][1] if name == _IN_A_SEQUENCE else state
+    part["base_lrs"] = rates
+    torch.save(state, root / "scheduler.bin")
+    report = check(root)
+    assert report.status == 1
+    (finding,) = report.all_findings
+    assert (finding.code, finding.severity.value) == ("inconsistent-groups", "error")
+    assert "'base_lrs' has no usable learning rate" in str(finding)
+
+
 @pytest.mark.parametrize("name", sampled(list(SCHEDULES)))
 def test_a_state_without_a_key_is_told_where_the_load_fails_or_a_count_begins_anew(
     name: str, tmp_path: Path

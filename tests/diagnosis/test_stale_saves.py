@@ -107,6 +107,20 @@ def test_old_bytes_are_a_warning(
     assert run(["check", "-r", str(run_of_trainer)]) == bool(expected)
 
 
+def test_the_run_is_not_resumed_from_the_other_of_two_saves_with_the_same_weights(
+    run_of_trainer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 3 over step 2 and step 2 over step 3 look the same: neither is the one without problems."""
+    copied(run_of_trainer, WEIGHTS, source=3, target=2)
+    shutil.rmtree(run_of_trainer / "checkpoint-4")
+    assert run(["check", "-r", str(run_of_trainer)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"resume from {run_of_trainer}/checkpoint-3, the newest complete one, but check found "
+        f"problems in it (see above); the newest one without problems: "
+        f"{run_of_trainer}/checkpoint-1"
+    )
+
+
 @pytest.mark.parametrize(("source", "target"), [(2, 1), (3, 2), (4, 3)])
 def test_a_newer_optimizer_in_an_older_checkpoint_is_told_there(
     run_of_trainer: Path, source: int, target: int

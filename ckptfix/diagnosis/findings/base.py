@@ -78,6 +78,13 @@ class Finding(Serialized, Struct, frozen=True, kw_only=True):
         return False
 
     @property
+    def doubted(self) -> str:
+        """The name of a checkpoint next to this one that may be the wrong one of the two, "" for
+        none.
+        """
+        return ""
+
+    @property
     def resume(self) -> Resume:
         """The outcome of a resume: an error makes it fail, but for one that the script of the run
         loads.

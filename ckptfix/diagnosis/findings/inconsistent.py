@@ -90,8 +90,8 @@ class InconsistentGroups(OptimizerFinding, frozen=True, kw_only=True):
 
 
 class LackingGroups(InconsistentGroups, frozen=True, kw_only=True):
-    """Param groups without usable ``options`` that torch's optimizer reads: an error. ``groups``:
-    their positions.
+    """Param groups without usable ``options`` that torch's optimizer reads, or with one that is NaN
+    or infinite: an error. ``groups``: their positions.
     """
 
     severity = Severity.ERROR
@@ -109,8 +109,8 @@ class LackingGroups(InconsistentGroups, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to use another file: only the options of the run would do."""
         return (
-            "the load succeeds, and the first optimizer step fails: copy the file again from where "
-            "it came, or resume from an older checkpoint"
+            "the load succeeds, and the first optimizer step fails or makes every weight NaN: copy "
+            "the file again from where it came, or resume from an older checkpoint"
         )
 
 
@@ -142,6 +142,23 @@ class MismatchedRates(InconsistentGroups, frozen=True, kw_only=True):
             "the load or the next scheduler.step() fails, unless this is a MultiplicativeLR: copy "
             "optimizer and scheduler of one save again. If the script adds a param group after it "
             "creates the scheduler, exchange the two lines"
+        )
+
+
+class UnusableRates(InconsistentGroups, frozen=True, kw_only=True):
+    """A scheduler whose base learning rates are None, text or not finite: an error."""
+
+    severity = Severity.ERROR
+
+    def __str__(self) -> str:
+        return f"{self.path}: 'base_lrs' has no usable learning rate for a param group"
+
+    @property
+    def advice(self) -> str:
+        """Advice to use another file: only the rates of the run would do."""
+        return (
+            "the load succeeds, and the next scheduler.step() fails or makes the learning rate "
+            "NaN: copy the file again from where it came, or resume from an older checkpoint"
         )
 
 

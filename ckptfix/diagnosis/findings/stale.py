@@ -33,6 +33,11 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     sampled: bool
     is_undecided: bool = False
 
+    @property
+    def doubted(self) -> str:
+        """The earlier checkpoint, where nothing shows which of the two has the bytes of the other."""
+        return self.save if self.is_undecided else ""
+
     def __str__(self) -> str:
         rate = f" at a learning rate of {self.rate:.3g}" if self.rate is not None else ""
         are, wanted = ("as in", "other") if self.is_undecided else ("of", "new")
