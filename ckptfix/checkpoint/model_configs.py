@@ -485,6 +485,26 @@ def broken_lists(root: AnyPath) -> Iterator[tuple[str, str]]:
                 yield f"{component}/{name}", f"{broken}, so {_LISTS[PIPELINE]} fails"
 
 
+def components_of_other_classes(root: AnyPath) -> Iterator[str]:
+    """Yield in words each component of a pipeline whose own config is of another class than the
+    pipeline lists.
+
+    diffusers builds the listed class from that config (``pipeline_loading_utils.py``, 0.42).
+    """
+    for component, listed in pipeline_components(root).items():
+        own = read_config(root / component, CONFIG).get("_class_name")
+        if not isinstance(own, str):
+            continue
+        # A config that diffusers wrote anew has DiTTransformer2DModel for Transformer2DModel.
+        names = own.removeprefix("Flax"), listed.removeprefix("Flax")
+        if not names[0].endswith(names[1]) and not names[1].endswith(names[0]):
+            yield (
+                f"it lists {listed} for {component}/, whose {CONFIG} is of {own}, so "
+                f"{_LISTS[PIPELINE]} builds the class that it lists, and fails or leaves weights "
+                "random"
+            )
+
+
 def lost_model(root: AnyPath) -> LostModel | None:
     """Return the model that the config of a folder itself records, where no weights are in or below
     the folder.

@@ -58,6 +58,7 @@ from ckptfix.checkpoint.model_configs import (
     LostModel,
     broken_config,
     broken_lists,
+    components_of_other_classes,
     is_empty_config,
     library_of,
     lost_model,
@@ -259,7 +260,8 @@ def _incomplete_of_trainer(
                 problem=f"{broken}, so {effect}",
                 is_wrong=True,
             )
-    for name, why in broken_lists(folder.root):
+    other_classes = ((PIPELINE, why) for why in components_of_other_classes(folder.root))
+    for name, why in (*broken_lists(folder.root), *other_classes):
         path = PurePosixPath(name)
         yield IncompleteCheckpoint(
             path=path, missing=(name,), known_by=why, problem=why, is_wrong=True

@@ -20,6 +20,7 @@ from ckptfix.checkpoint.load_inputs import (
     lora_of_diffusers,
 )
 from ckptfix.checkpoint.manifest import REPORT, Manifest, usable_manifest
+from ckptfix.checkpoint.model_configs import PIPELINE
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.checkpoint.pairing import Pairing, first_unequal
 from ckptfix.checkpoint.second_prepare import Evidence
@@ -425,7 +426,16 @@ def diagnose(
             *unchecked_bundles(bundles),
             *unjudged_loaders(folder),
             *unjudged_scalers(folder),
-            *(unchecked_weights(folder) if folder.only is None else ()),
+            *(
+                unchecked_weights(folder, {one.path for one in findings})
+                if folder.only is None
+                else ()
+            ),
+            *(
+                (f"whether the class that {PIPELINE} names takes the components that it lists",)
+                if folder.only is None and folder.has_file(PIPELINE)
+                else ()
+            ),
             *of_optimizers.unchecked,
             *of_values.unchecked,
             *trainer.unchecked,

@@ -238,6 +238,10 @@ _COUNTERPARTS = 3
 """In so many other layers a tensor must have values before one of zeros is taken for lost."""
 
 _MASK = re.compile(r"mask", re.IGNORECASE)
+_SQUARES = re.compile(r"(?<![^\W_])(exp_avg_sq|square_avg)(?![^\W_])")
+"""In the name of a moment whose root the next step takes: Adam's and RMSprop's, with ``max_`` and
+Adafactor's ``_row`` and ``_col``.
+"""
 _LORA = re.compile(
     r"(^|[._])lora_?(A|B|up|down|embedding_A|embedding_B|magnitude_vector)([._]|$)", re.IGNORECASE
 )
@@ -369,9 +373,20 @@ def _is_mask(fqn: str) -> bool:
 
 
 def judge_moment(label: str, tensor: StoredTensor, hashed: Hashed) -> Iterator[ValueFinding]:
-    """Yield a finding where a moment, or another tensor of an optimizer, holds NaN or Inf."""
-    if hashed.scan is not None and (hashed.scan.nan or hashed.scan.inf):
-        words = f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) {_nonfinite(hashed.scan)}"
+    """Yield a finding where a moment, or another tensor of an optimizer, holds NaN or Inf, or will
+    make it.
+    """
+    scan = hashed.scan
+    if scan is None:
+        return
+    problem = _nonfinite(scan) if scan.nan or scan.inf else ""
+    if not problem and scan.is_negative and _SQUARES.search(tensor.fqn):
+        problem = (
+            "holds numbers below 0, though it is a mean of squares: its root, and the weight after "
+            "the next step, are NaN"
+        )
+    if problem:
+        words = f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) {problem}"
         yield ValueFinding(
             code="nonfinite", severity=Severity.WARNING, label=label, fqn=tensor.fqn, text=words
         )

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import suppress
 from pathlib import PurePosixPath
 
@@ -26,6 +26,7 @@ from ckptfix.checkpoint.state_contents import (
     content_of,
     holds_no_tensor,
     is_weights_file,
+    may_hide_weights,
     problems_inside,
     state_problem,
     states_under_other_keys,
@@ -367,10 +368,25 @@ def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
             )
 
 
-def unchecked_weights(folder: CheckpointFolder) -> Iterator[str]:
-    """Yield in words what of the weights in a folder of ``save_state`` only the script's model
-    shows.
+def unchecked_weights(folder: CheckpointFolder, told: Container[PurePosixPath]) -> Iterator[str]:
+    """Yield in words what of the weights only a script or its model shows. ``told``: files that
+    have a finding.
     """
+    for component in folder.components:
+        file, path = component.content, component.path
+        if not isinstance(file, TorchFile) or not is_weights_file(component.name) or path in told:
+            continue
+        problem = state_problem(component.name, file)
+        hidden = [key for state_dict in file.state_dicts for key in state_dict.opaque_keys]
+        if problem is not None:
+            yield (
+                f"whether a script reads {path} itself: it holds {problem.holds}, and libraries "
+                "read a file of this name as one state dict"
+            )
+        elif hidden and may_hide_weights(file):
+            yield f"values of {path} that are not plain tensors: {list_names(hidden)}"
+        elif holds_no_tensor(file) and not folder.is_save_state:
+            yield f"whether {path} lost its tensors: it has none"
     if not folder.is_save_state:
         return
     has_optimizer = any(component.role is Role.OPTIMIZER for component in folder.components)

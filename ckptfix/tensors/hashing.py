@@ -185,7 +185,7 @@ def hash_all(
 
 _FACTS = (
     "nan", "inf", "first_nan", "first_inf", "large", "largest", "least_large", "is_zero",
-    "zero_pages",
+    "zero_pages", "is_negative",
 )  # fmt: skip
 """The fields of a scan that are numbers."""
 

@@ -126,7 +126,8 @@ class Scan(Struct):
     is no such value.
 
     ``large``: the number of finite ones from 1e20 on, ``largest`` and ``least_large``: the extremes
-    of their patterns. ``is_zero``: every value is 0 or -0. ``zero_pages``: number of 4 KiB pages of
+    of their patterns. ``is_zero``: every value is 0 or -0. ``is_negative``: some number of an IEEE
+    format is below 0. ``zero_pages``: number of 4 KiB pages of
     its files that lie inside one of its pieces and are all zeros; ``zero_runs``: the first 1000
     runs of them. Both are None where they cannot be counted.
     """
@@ -139,6 +140,7 @@ class Scan(Struct):
     largest: int = 0
     least_large: int = 0
     is_zero: bool = True
+    is_negative: bool = False
     zero_pages: int | None = None
     zero_runs: tuple[ZeroRun, ...] | None = None
 
@@ -178,6 +180,7 @@ class Scanner:
         high, top = int(signed.max()), int(unsigned.max())
         if high > 0 or top > sign:
             self._scan.is_zero = False
+            self._scan.is_negative |= top > sign
         odd = large or inf
         if high < odd and top < odd | sign:
             return

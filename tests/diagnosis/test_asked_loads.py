@@ -233,6 +233,20 @@ def test_settings_of_a_call_are_not_those_of_a_config(
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_weights_under_a_key_are_no_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their shapes alone fit: from_pretrained fails with an AttributeError."""
+    model = tied_llama()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    torch.save({"model": model.state_dict()}, tmp_path / "pytorch_model.bin")
+    assert run(["check", "--load", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "it fails: pytorch_model.bin: it holds a dict with a state dict under 'model'" in out
+    assert "stays random" not in out
+
+
 def test_a_class_for_the_type_of_another_config(tmp_path: Path) -> None:
     subject = of_architecture("sam3_video", transformers.Sam3TrackerModel)
     assert subject is not None

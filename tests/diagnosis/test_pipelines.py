@@ -46,6 +46,31 @@ def test_a_healthy_pipeline_is_clean(pipeline: Path) -> None:
     assert [path.name for path in find_checkpoints(pipeline)] == ["unet"]
 
 
+def test_a_component_whose_config_is_of_another_class_is_told(pipeline: Path) -> None:
+    """diffusers 0.42 fails with ``KeyError: 'conv_in.weight'`` or a ValueError on such lists."""
+    (pipeline / "model_index.json").write_text(
+        json.dumps({**INDEX, "unet": ["diffusers", "AutoencoderKL"]})
+    )
+    (finding,) = ckptfix.check(pipeline).findings
+    assert finding.code == "incomplete-checkpoint"
+    assert "lists AutoencoderKL for unet/, whose config.json is of UNet2DConditionModel" in str(
+        finding
+    )
+
+
+@pytest.mark.parametrize(
+    ("listed", "own"),
+    [
+        ("Transformer2DModel", "DiTTransformer2DModel"),
+        ("UNet2DConditionModel", "FlaxUNet2DConditionModel"),
+    ],
+)
+def test_other_names_of_one_class_are_not_told(pipeline: Path, listed: str, own: str) -> None:
+    (pipeline / "model_index.json").write_text(json.dumps({**INDEX, "unet": ["diffusers", listed]}))
+    (pipeline / "unet" / "config.json").write_text(json.dumps({"_class_name": own}))
+    assert ckptfix.check(pipeline).findings == ()
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -602,3 +602,29 @@ def test_a_store_says_the_same(said: Said, monkeypatch: pytest.MonkeyPatch, tmp_
     sentences = [line for line in local.splitlines() if "unknown-state" in line]
     assert len(sentences) == 2
     assert [line for line in remote.splitlines() if "unknown-state" in line] == sentences
+
+
+OF_SCRIPTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "under a key": (lambda state: {"model": state, "step": 3}, "whether a script reads"),
+    "a list": (lambda state: [state], "whether a script reads"),
+    "pairs": (lambda state: list(state.items()), "whether a script reads"),
+    "numbers as keys": (lambda state: dict(enumerate(state.values())), "whether a script reads"),
+    "a tensor": (lambda state: torch.ones(3), "whether a script reads"),
+    "nothing": (lambda state: {}, f"whether {WEIGHTS} lost its tensors"),
+    "sparse": (
+        lambda state: {"0.weight": torch.eye(3).to_sparse()},
+        f"values of {WEIGHTS} that are not plain tensors: '0.weight'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SCRIPTS)
+def test_weights_alone_that_no_library_loads_are_named(name: str, tmp_path: Path) -> None:
+    """A script may read them itself. accelerate leaves the model random, or fails."""
+    make, words = OF_SCRIPTS[name]
+    torch.save(make(net().state_dict()), tmp_path / WEIGHTS)
+    report = check(tmp_path)
+    assert report.status == 0
+    assert any(line.startswith(words) for line in report.not_checked)
+    torch.save(net().state_dict(), tmp_path / WEIGHTS)
+    assert not any(WEIGHTS in line for line in check(tmp_path).not_checked)

@@ -533,6 +533,25 @@ def test_nan_in_a_moment_is_found_whatever_the_strategy(tmp_path: Path, save: st
     assert not any(words.startswith("values of optimizers") for words in report.not_checked)
 
 
+@pytest.mark.parametrize("save", [SAVES[0], *SAVES[2:]])
+def test_a_flipped_sign_in_a_mean_of_squares_is_found(tmp_path: Path, save: str) -> None:
+    """The next step takes its root."""
+    root = tmp_path / "checkpoint"
+    shutil.copytree(Path("fixtures") / save / "checkpoint", root)
+    (state,) = open_optimizers(root)
+    for key, is_told in (("exp_avg", False), ("exp_avg_sq", True)):
+        tensor = next(states[key] for states in state.states.values() if key in states)
+        assert isinstance(tensor, StoredTensor)
+        path, offset = first_place(tensor.layout)
+        with on_disk(path).open("r+b") as file:
+            file.seek(offset)
+            file.write(struct.pack("<f", -0.25))
+        report = verify(root, data=True)
+        assert report.status == 1 or not is_told
+        assert [finding.code for finding in report.values] == ["nonfinite"] * is_told
+        assert "holds numbers below 0, though it is a mean of squares" in str(report) or not is_told
+
+
 def test_an_optimizer_that_cannot_be_opened_is_said_not_to_be_read(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     shutil.copytree(Path("fixtures/accelerate-1.15.0/clean-safetensors/checkpoint"), root)

@@ -22,6 +22,7 @@ from ckptfix.diagnosis.findings.load_faults import (
     PassedOver,
     UnusedKeys,
 )
+from ckptfix.diagnosis.findings.misplaced import UnknownState, WrongState
 from ckptfix.diagnosis.findings.weight_faults import MismatchedConfig
 from ckptfix.diagnosis.loads.outcome import LoadOutcome, read_outcome
 from ckptfix.hardware import Child, ChildEnded
@@ -113,7 +114,8 @@ class Loaders:
                 taken[load.library] = load
         outcomes = []
         for load in taken.values():
-            outcome = self._outcome(load)
+            other = next((one for one in findings if _is_of_other_content(one, load)), None)
+            outcome = self._outcome(load, str(other) if other is not None else "")
             # What a load ignores may be layers that a finding is about, but no head that it lacks.
             wrong = [
                 finding
@@ -130,11 +132,13 @@ class Loaders:
             outcomes.append(LoadOutcome(path=path, library="", unchecked=_NOBODY))
         return tuple(outcomes), findings
 
-    def _outcome(self, load: Load) -> LoadOutcome:
+    def _outcome(self, load: Load, other_content: str) -> LoadOutcome:
         path = str(load.path)
         answer = LoadOutcome(path=path, library=load.library, tensors=len(load.tensors))
         if load.index_fault:
             return answer._replace(refused=f"{load.path.name} {load.index_fault}")
+        if other_content:  # the library gets what the file holds, and not the tensors inside of it
+            return answer._replace(refused=other_content)
         if not load.is_whole:
             return answer._replace(unchecked="not every header of its files can be read")
         asked = Asked(
@@ -171,6 +175,12 @@ def _path_of_imports() -> list[str]:
         ),
         own,
     ]
+
+
+def _is_of_other_content(finding: Finding, load: Load) -> bool:
+    """Return whether a file of a load holds something else than a state dict."""
+    is_of_load = finding.path in (load.path, *load.files)
+    return is_of_load and isinstance(finding, WrongState | UnknownState)
 
 
 def _is_about(finding: Finding, load: Load) -> bool:
