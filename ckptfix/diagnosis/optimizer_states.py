@@ -52,7 +52,7 @@ from ckptfix.diagnosis.saved_optimizers import INTEGERS, SavedOptimizer, Shape, 
 from ckptfix.formats.dcp_metadata import model_names
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.tensors.parameter_names import SHAPED
-from ckptfix.wording import count_of
+from ckptfix.wording import count_of, list_names
 
 _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN, Role.CUSTOM)
 """Roles of files that may hold weights: a script can register any module as a custom object."""
@@ -192,6 +192,8 @@ def diagnose_optimizers(
         why = weights.why_not_compared(without_reduced(optimizer)) if not findings else ""
         if why and weights.tensors and not damaged:
             report.unchecked.append(f"whether {optimizer.path} fits the weights: {why}")
+    if not report.findings:
+        report.unchecked.extend(_of_other_models(folder, optimizers))
     parameters = sum(len(set(optimizer.parameters)) for optimizer in optimizers)
     if (
         weights.empty
@@ -206,6 +208,37 @@ def diagnose_optimizers(
             f"{count_of(weights.tensors, 'tensor')}"
         )
     return report
+
+
+def _of_other_models(
+    folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]
+) -> Iterator[str]:
+    """Yield in words the optimizers whose moments have the shapes of another model than that of
+    their number.
+
+    Two exchanged models look so, and ``load_state`` fails. So does a healthy save of a script that
+    prepares its optimizers in another order.
+    """
+    models: dict[int, tuple[str, Counter[Shape]]] = {}
+    for one in folder.components if folder.is_save_state else ():
+        if one.role is Role.MODEL and one.name.load_order is not None:
+            _, shapes = models.setdefault(one.name.index, (str(one.path), Counter()))
+            shapes.update(tensor.shape for tensor in one.tensors)
+    for saved in optimizers:
+        own = Counter(
+            max(known, key=prod)
+            for states in saved.states.values()
+            if (known := [shape for state, shape in states.items() if state in SHAPED and shape])
+        )
+        if not own or saved.key or saved.index not in models or own <= models[saved.index][1]:
+            continue
+        fitting = [path for path, shapes in models.values() if own <= shapes]
+        if fitting:
+            yield (
+                f"whether {saved.path} is of {models[saved.index][0]}: its moments have the shapes "
+                f"of {list_names(fitting)}, as where a script prepares its optimizers in another "
+                "order"
+            )
 
 
 def judge(

@@ -488,3 +488,27 @@ def test_what_loads_rounded_between_two_checkpoints_is_told(
         for sentence in words
     )
     assert [told(root) for root in (roots[0], roots[2])] == [[], []]
+
+
+@pytest.mark.parametrize("is_crossed", [False, True])
+def test_a_lone_save_names_optimizers_that_fit_the_model_of_another_number(
+    is_crossed: bool, tmp_path: Path
+) -> None:
+    """A script may cross its optimizers: only the one that saved it knows."""
+    root = Run(is_crossed=is_crossed).save(tmp_path / "checkpoint")
+    words = [
+        "whether optimizer.bin is of model.safetensors: its moments have the shapes of "
+        "'model_1.safetensors'",
+        "whether optimizer_1.bin is of model_1.safetensors: its moments have the shapes of "
+        "'model.safetensors'",
+    ]
+
+    def named() -> list[str]:
+        said = check(root).not_checked
+        return [one.partition(", as where")[0] for one in said if " is of " in one]
+
+    assert named() == (words if is_crossed else [])
+    if not is_crossed:
+        exchange(root, "model.safetensors", "model_1.safetensors")
+        assert is_refused(root)
+        assert named() == words
