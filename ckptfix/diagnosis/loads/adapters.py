@@ -28,6 +28,7 @@ from ckptfix.checkpoint.keys import (
     without_adapter_name,
 )
 from ckptfix.checkpoint.load_inputs import Config, Load
+from ckptfix.checkpoint.model_configs import ADAPTER
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.load_faults import (
@@ -211,6 +212,8 @@ def judge_adapter(load: Load) -> LoadVerdict:
     unchecked.append(
         f"{load.path} against its base model (modules, shapes); ckptfix check --load asks PEFT"
     )
+    # With lora_alpha of another run the adapter loads, and computes something else.
+    unchecked.append(f"{ADAPTER}: settings that no tensor shows, such as lora_alpha")
     return LoadVerdict(tuple(findings), tuple(unchecked), frozenset(explained))
 
 
