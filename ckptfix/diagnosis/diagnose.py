@@ -427,7 +427,9 @@ def diagnose(
             *unjudged_loaders(folder),
             *unjudged_scalers(folder),
             *(
-                unchecked_weights(folder, {one.path for one in findings})
+                unchecked_weights(
+                    folder, {one.path for one in findings if one.severity is not Severity.NOTE}
+                )
                 if folder.only is None
                 else ()
             ),
