@@ -20,6 +20,7 @@ from ckptfix.checkpoint.filenames import (
     FolderName,
     Role,
     parse_dcp_name,
+    parse_file_name,
     parse_folder_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, NameScope, Problem, ProblemKind
@@ -238,6 +239,11 @@ def is_empty(folder: AnyPath) -> bool:
 def belongs(name: str) -> bool:
     """Return whether a DCP save leaves a file of this name."""
     return parse_dcp_name(name) is not None
+
+
+def is_of_checkpoint(name: str) -> bool:
+    """Return whether a save of accelerate, the Trainer or DCP leaves a file of this name."""
+    return parse_file_name(name) is not None or belongs(name)
 
 
 FLATTENED = "flattened optimizer"

@@ -186,7 +186,7 @@ class Runs:
             return self._known.get(path) or (judge if is_clean else examine)(path, number)
 
         def look_for_clean(path: AnyPath, number: int) -> Candidate:
-            if path.name in self._unclean[run] or path in self._doubted:
+            if self._has_problems(run, path):
                 return Candidate(path=path, number=number, problem="check found problems")
             return look(path, number)
 
@@ -215,7 +215,7 @@ class Runs:
             )  # fmt: skip
         best, problem = choice.best.path, ""
         clean: AnyPath | None = None
-        if best.name in self._unclean[run] or best in self._doubted:
+        if self._has_problems(run, best):
             problem = "but check found problems in it (see above)"
             other = choose(run, look=look_for_clean, read=read)
             clean = other.best.path if other is not None and other.best is not None else None
@@ -244,6 +244,12 @@ class Runs:
             run=run, checkpoint=best, problem=problem, clean=clean, passed_over=passed_over,
             unexplained=unexplained[:3], other_run=other_run, saved_later=saved_later,
         )  # fmt: skip
+
+    def _has_problems(self, run: AnyPath, path: AnyPath) -> bool:
+        """Return whether a finding is about a checkpoint: its own, or one of a checkpoint next to
+        it.
+        """
+        return path.name in self._unclean[run] or path in self._doubted
 
     def _saved_later(self, run: AnyPath, best: Candidate) -> tuple[str, float]:
         """Return the lower number that was saved last, and how many seconds after the highest one;

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.dcp import DcpFolder, belongs, holds_dcp
+from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp, is_of_checkpoint
 from ckptfix.checkpoint.downloads import half_downloads
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import (
@@ -19,7 +19,6 @@ from ckptfix.checkpoint.filenames import (
     OF_ONE_RANK,
     Role,
     family_of,
-    parse_file_name,
 )
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
@@ -638,8 +637,7 @@ def _lost_since_repair(root: AnyPath, told: Collection[str]) -> Iterator[Incompl
             for path in info.gone:
                 left.pop(path, None)
     for path, number in left.items():
-        is_of_checkpoint = parse_file_name(path.name) is not None or belongs(path.name)
-        if is_of_checkpoint and str(path) not in told and not lexists(root / path):
+        if is_of_checkpoint(path.name) and str(path) not in told and not lexists(root / path):
             yield IncompleteCheckpoint(
                 path=path, missing=(str(path),), known_by=f"repair {number} left it here"
             )

@@ -260,8 +260,10 @@ def _incomplete_of_trainer(
                 problem=f"{broken}, so {effect}",
                 is_wrong=True,
             )
-    other_classes = ((PIPELINE, why) for why in components_of_other_classes(folder.root))
-    for name, why in (*broken_lists(folder.root), *other_classes):
+    wrong_lists = list(broken_lists(folder.root))
+    if PIPELINE in names:
+        wrong_lists += [(PIPELINE, why) for why in components_of_other_classes(folder.root)]
+    for name, why in wrong_lists:
         path = PurePosixPath(name)
         yield IncompleteCheckpoint(
             path=path, missing=(name,), known_by=why, problem=why, is_wrong=True

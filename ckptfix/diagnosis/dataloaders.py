@@ -14,12 +14,12 @@ from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
 from ckptfix.checkpoint.state_contents import (
     content_of,
+    holds_no_tensor,
     is_of_torchdata,
     state_problem,
     workers_of_loader,
 )
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
-from ckptfix.formats.pickle_tree import is_dict_like, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.wording import count_of
 
@@ -47,13 +47,13 @@ def unjudged_scalers(folder: CheckpointFolder) -> Iterator[str]:
     """
     for component in folder.components:
         content = component.content
-        if component.role is Role.GRAD_SCALER and isinstance(content, TorchFile):
-            root = content.tree.root
-            if is_dict_like(root) and not any(True for _ in pairs(root)):
-                yield (
-                    f"{component.path}: it holds nothing, as of a gradient scaler that is off; "
-                    "load_state fails in a run whose scaler is on"
-                )
+        if component.role is not Role.GRAD_SCALER or not isinstance(content, TorchFile):
+            continue
+        if holds_no_tensor(content):
+            yield (
+                f"{component.path}: it holds nothing, as of a gradient scaler that is off; "
+                "load_state fails in a run whose scaler is on"
+            )
 
 
 def exchanged_loaders(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:

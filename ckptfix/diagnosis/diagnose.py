@@ -8,11 +8,17 @@ from pathlib import PurePosixPath
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.dcp import DcpFolder, belongs, is_empty, numbered_folders, scan_dcp_folders
+from ckptfix.checkpoint.dcp import (
+    DcpFolder,
+    is_empty,
+    is_of_checkpoint,
+    numbered_folders,
+    scan_dcp_folders,
+)
 from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.downloads import is_of_client
 from ckptfix.checkpoint.entries import ModelFiles, group_files
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_file_name
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
 from ckptfix.checkpoint.load_inputs import (
     adapters_without_config,
@@ -99,6 +105,7 @@ from ckptfix.diagnosis.wrong_states import (
     diagnose_wrong_folders,
     diagnose_wrong_states,
     unchecked_weights,
+    unread_weights,
 )
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
@@ -426,18 +433,7 @@ def diagnose(
             *unchecked_bundles(bundles),
             *unjudged_loaders(folder),
             *unjudged_scalers(folder),
-            *(
-                unchecked_weights(
-                    folder, {one.path for one in findings if one.severity is not Severity.NOTE}
-                )
-                if folder.only is None
-                else ()
-            ),
-            *(
-                (f"whether the class that {PIPELINE} names takes the components that it lists",)
-                if folder.only is None and folder.has_file(PIPELINE)
-                else ()
-            ),
+            *(_unchecked_of_scripts(folder, findings) if folder.only is None else ()),
             *of_optimizers.unchecked,
             *of_values.unchecked,
             *trainer.unchecked,
@@ -496,6 +492,15 @@ def _paths(
     return frozenset(finding.path for finding in findings if isinstance(finding, kinds))
 
 
+def _unchecked_of_scripts(folder: CheckpointFolder, findings: Iterable[Finding]) -> Iterator[str]:
+    """Yield in words what only the script, its model or a class of diffusers shows."""
+    told = {finding.path for finding in findings if finding.severity is not Severity.NOTE}
+    yield from unread_weights(folder, told)
+    yield from unchecked_weights(folder)
+    if folder.has_file(PIPELINE):
+        yield f"whether the class that {PIPELINE} names takes the components that it lists"
+
+
 def _why_not(path: AnyPath, kind: str) -> str:
     """Return why nothing in a folder was checked, and the command that checks it, if there is
     one.
@@ -514,7 +519,7 @@ def _may_hold_checkpoint(path: AnyPath) -> bool:
         _, folders, names = next(walk(path))
     except (OSError, StopIteration):
         return True
-    return bool(folders) or any(map(parse_file_name, names)) or any(map(belongs, names))
+    return bool(folders) or any(map(is_of_checkpoint, names))
 
 
 def _unfinished(

@@ -219,24 +219,28 @@ def _of_other_models(
     Two exchanged models look so, and ``load_state`` fails. So does a healthy save of a script that
     prepares its optimizers in another order.
     """
+    if not folder.is_save_state:
+        return
     models: dict[int, tuple[str, Counter[Shape]]] = {}
-    for one in folder.components if folder.is_save_state else ():
-        if one.role is Role.MODEL and one.name.load_order is not None:
-            _, shapes = models.setdefault(one.name.index, (str(one.path), Counter()))
-            shapes.update(tensor.shape for tensor in one.tensors)
+    for component in folder.components:
+        if component.role is Role.MODEL and component.name.load_order is not None:
+            first = str(component.path), Counter[Shape]()
+            _, shapes = models.setdefault(component.name.index, first)
+            shapes.update(tensor.shape for tensor in component.tensors)
     for saved in optimizers:
-        own = Counter(
-            max(known, key=prod)
-            for states in saved.states.values()
-            if (known := [shape for state, shape in states.items() if state in SHAPED and shape])
-        )
-        if not own or saved.key or saved.index not in models or own <= models[saved.index][1]:
+        if saved.key or saved.index not in models:
             continue
-        fitting = [path for path, shapes in models.values() if own <= shapes]
-        if fitting:
+        trained: Counter[Shape] = Counter()
+        for states in saved.states.values():
+            moments = [shape for state, shape in states.items() if state in SHAPED and shape]
+            if moments:
+                trained[max(moments, key=prod)] += 1
+        path, shapes = models[saved.index]
+        fitting = [model for model, held in models.values() if trained <= held]
+        if trained and fitting and not trained <= shapes:
             yield (
-                f"whether {saved.path} is of {models[saved.index][0]}: its moments have the shapes "
-                f"of {list_names(fitting)}, as where a script prepares its optimizers in another "
+                f"whether {saved.path} is of {path}: its moments have the shapes of "
+                f"{list_names(fitting)}, as where a script prepares its optimizers in another "
                 "order"
             )
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from msgspec import Struct
 
 from ckptfix.checkpoint.completion_markers import missing_marker
-from ckptfix.checkpoint.dcp import belongs, holds_dcp
+from ckptfix.checkpoint.dcp import belongs, holds_dcp, is_of_checkpoint
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders, is_deepspeed_file
 from ckptfix.checkpoint.downloads import half_downloads, may_be_download
 from ckptfix.checkpoint.filenames import (
@@ -273,7 +273,7 @@ def find_checkpoints(path: Openable) -> Iterator[AnyPath]:
         folders[:] = [name for name in folders if name not in sharded]
         found = [*refused, *staging]
         refused.clear()
-        if sharded or any(parse_file_name(name) is not None or belongs(name) for name in files):
+        if sharded or any(map(is_of_checkpoint, files)):
             around.append(here)
             found.append(here)
         elif (

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.completion_markers import missing_marker
-from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
+from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, is_of_checkpoint
 from ckptfix.checkpoint.downloads import HalfDownload
 from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, names_weights, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder
@@ -59,17 +59,13 @@ def is_unfinished(name: str) -> bool:
     """
     if name == METADATA_UNFINISHED:
         return False
-    return bool(_SAVING.fullmatch(name)) or _is_of_checkpoint(_intended(_COPYING, name))
+    return bool(_SAVING.fullmatch(name)) or is_of_checkpoint(_intended(_COPYING, name))
 
 
 def _intended(pattern: re.Pattern[str], name: str) -> str:
     """Return the name that an unfinished file was to get, "" if it has no temporary name."""
     match = pattern.fullmatch(name)
     return next(filter(None, match.groups()), "") if match else ""
-
-
-def _is_of_checkpoint(name: str) -> bool:
-    return parse_file_name(name) is not None or belongs(name)
 
 
 def interrupted(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[InterruptedSave]:
@@ -100,7 +96,7 @@ def _unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterat
         copied, downloaded = _intended(_COPYING, path.name), _intended(_DOWNLOADING, path.name)
         wanted = copied or downloaded
         is_missing = bool(wanted) and path.with_name(wanted) not in there
-        is_download = _is_of_checkpoint(downloaded) and (is_missing or path.suffix == ".aria2")
+        is_download = is_of_checkpoint(downloaded) and (is_missing or path.suffix == ".aria2")
         is_json = is_missing and wanted in _JSON and path.suffix != ".tmp"
         if is_unfinished(path.name) or is_download or is_json:
             yield InterruptedSave(path=path, leftover=True, wanted=wanted if is_missing else "")

@@ -368,9 +368,9 @@ def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
             )
 
 
-def unchecked_weights(folder: CheckpointFolder, told: Container[PurePosixPath]) -> Iterator[str]:
-    """Yield in words what of the weights only a script or its model shows. ``told``: files that
-    have a finding.
+def unread_weights(folder: CheckpointFolder, told: Container[PurePosixPath]) -> Iterator[str]:
+    """Yield in words what no library reads in weights under a name that libraries look for: only a
+    script can. ``told``: files that have a finding.
     """
     for component in folder.components:
         file, path = component.content, component.path
@@ -387,6 +387,12 @@ def unchecked_weights(folder: CheckpointFolder, told: Container[PurePosixPath]) 
             yield f"values of {path} that are not plain tensors: {list_names(hidden)}"
         elif holds_no_tensor(file) and not folder.is_save_state:
             yield f"whether {path} lost its tensors: it has none"
+
+
+def unchecked_weights(folder: CheckpointFolder) -> Iterator[str]:
+    """Yield in words what of the weights in a folder of ``save_state`` only the script's model
+    shows.
+    """
     if not folder.is_save_state:
         return
     has_optimizer = any(component.role is Role.OPTIMIZER for component in folder.components)

@@ -177,26 +177,21 @@ class HubStore(Store):
 
     # Writes: each is a commit.
 
-    def _put(self, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
-        return self._written_by_itself(key, data, expected)
+    def _put(self, key: str, data: bytes | Path, expected: str | Expected) -> ObjectInfo:
+        new = self._added(key, data)
+        self._commit(f"ckptfix: {self._path(key)}", {key: new}, {key: expected})
+        return new.info
 
     def _upload(
         self, key: str, path: Path, expected: str | Expected, progress: Progress | None
     ) -> ObjectInfo:
-        info = self._written_by_itself(key, path, expected)
+        info = self._put(key, path, expected)
         if progress:
             progress(info.size)
         return info
 
     def _delete(self, key: str, expected: str | Expected) -> None:
         self._commit(f"ckptfix: {self._path(key)}", {key: None}, {key: expected})
-
-    def _written_by_itself(
-        self, key: str, source: bytes | Path, expected: str | Expected
-    ) -> ObjectInfo:
-        new = self._added(key, source)
-        self._commit(f"ckptfix: {self._path(key)}", {key: new}, {key: expected})
-        return new.info
 
     def replace_all(
         self,

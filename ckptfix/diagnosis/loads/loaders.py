@@ -114,15 +114,17 @@ class Loaders:
                 taken[load.library] = load
         outcomes = []
         for load in taken.values():
-            other = next((one for one in findings if _is_of_other_content(one, load)), None)
-            outcome = self._outcome(load, str(other) if other is not None else "")
+            of_files = [one for one in findings if one.path in (load.path, *load.files)]
+            # The library gets what a file holds, and not the tensors inside of it.
+            refused = [str(one) for one in of_files if isinstance(one, WrongState | UnknownState)]
+            outcome = self._outcome(load, next(iter(refused), ""))
             # What a load ignores may be layers that a finding is about, but no head that it lacks.
             wrong = [
                 finding
-                for finding in findings
+                for finding in of_files
                 if not outcome.status
                 and (isinstance(finding, MissingHead) or not outcome.unexpected)
-                and _is_about(finding, load)
+                and _is_told_by_a_load(finding)
             ]
             findings = tuple(finding for finding in findings if finding not in wrong)
             words = tuple(f"{finding} [{finding.code}]" for finding in wrong)
@@ -132,13 +134,13 @@ class Loaders:
             outcomes.append(LoadOutcome(path=path, library="", unchecked=_NOBODY))
         return tuple(outcomes), findings
 
-    def _outcome(self, load: Load, other_content: str) -> LoadOutcome:
+    def _outcome(self, load: Load, refused: str) -> LoadOutcome:
         path = str(load.path)
         answer = LoadOutcome(path=path, library=load.library, tensors=len(load.tensors))
         if load.index_fault:
             return answer._replace(refused=f"{load.path.name} {load.index_fault}")
-        if other_content:  # the library gets what the file holds, and not the tensors inside of it
-            return answer._replace(refused=other_content)
+        if refused:
+            return answer._replace(refused=refused)
         if not load.is_whole:
             return answer._replace(unchecked="not every header of its files can be read")
         asked = Asked(
@@ -177,18 +179,10 @@ def _path_of_imports() -> list[str]:
     ]
 
 
-def _is_of_other_content(finding: Finding, load: Load) -> bool:
-    """Return whether a file of a load holds something else than a state dict."""
-    is_of_load = finding.path in (load.path, *load.files)
-    return is_of_load and isinstance(finding, WrongState | UnknownState)
-
-
-def _is_about(finding: Finding, load: Load) -> bool:
+def _is_told_by_a_load(finding: Finding) -> bool:
     """Return whether a finding about headers is one that the load by the library itself judges."""
-    is_of_load = finding.path in (load.path, *load.files)
     return (
-        is_of_load
-        and isinstance(finding, _TOLD_BY_A_LOAD)
+        isinstance(finding, _TOLD_BY_A_LOAD)
         and not isinstance(finding, PassedOver)
         and finding.severity is not Severity.NOTE
     )
