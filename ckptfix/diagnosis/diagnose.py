@@ -613,8 +613,8 @@ def _not_checked(
         # With checksums, another sentence names the command that compares them.
         if manifest is None or not manifest.digests:
             words.append(
-                f"{OF_ONE_SAVE}: most do not record it, nor whether the last file of a kind is "
-                "missing; a manifest of checksums shows a later change"
+                f"{OF_ONE_SAVE}: most saves list no files, so an exchanged file or a missing last "
+                "one leaves no trace; ckptfix seal writes the list"
             )
     known = {path for state in sharded for path in state.files} | set(BESIDE if deepspeed else ())
     known |= {PurePosixPath(name) for name in (REPORT, TRAINER_STATE)}

@@ -84,8 +84,8 @@ def test_verbose_lists_what_was_not_checked(
             "checks them"
         ),
         (
-            "not checked: whether all files are of one save: most do not record it, nor whether "
-            "the last file of a kind is missing; a manifest of checksums shows a later change"
+            "not checked: whether all files are of one save: most saves list no files, so an "
+            "exchanged file or a missing last one leaves no trace; ckptfix seal writes the list"
         ),
     ]
     assert run(["repair", str(folder)]) == 0
