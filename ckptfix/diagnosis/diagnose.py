@@ -614,7 +614,7 @@ def _not_checked(
         if manifest is None or not manifest.digests:
             words.append(
                 f"{OF_ONE_SAVE}: most saves list no files, so an exchanged file or a missing last "
-                "one leaves no trace; ckptfix seal writes the list"
+                "one leaves no trace unless each save is sealed when it is written"
             )
     known = {path for state in sharded for path in state.files} | set(BESIDE if deepspeed else ())
     known |= {PurePosixPath(name) for name in (REPORT, TRAINER_STATE)}

@@ -85,7 +85,7 @@ def test_verbose_lists_what_was_not_checked(
         ),
         (
             "not checked: whether all files are of one save: most saves list no files, so an "
-            "exchanged file or a missing last one leaves no trace; ckptfix seal writes the list"
+            "exchanged file or a missing last one leaves no trace unless each save is sealed when it is written"
         ),
     ]
     assert run(["repair", str(folder)]) == 0
