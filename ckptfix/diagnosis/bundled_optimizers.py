@@ -26,10 +26,9 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.state_contents import Content, is_surely_of_optimizer, problem_of_optimizer
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import MismatchedMoments, UnsavedParameters
-from ckptfix.diagnosis.findings.misplaced import UnknownState
+from ckptfix.diagnosis.findings.misplaced import EFFECTS_ON_TORCH, UnknownState
 from ckptfix.diagnosis.optimizer_states import Weights, judge, without_reduced
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, optimizers_in_file
-from ckptfix.diagnosis.wrong_states import EFFECTS_ON_TORCH
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_arrays import is_array, shape_of_array
 from ckptfix.formats.pickle_tree import Node, Text, every_node

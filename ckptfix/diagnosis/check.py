@@ -27,7 +27,7 @@ from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, lists_models, may_
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.dataloaders import exchanged_loaders
-from ckptfix.diagnosis.diagnose import OF_ONE_SAVE, Diagnosis, diagnose
+from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.exchanged import diagnose_exchanged, other_objects, surplus_objects
 from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity, finding_lines, salvage_lines
@@ -45,6 +45,7 @@ from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.findings.misplaced import RenamedState
 from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from ckptfix.diagnosis.hook_models import HookModel, diagnose_hook_models
+from ckptfix.diagnosis.left_out import OF_ONE_SAVE
 from ckptfix.diagnosis.loads.outcome import LoadOutcome
 from ckptfix.diagnosis.siblings import compared
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint

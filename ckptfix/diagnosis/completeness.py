@@ -69,12 +69,12 @@ from ckptfix.checkpoint.model_configs import (
 from ckptfix.checkpoint.neighbours import Neighbours, parts_of
 from ckptfix.checkpoint.trainer_folders import (
     MissingState,
-    TrainerProgress,
     adapter_without_config,
     lost_weights,
     missing_among,
     random_states,
 )
+from ckptfix.diagnosis.case import Case, Unreadable
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.config_faults import LostAdapter
 from ckptfix.diagnosis.findings.damaged import FOLDER, NotATensorFile
@@ -396,13 +396,15 @@ def _weights_lost_by_trainer(
     )
 
 
-def broken_trainer_state(folder: CheckpointFolder, trainer: TrainerProgress) -> Iterator[Finding]:
+def broken_trainer_state(case: Case) -> Iterator[Finding | str]:
     """Yield a ``trainer_state.json`` from which the Trainer cannot resume, though all weights may
     be intact.
 
     Next to random states of Accelerate it is a file of a script, whatever it holds. Its values are
     only judged where the name of the folder or another file is the Trainer's.
     """
+    folder, trainer = case.folder, case.trainer
+    yield from trainer.unchecked
     name = absolute(folder.root).name
     is_of_trainer = checkpoint_number(name, TRAINER) is not None or any(
         one.name.is_of_trainer for one in folder.components
@@ -647,71 +649,54 @@ def _paths(folder: CheckpointFolder) -> list[PurePosixPath]:
     return [*(component.path for component in folder.components), *folder.subfolders]
 
 
-class SaveDiagnosis(NamedTuple):
-    """The findings about a folder as a save, and in words the omitted checks and the impossible
-    ones.
-    """
-
-    findings: list[Finding]
-    unchecked: list[str]
-    unfinished: list[str]
-
-
-def diagnose_save(
-    folder: CheckpointFolder,
-    states: Sequence[DcpFolder],
-    explained: Collection[PurePosixPath],
-    *,
-    has_deepspeed: bool,
-    neighbours: Neighbours,
-) -> SaveDiagnosis:
-    """Compare a folder with the files that its save wrote.
-
-    ``explained``: damaged files with another finding. ``has_deepspeed``: DeepSpeed has the
-    optimizer.
-    """
-    findings: list[Finding] = []
+def diagnose_save(case: Case) -> Iterator[Finding | str | Unreadable]:
+    """Compare a folder with the files that its save wrote."""
+    folder = case.folder
     try:
         manifest = read_manifest(folder.root)
-        findings += _missing(folder, manifest, explained)
-        unchecked = list(_unchecked(folder, manifest))
+        missing = list(_missing(folder, manifest, case.damaged))
+        yield from missing
+        yield from _unchecked(folder, manifest)
         is_saved = manifest is not None and manifest.is_of_a_save
-        losses = read_losses(folder.root) if folder.only is None and not is_saved else None
+        losses = read_losses(folder.root) if not case.is_file and not is_saved else None
     except FormatError as error:
-        return SaveDiagnosis(findings, [f"what the save wrote: {error}"], [])
+        yield f"what the save wrote: {error}"
+        return
     except OSError as error:
         where = Path(error.filename) if error.filename else folder.root / MANIFEST
-        return SaveDiagnosis(findings, [], [f"{MANIFEST}: {unreadable(where, error)}"])
+        yield Unreadable(f"{MANIFEST}: {unreadable(where, error)}")
+        return
     if losses is not None:
-        findings.append(Salvaged(path=PurePosixPath(REPORT), **losses._asdict()))
-    if folder.only is None:
-        findings += interrupted(folder, states)
-        if not is_saved:  # a save's manifest says what the sub-folders held
-            findings += _lost_models(folder)
-            findings += _lost_configs(folder, neighbours)
-        modelless = list(_modelless(folder, states))
-        # An empty folder of the only model is told by what it lacks.
-        unread = [] if is_saved or modelless else list(_unread_folders(folder))
-        findings += modelless or unread
-        has_deepspeed |= any(parse_deepspeed_folder_name(finding.path.name) for finding in unread)
-        findings += _without_tag(folder)
-        gone = list(listed(folder, manifest))
-        findings += gone
-        if not is_saved:
-            unchecked += unchecked_shards(folder)
-        if not (is_saved or gone):  # a manifest says what belongs here
-            hidden = tuple(hidden_files(folder, neighbours))
-            findings += incomplete(folder, states, manifest, hidden, has_deepspeed=has_deepspeed)
-            findings += _misnamed(folder, hidden)
-            findings += _only_for_fsdp(folder)
-            unchecked += (
-                f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain
-            )
-            if not findings:
-                unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
-        unchecked += _only_empty_tensors(folder)
-        unchecked += _keys_lost_by_migration(folder)
-    return SaveDiagnosis(findings, unchecked, [])
+        yield Salvaged(path=PurePosixPath(REPORT), **losses._asdict())
+    if case.is_file:
+        return
+    findings: list[Finding] = [*interrupted(folder, case.sharded)]
+    if not is_saved:  # a save's manifest says what the sub-folders held
+        findings += _lost_models(folder)
+        findings += _lost_configs(folder, case.neighbours)
+    modelless = list(_modelless(folder, case.sharded))
+    # An empty folder of the only model is told by what it lacks.
+    unread = [] if is_saved or modelless else list(_unread_folders(folder))
+    findings += modelless or unread
+    findings += _without_tag(folder)
+    gone = list(listed(folder, manifest))
+    findings += gone
+    if not is_saved:
+        yield from unchecked_shards(folder)
+    if not (is_saved or gone):  # a manifest says what belongs here
+        has_deepspeed = bool(case.deepspeed) or any(
+            parse_deepspeed_folder_name(finding.path.name) for finding in unread
+        )
+        hidden = tuple(hidden_files(folder, case.neighbours))
+        findings += incomplete(folder, case.sharded, manifest, hidden, has_deepspeed=has_deepspeed)
+        findings += _misnamed(folder, hidden)
+        findings += _only_for_fsdp(folder)
+        yield from (f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain)
+        if not (missing or losses or findings):
+            yield from unresumable(folder, has_deepspeed=has_deepspeed)
+    yield from _only_empty_tensors(folder)
+    yield from _keys_lost_by_migration(folder)
+    yield from findings
 
 
 def _misnamed(folder: CheckpointFolder, hidden: Iterable[HiddenFile]) -> Iterator[Finding]:

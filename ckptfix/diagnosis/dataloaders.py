@@ -19,14 +19,15 @@ from ckptfix.checkpoint.state_contents import (
     state_problem,
     workers_of_loader,
 )
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.wording import count_of
 
 
-def unjudged_loaders(folder: CheckpointFolder) -> Iterator[str]:
+def unjudged_loaders(case: Case) -> Iterator[str]:
     """Yield in words the states that only a data loader of the script can read."""
-    for component in folder.components:
+    for component in case.folder.components:
         content = component.content
         if (
             component.role is Role.DATALOADER
@@ -41,11 +42,11 @@ def unjudged_loaders(folder: CheckpointFolder) -> Iterator[str]:
             )
 
 
-def unjudged_scalers(folder: CheckpointFolder) -> Iterator[str]:
+def unjudged_scalers(case: Case) -> Iterator[str]:
     """Yield in words the states of gradient scalers that were off: one that is on refuses them
     (``GradScaler.load_state_dict``, torch 2.13).
     """
-    for component in folder.components:
+    for component in case.folder.components:
         content = component.content
         if component.role is not Role.GRAD_SCALER or not isinstance(content, TorchFile):
             continue

@@ -22,6 +22,7 @@ from ckptfix.checkpoint.keys import (
     is_nested,
     prepared,
 )
+from ckptfix.diagnosis.case import Case, Unreadable
 from ckptfix.diagnosis.file_damage import LeftRecord, left_records, problem_finding
 from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.damaged import (
@@ -55,32 +56,27 @@ from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip, records_with_crc
-from ckptfix.storage.executor import THREADS, Executor, each
-from ckptfix.storage.files import AnyPath, FileReader, absolute
+from ckptfix.storage.executor import each
+from ckptfix.storage.files import FileReader, absolute
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import unreadable
 from ckptfix.storage.reading import open_reader
 from ckptfix.wording import count_of, list_names
 
 
-def diagnose_dcp_folders(
-    root: AnyPath, states: Iterable[DcpFolder], processes: int | None
-) -> list[Finding]:
-    """Find mismatched keys and damaged files in the DCP folders of a checkpoint.
-
-    ``processes``: those of the run, if known.
-    """
-    states = tuple(states)
+def diagnose_dcp_folders(case: Case) -> list[Finding]:
+    """Find mismatched keys and damaged files in the DCP folders of a checkpoint."""
+    states = case.sharded
     # accelerate prepares no FSDP model a second time, and torch takes the wrappers of FSDP and of
     # DistributedDataParallel off its keys (accelerate 1.0 to 1.15, torch 2.13): the rest are
     # modules of the script.
-    is_of_fsdp = parse_folder_name(absolute(root).name) is not None
+    is_of_fsdp = parse_folder_name(absolute(case.folder.root).name) is not None
     of_fsdp = {
         state.metadata_path
         for state in states
         if state.name or (is_of_fsdp and not state.path.parts)
     }
-    wrapped = _wrapped(states, processes or _processes(states))
+    wrapped = _wrapped(states, case.folder.processes or _processes(states))
     return [
         *(
             (
@@ -107,33 +103,6 @@ def _files(states: Iterable[DcpFolder]) -> list[Finding]:
         else:
             findings += _stored(state, state.metadata)
     return findings
-
-
-def unchecked_dcp(states: Iterable[DcpFolder]) -> Iterator[str]:
-    """Yield the folders that could not be read, with the reasons."""
-    for state in states:
-        if state.problem is not None and state.problem.is_only_unchecked:
-            yield f"{state.metadata_path}: {state.problem.message}"
-        elif state.metadata is None and state.own_ranks:
-            yield f"{state.own_ranks[0]}: per-rank metadata, of a save without collectives"
-        packed = (
-            [one for one in state.metadata.stored.values() if one.transforms]
-            if state.metadata
-            else []
-        )
-        if packed:
-            extensions = list_names(
-                dict.fromkeys(name for one in packed for name in one.transforms)
-            )
-            yield (
-                f"{state.metadata_path}: {count_of(len(packed), 'item')} that went through "
-                f"{extensions}"
-            )
-        alike: dict[str, list[str]] = {}
-        for fqn, why in state.unread.items():
-            alike.setdefault(why, []).append(fqn)
-        for why, names in alike.items():
-            yield f"{state.metadata_path}: keys may be in {list_names(names)}: {why}"
 
 
 def _interrupted(state: DcpFolder) -> list[Finding]:
@@ -229,26 +198,19 @@ _LEFT = "left"
 """Beginning of the result about a record whose CRC the caller compares."""
 
 
-def diagnose_items(
-    root: AnyPath,
-    states: Iterable[DcpFolder],
-    *,
-    data: bool,
-    progress: Progress | None = None,
-    executor: Executor = THREADS,
-) -> tuple[list[Finding], dict[PurePosixPath, str]]:
+def diagnose_items(case: Case) -> Iterator[Finding | Unreadable]:
     """Find the files whose items are not tensors, and with ``data`` those with a changed byte.
 
     A tensor begins as a zip archive of ``torch.save``, or as safetensors. All of an item but the
     numbers of its tensor is read, with ``data`` all bytes; of an object in a store the first bytes
     alone.
 
-    Returns these and the files that may not be read, with the reason. ``progress`` is called with
-    byte counts. ``diagnose_dcp_folders`` reports truncated and missing files.
+    ``diagnose_dcp_folders`` reports truncated and missing files.
     """
+    root, data = case.folder.root, case.data
     files = [
         (state, path, items)
-        for state in states
+        for state in case.sharded
         for path, items in _by_file(state).items()
         if path not in state.broken and path not in state.unreadable
     ]
@@ -278,22 +240,24 @@ def diagnose_items(
         ]
         what = "items" if left is None else "records of items"
         found = each(
-            executor, what, units, work, progress, is_final=lambda results: not _is_refused(results)
+            case.executor,
+            what,
+            units,
+            work,
+            case.progress,
+            is_final=lambda results: not _is_refused(results),
         )
     else:  # a few bytes of each item: every process of a team reads them
-        found = [work(number, progress) for number in range(len(files))]
-    findings: list[Finding] = []
-    refused: dict[PurePosixPath, str] = {}
+        found = [work(number, case.progress) for number in range(len(files))]
     for (_, path, _), results in zip(files, found, strict=True):
         for code, *facts in results:
             if code == _REFUSED:
-                refused[path] = facts[0]
+                yield Unreadable(f"{path}: {facts[0]}")
             elif code == _LEFT:
                 assert left is not None
                 left.append(LeftRecord(root / path, *facts))
             else:
-                findings.append(_unpacked(path, code, facts))
-    return findings, refused
+                yield _unpacked(path, code, facts)
 
 
 def _is_refused(results: Sequence[Sequence[Any]]) -> bool:

@@ -15,11 +15,11 @@ from operator import itemgetter
 from pathlib import PurePosixPath
 from typing import Any
 
-from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
+from ckptfix.checkpoint.dcp import scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, counts_saves
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbours
-from ckptfix.diagnosis.bundled_optimizers import Bundle
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.inconsistent import EmptyOptimizer, LostMoments
 from ckptfix.diagnosis.findings.misplaced import PerhapsUncounted, UncountedSteps
 from ckptfix.diagnosis.optimizer_kinds import kind_of
@@ -34,22 +34,17 @@ _MOST_MOVES = 1 << 53
 """Python refuses to print the largest numbers that a pickle can hold."""
 
 
-def diagnose_empty_optimizers(
-    folder: CheckpointFolder,
-    sharded: Sequence[DcpFolder],
-    optimizers: Sequence[SavedOptimizer],
-    damaged: frozenset[PurePosixPath],
-    neighbours: Neighbours,
-    step: int | None,
-) -> Iterator[EmptyOptimizer]:
+def diagnose_empty_optimizers(case: Case) -> Iterator[EmptyOptimizer]:
     """Yield the optimizers without states that made steps by the files next to them.
 
-    ``damaged``: files with another finding. ``step``: of ``trainer_state.json``, None in a folder
-    of accelerate. The options of a DCP folder have no values there, so that only an earlier
-    checkpoint shows that its optimizer keeps states.
+    The options of a DCP folder have no values there, so that only an earlier checkpoint shows that
+    its optimizer keeps states.
     """
+    if case.is_file:
+        return
+    optimizers, damaged, step = case.optimizers, case.damaged, case.step
     counts = Counter(saved.path for saved in optimizers)
-    in_dcp = {state.path for state in sharded}
+    in_dcp = {state.path for state in case.sharded}
     empty = {
         saved.path: saved
         for saved in optimizers
@@ -60,8 +55,8 @@ def diagnose_empty_optimizers(
     }
     if not empty:
         return
-    earlier = _with_states(empty, neighbours)
-    moves = _moves(folder)
+    earlier = _with_states(empty, case.neighbours)
+    moves = _moves(case.folder)
     for path, saved in empty.items():
         kind, evidence, parameters = EmptyOptimizer, "", len(set(saved.parameters))
         if path in earlier:
@@ -86,36 +81,32 @@ def diagnose_empty_optimizers(
             )
 
 
-def diagnose_uncounted_steps(
-    folder: CheckpointFolder,
-    optimizers: Sequence[SavedOptimizer],
-    damaged: frozenset[PurePosixPath],
-    step: int | None,
-) -> Iterator[UncountedSteps]:
+def diagnose_uncounted_steps(case: Case) -> Iterator[UncountedSteps]:
     """Yield the optimizers that made no step by their own count, next to the ``step`` of
     ``trainer_state.json``.
 
     All but Adagrad make states in their first step, and count it. Of an Adagrad fp16 may have
     skipped every step.
     """
-    moves = _moves(folder)
-    for saved in optimizers if (step or 0) > FEW_STEPS else ():
-        is_known = saved.path not in damaged and _keeps_states(saved) and any(saved.states.values())
-        if is_known and made_no_step(folder.root, saved):
-            kind = UncountedSteps if moves else PerhapsUncounted
-            yield kind(path=saved.path, partner=TRAINER_STATE, moves=0, step=step or 0)
+    step = case.step or 0
+    if case.is_file or step <= FEW_STEPS:
+        return
+    kind = UncountedSteps if _moves(case.folder) else PerhapsUncounted
+    for saved in case.optimizers:
+        is_known = _keeps_states(saved) and any(saved.states.values())
+        if is_known and saved.path not in case.damaged and made_no_step(case.folder.root, saved):
+            yield kind(path=saved.path, partner=TRAINER_STATE, moves=0, step=step)
 
 
-def diagnose_empty_bundles(
-    folder: CheckpointFolder, bundles: Sequence[Bundle]
-) -> Iterator[EmptyOptimizer]:
+def diagnose_empty_bundles(case: Case) -> Iterator[EmptyOptimizer]:
     """Yield the optimizers without states inside files that made steps by a scheduler there, or by
     an earlier file.
 
     A file whose name differs in another number than those of saves, as ``client_1.pt`` and
     ``fold_1.pt``, may be of another run, which shows nothing for sure.
     """
-    files = {component.path: component.content for component in folder.components}
+    bundles = case.bundles
+    files = {component.path: component.content for component in case.folder.components}
     trained: defaultdict[tuple[str, str], list[tuple[list[_Number], SavedOptimizer]]] = defaultdict(
         list
     )

@@ -3,13 +3,13 @@ that go with them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.dcp import DcpFolder, numbered_folders, rank_of
+from ckptfix.checkpoint.dcp import numbered_folders, rank_of
 from ckptfix.checkpoint.filenames import FORMATS_OF_MODELS, Role
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, prepared
@@ -23,6 +23,7 @@ from ckptfix.checkpoint.pairing import (
     signature,
 )
 from ckptfix.checkpoint.second_prepare import Evidence
+from ckptfix.diagnosis.case import Case, Verdict
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import (
     ConflictingModels,
@@ -47,39 +48,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Key -> shape of the tensors of one model."""
 
 
-class Verdict(NamedTuple):
-    """Result of a comparison: the first difference of two paired entries, None when they are equal.
-
-    ``full``: every byte was read for it.
-    """
-
-    difference: str | None
-    full: bool
-
-
-Compare = Callable[[Pairing, bool], Verdict]
-"""Function that compares two paired entries. The second argument is whether a drop depends on the
-answer.
-"""
-
-
-def diagnose_models(
-    evidence: Evidence,
-    states: Sequence[DcpFolder],
-    compare: Compare,
-    *,
-    drops: bool,
-    damaged: frozenset[PurePosixPath],
-) -> list[Finding]:
+def diagnose_models(case: Case) -> list[Finding]:
     """Find models that were saved twice, and related models, in files and in DCP folders.
 
-    ``drops``: the user asked to drop equal models, so their equality is proven in full.
-    ``damaged``: files with known damage, which count as different from any other.
+    Where the user asked to drop equal models, their equality is proven in full. A file that lost
+    bytes counts as different from any other.
     """
     findings: list[Finding] = []
+    evidence = case.evidence
     is_alone = evidence.folder.processes == 1
     for entries in evidence.folder.entries(Role.MODEL):
-        of_entries = _decided(_duplicates(evidence, entries, compare, drops, damaged, is_alone))
+        of_entries = _decided(_duplicates(case, entries, is_alone))
         of_entries += _cut_short(evidence, entries)
         doubled = frozenset(
             finding.path for finding in of_entries if isinstance(finding, DoubledModel)
@@ -94,15 +73,15 @@ def diagnose_models(
             for finding in of_entries
         )
         findings += shifted
-    folders = [entry.state for entry in numbered_folders(states, Role.MODEL)] if states else []
+    folders = [entry.state for entry in numbered_folders(case.sharded, Role.MODEL)]
     ranks = {rank_of(path) for state in folders for path in state.data}
-    findings += _duplicates(evidence, folders, compare, drops, damaged, len(ranks) == 1)
+    findings += _duplicates(case, folders, len(ranks) == 1)
     return findings
 
 
-def diagnose_gaps(evidence: Evidence) -> list[Finding]:
+def diagnose_gaps(case: Case) -> list[Finding]:
     """Find numbers that are missing in the list of a role."""
-    folder = evidence.folder
+    folder = case.evidence.folder
     if not folder.is_save_state or folder.only is not None:
         return []
     findings: list[Finding] = []
@@ -157,14 +136,7 @@ def renumbered(
     return positions
 
 
-def _duplicates(
-    evidence: Evidence,
-    entries: Iterable[Saved],
-    compare: Compare,
-    drops: bool,
-    damaged: frozenset[PurePosixPath],
-    is_alone: bool,
-) -> list[Finding]:
+def _duplicates(case: Case, entries: Iterable[Saved], is_alone: bool) -> list[Finding]:
     """Compare the models of one list. ``is_alone``: one process saved them."""
     findings: list[Finding] = []
     doubles: dict[PurePosixPath, list[Component]] = {}  # by the original
@@ -174,7 +146,7 @@ def _duplicates(
         if entry.model is None or not entry.tensors:
             continue  # equality of two models without a parameter means nothing
         originals = alike.setdefault(signature(entry), [])
-        finding = _match(evidence, entry, originals, doubles, compare, drops, damaged, is_alone)
+        finding = _match(case, entry, originals, doubles, is_alone)
         if finding is not None:
             findings.append(finding)
         if isinstance(finding, DoubledModel) and isinstance(entry, Component):
@@ -215,13 +187,10 @@ def _decided(findings: list[Finding]) -> list[Finding]:
 
 
 def _match(
-    evidence: Evidence,
+    case: Case,
     entry: Saved,
     originals: list[Saved],
     doubles: Mapping[PurePosixPath, list[Component]],
-    compare: Compare,
-    drops: bool,
-    damaged: frozenset[PurePosixPath],
     is_alone: bool,
 ) -> Finding | None:
     """Compare an entry with every distinct one that has as many wrappers or fewer."""
@@ -230,13 +199,13 @@ def _match(
         pairing = pair_up(original, entry)
         if pairing is None:
             continue
-        difference, full = compare(pairing, drops)
+        difference, full = case.compare(pairing, Role.MODEL in case.drops)
         doubt = "in DCP folders no key shows a second prepare()"
         if difference is None and isinstance(original, Component) and isinstance(entry, Component):
             known = doubles.get(original.path, ())
-            doubt = next(evidence.doubts(original, known, entry, pairing.size), "")
+            doubt = next(case.evidence.doubts(original, known, entry, pairing.size), "")
             if not doubt:
-                difference, full = compare(pairing, True)
+                difference, full = case.compare(pairing, True)
         if difference is None and not doubt:
             return DoubledModel(
                 path=entry.path,
@@ -257,27 +226,23 @@ def _match(
                 doubt=doubt,
             )
         if related is None and len(prepared(entry.chain)) > len(prepared(original.chain)):
-            related = _related(evidence, pairing, difference, damaged, is_alone, full=full)
+            related = _related(case, pairing, difference, is_alone, full=full)
     return related
 
 
 def _related(
-    evidence: Evidence,
-    pairing: Pairing,
-    difference: str,
-    damaged: frozenset[PurePosixPath],
-    is_alone: bool,
-    *,
-    full: bool,
+    case: Case, pairing: Pairing, difference: str, is_alone: bool, *, full: bool
 ) -> Finding | None:
     """Return how two models with the same keys and other values are related; a single process adds
     no wrapper.
     """
     original, entry = pair = pairing.kept, pairing.other
     tensor = None if difference == STRUCTURE else difference
-    harmed = tuple(model.path for model in pair if model.path in damaged)
+    harmed = tuple(model.path for model in pair if model.path in case.corrupt)
     proof = (
-        next(filter(None, (_foreign(evidence, model) for model in pair)), "") if not harmed else ""
+        next(filter(None, (_foreign(case.evidence, model) for model in pair)), "")
+        if not harmed
+        else ""
     )
     if proof:
         return ConflictingModels(
@@ -290,7 +255,7 @@ def _related(
     # a few.
     few = max(1, total // 10)
     if not harmed and tensor is not None and 2 * few <= total:
-        differing = differing_tensors(evidence.folder.root, pairing, full=full, most=few)
+        differing = differing_tensors(case.folder.root, pairing, full=full, most=few)
         if 0 < len(differing) <= few:
             return NearlyEqualModels(
                 path=entry.path,
@@ -386,23 +351,17 @@ _INDEPENDENT = (Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
 """Roles whose intentional entries are often equal, and do not belong to a model."""
 
 
-def diagnose_states(
-    evidence: Evidence,
-    compare: Compare,
-    drops: Collection[Role],
-    doubled: Collection[PurePosixPath],
-) -> list[IdenticalStates]:
+def diagnose_states(case: Case) -> list[IdenticalStates]:
     """Find equal states.
-
-    ``drops``: roles whose equal entries the user asked to drop. ``doubled``: the duplicate models.
 
     Next to a duplicate model, an optimizer with exactly the moments of another one was saved twice,
     where the models that remain do not need it; otherwise the user decides.
     """
     findings: list[IdenticalStates] = []
+    evidence, doubled = case.evidence, case.paths(DoubledModel)
     for role in _INDEPENDENT:
         for entries in evidence.folder.entries(role):
-            findings += _identical(entries, compare, role in drops).values()
+            findings += _identical(case, entries, role in case.drops).values()
     models = [
         model
         for entries in evidence.folder.entries(Role.MODEL)
@@ -411,11 +370,11 @@ def diagnose_states(
     ]
     optimizers = _only_family(evidence, Role.OPTIMIZER)
     prove = bool(doubled)
-    equal = _identical(optimizers, compare, prove or Role.OPTIMIZER in drops)
+    equal = _identical(case, optimizers, prove or Role.OPTIMIZER in case.drops)
     surplus = _surplus_optimizers(evidence, optimizers, equal, models, is_doubled=bool(doubled))
     findings += surplus.values()
     schedulers = _only_family(evidence, Role.SCHEDULER)
-    equal = _identical(schedulers, compare, prove or Role.SCHEDULER in drops)
+    equal = _identical(case, schedulers, prove or Role.SCHEDULER in case.drops)
     findings += _surplus_schedulers(schedulers, equal, optimizers, surplus, bool(doubled)).values()
     return findings
 
@@ -426,12 +385,12 @@ def _only_family(evidence: Evidence, role: Role) -> tuple[Component, ...]:
 
 
 def _identical(
-    entries: Sequence[Component], compare: Compare, prove: bool
+    case: Case, entries: Sequence[Component], prove: bool
 ) -> dict[PurePosixPath, IdenticalStates]:
     """Return a finding for each entry that equals an earlier one, by its path."""
 
     def equality(pairing: Pairing) -> Verdict | None:
-        verdict = compare(pairing, prove)
+        verdict = case.compare(pairing, prove)
         return verdict if verdict.difference is None else None
 
     return {

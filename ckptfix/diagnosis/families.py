@@ -7,7 +7,7 @@ loader could take either: variants such as ``fp16`` are asked for by name, and a
 ``consolidated.safetensors`` and FSDP's files have loaders of their own.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -28,11 +28,14 @@ from ckptfix.checkpoint.loading_order import (
     model_names,
 )
 from ckptfix.checkpoint.pairing import Files
+from ckptfix.diagnosis.case import Case, Instead
 from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.sharded import (
+    IndexMismatch,
     PartialFamily,
     SecondFamily,
     StaleFamily,
+    UndecidedIndex,
 )
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.comparing import (
@@ -84,45 +87,27 @@ class _Family(NamedTuple):
         return {bare(one.info.fqn): one for one in stored}
 
 
-class FamilyFindings(NamedTuple):
-    """Findings about the models that a folder holds twice, and the indexes that would change what a
-    loader takes.
-
-    ``switches``: missing index -> loader -> the file or index that it takes now, and no longer with
-    this index.
-    """
-
-    findings: tuple[Finding, ...]
-    switches: Mapping[PurePosixPath, Mapping[str, PurePosixPath]]
-
-
-def diagnose_families(
-    root: AnyPath,
-    groups: Sequence[ModelFiles],
-    existing: Collection[PurePosixPath],
-    damaged: Collection[PurePosixPath],
-    *,
-    prove: bool,
-    data: bool,
-    progress: Progress | None,
-    executor: Executor,
-) -> FamilyFindings:
-    """Find the models that a folder holds twice. ``existing``: all of its files. ``damaged``: those
-    that lost bytes.
+def diagnose_families(case: Case) -> Iterator[Finding | Instead]:
+    """Find the models that a folder holds twice, and ask about each missing index that would change
+    what a loader takes.
 
     Samples of the bytes are compared. With ``data`` all of them are, with ``prove`` those of shards
     without their index: it may be written only where the loaders that take it get the same weights.
     Raises OSError.
     """
+    if case.is_file:
+        return
+    groups, damaged = case.groups, case.corrupt
+    # After a repair, too: by samples alone a difference that it found before would be gone.
+    prove = case.prove or case.known is not None
     models: dict[tuple[ModelName, int], list[_Family]] = {}
     for group in groups:
         name = _name(group)
         kind = kind_of(name) if name is not None else None
         if name is not None and name.model is not None and kind is not None:
             models.setdefault((name.model, name.index), []).append(_Family(kind, group.path, group))
-    findings: list[Finding] = []
     equals: dict[PurePosixPath, Collection[PurePosixPath]] = {}
-    names = model_names(map(str, existing))
+    names = model_names(map(str, case.existing))
     for (model, index), families in models.items():
         loaders = loaders_of(model, index)
         # The loader that knows most kinds decides which family the others are compared with.
@@ -143,33 +128,35 @@ def diagnose_families(
         for family in comparable[1:]:
             is_unlisted = not (family.is_found and comparable[0].is_found)
             of_pair = _compared(
-                root,
+                case.folder.root,
                 comparable[0],
                 family,
                 paths,
-                data=data or (prove and is_unlisted),
-                progress=progress,
-                executor=executor,
+                data=case.data or (prove and is_unlisted),
+                progress=case.progress,
+                executor=case.executor,
             )
             # Of the model in the indexes, not of an adapter next to it.
             if {SAFE_INDEX, BIN_INDEX} >= {comparable[0].kind, family.kind} and not is_unlisted:
                 of_pair = replace(of_pair, refused_by=" and ".join(now.refused_by))
-            findings.append(of_pair)
+            yield of_pair
             if isinstance(of_pair, SecondFamily) and of_pair.is_equal:
                 equal.add(family.path)
-        findings += (
-            SecondFamily(
-                path=family.path,
-                preferred=comparable[0].path,
-                loads=paths,
-                tensors=0,
-                is_damaged=True,
-            )
-            for family in families
-            if comparable and family.is_found and _is_damaged(family.group, damaged)
-        )
+        for family in families if comparable else ():
+            if family.is_found and _is_damaged(family.group, damaged):
+                yield SecondFamily(
+                    path=family.path,
+                    preferred=comparable[0].path,
+                    loads=paths,
+                    tensors=0,
+                    is_damaged=True,
+                )
         equals |= dict.fromkeys(equal, equal)
-    return FamilyFindings(tuple(findings), _switches(groups, names, equals))
+    switches = _switches(groups, names, equals)
+    for finding in case.findings:
+        changed = switches.get(finding.path)
+        if changed and isinstance(finding, IndexMismatch) and finding.is_fixable and finding.absent:
+            yield Instead(finding, as_kind(UndecidedIndex, finding, loads=changed))
 
 
 def _switches(

@@ -3,10 +3,9 @@
 Files of DeepSpeed are never renamed: each rank's file repeats their names in several places.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from itertools import islice
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -26,14 +25,10 @@ from ckptfix.checkpoint.deepspeed_files import (
     stray_states,
     universal_paths,
 )
-from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
     DeepSpeedPart,
     Role,
-    WorldRankName,
-    parse_file_name,
-    parse_world_rank_name,
 )
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
@@ -44,7 +39,6 @@ from ckptfix.checkpoint.folder import (
     is_unreadable,
     scan_folder,
 )
-from ckptfix.checkpoint.rank_parts import absent_files, begins_inside, parts_problem
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     CompressedRecord,
@@ -57,7 +51,7 @@ from ckptfix.diagnosis.findings.damaged import (
     TruncatedFile,
     UncheckedFile,
 )
-from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
+from ckptfix.diagnosis.findings.incomplete import MissingRank
 from ckptfix.diagnosis.findings.sharded import (
     CountedStates,
     RefusedStates,
@@ -74,10 +68,9 @@ from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
-from ckptfix.tensors.rank_files import rank_files, rank_optimizer, rank_weights
 from ckptfix.tensors.universal import ensure_states
 from ckptfix.tensors.zero_partitions import read_model_states
-from ckptfix.wording import Brief, count_of, list_names, series
+from ckptfix.wording import Brief
 
 _UNKNOWN_TO_TORCH = ("F6_E2M3", "F6_E3M2")
 """Dtypes of safetensors that its reader for torch refuses (``get_tensor`` of safetensors 0.8)."""
@@ -528,165 +521,6 @@ def _stray_model(
             effect=f"zero_to_fp32 takes buffers and shapes from it, and not from {models[0]}",
         )
     return StrayStates(path=path, effect="zero_to_fp32 reads it, too, and uses nothing of it")
-
-
-def diagnose_rank_files(
-    folder: CheckpointFolder, damaged: Collection[PurePosixPath]
-) -> Iterator[Finding]:
-    """Find what is wrong with the files that each rank of FSDP saved alone, taken together.
-
-    ``damaged``: files with a finding of their own.
-    """
-    names = [str(component.path) for component in folder.components] if folder.only is None else []
-    for (role, index), files in rank_files(folder.root, names).items():
-        paths = [PurePosixPath(name) for name in files.values()]
-        try:
-            (rank_weights if role is Role.MODEL else rank_optimizer)(folder.root, index, files)
-        except MissingRankError as error:
-            why = (
-                f"{len(files) + error.files} ranks saved it, and each of them has its own part of "
-                "every tensor"
-            )
-            yield MissingRank(
-                path=PurePosixPath(error.path.name),
-                rank=error.rank,
-                files=error.files,
-                items=0,
-                holds=(),
-                detail=why,
-            )
-        except OperationError as error:
-            if not any(path in damaged for path in paths):
-                text = str(error).partition("; next: ")[0]
-                yield MalformedFile(
-                    path=paths[0], detail=text.removeprefix(f"{folder.root / paths[0]}: ")
-                )
-
-
-def diagnose_world_ranks(folder: CheckpointFolder) -> Iterator[MissingRank]:
-    """Yield the ranks that lack a file which other ranks have, by the ``world_size`` in its name.
-
-    Of two world sizes in a folder one may be left over: a kind of file that is complete with one of
-    them is not missing.
-    """
-    ranks: dict[tuple[int, str, str], set[int]] = {}
-    for component in folder.components if folder.only is None else ():
-        if (name := parse_world_rank_name(component.path.name)) is not None:
-            ranks.setdefault((name.world_size, name.stem, name.suffix), set()).add(name.rank)
-    complete = {kind[1:] for kind, present in ranks.items() if len(present) == kind[0]}
-    lacking: dict[int, list[WorldRankName]] = {}
-    for (world_size, stem, suffix), present in ranks.items():
-        if (stem, suffix) not in complete:
-            absent = (rank for rank in range(world_size) if rank not in present)
-            lacking.setdefault(world_size, []).extend(
-                WorldRankName(stem, world_size, rank, suffix)
-                for rank in islice(absent, _MOST_RANKS)
-            )
-    for world_size, names in lacking.items():
-        names.sort(key=lambda name: (name.rank, name.stem != "model", name.stem))
-        numbers = sorted({name.rank for name in names})
-        which = f"rank{'s' * (len(numbers) > 1)} {series(list(map(str, numbers)))}"
-        if len(numbers) > _NAMED_RANKS:
-            which = count_of(len(numbers), "rank")
-        others = f"; also missing: {list_names(map(str, names[1:]))}" if names[1:] else ""
-        yield MissingRank(
-            path=PurePosixPath(str(names[0])),
-            rank=names[0].rank,
-            files=len(names),
-            items=0,
-            holds=(),
-            detail=(
-                f"each of {world_size} ranks saved its own part, and files of {which} are "
-                f"missing{others}"
-            ),
-        )
-
-
-_MOST_RANKS = 1 << 16
-_NAMED_RANKS = 8
-
-
-def diagnose_parts(groups: Iterable[ModelFiles], *, is_file: bool) -> Iterator[Finding]:
-    """Find files without the places of their parts, and tensors with a hole or an overlap, whose
-    loads are silent.
-
-    ``is_file``: a file is judged alone, without those of the other ranks.
-    """
-    for group in groups:
-        if group.is_in_parts:
-            misplaced = [
-                MalformedFile(path=member.path, detail=why)
-                for member in group.members
-                if member.problem is None and (why := parts_problem(member))
-            ]
-            yield from misplaced
-            # A file that cannot be read explains every hole.
-            if not (
-                is_file or misplaced or any(member.problem is not None for member in group.members)
-            ):
-                yield from _incomplete_parts(group)
-            continue
-        for member in group.members:
-            if (tensor := begins_inside(member)) is not None:
-                detail = "the file has only one rank's part of it, which begins inside the tensor"
-                yield IncompleteTensor(path=member.path, tensor=tensor.fqn, detail=detail)
-
-
-def _incomplete_parts(group: ModelFiles) -> Iterator[Finding]:
-    tensors = group.parted_tensors
-    incomplete = [tensor for tensor in tensors if tensor.problem]
-    gaps = [tensor for tensor in incomplete if tensor.has_gap]
-    # The other ranks have the parts of these tensors in files of the same number.
-    numbers = {part.file.name.shard for tensor in gaps for part in tensor.parts}
-    lost: dict[int, list[str]] = {}
-    for path in absent_files(group.members):
-        name = parse_file_name(path.name)
-        if name is not None and name.rank is not None and name.shard in numbers:
-            lost.setdefault(name.rank, []).append(path.name)
-    if lost:
-        others = f", and so for {count_of(len(gaps) - 1, 'other tensor')}" if len(gaps) > 1 else ""
-        rank, names = next(iter(lost.items()))
-        yield MissingRank(
-            path=group.members[0].path.with_name(names[0]),
-            rank=rank,
-            files=sum(map(len, lost.values())),
-            items=0,
-            holds=tuple(tensor.fqn for tensor in gaps),
-            detail=(
-                f"of {gaps[0].fqn!r}, {gaps[0].problem}{others}; torch's reader leaves what was in "
-                "memory there"
-            ),
-            elsewhere=len(tensors) - len(gaps),
-            ranks=len(lost),
-        )
-    explained = {tensor.fqn for tensor in gaps if not tensor.has_overlap} if lost else set()
-    for tensor in incomplete:
-        if tensor.fqn not in explained:
-            yield IncompleteTensor(
-                path=tensor.parts[0].file.path, tensor=tensor.fqn, detail=tensor.problem
-            )
-
-
-def unchecked_parts(groups: Iterable[ModelFiles], processes: int | None) -> Iterator[str]:
-    """Yield in words what the files do not record. ``processes``: those of the run, None where that
-    is unknown.
-    """
-    for group in groups:
-        if not group.is_in_parts:
-            continue
-        last = max(member.name.rank or 0 for member in group.members)
-        if processes != last + 1:
-            yield (
-                f"ranks after rank {last}: {group.label} does not record how many ranks saved it; "
-                "if the files of the last ranks are missing, tensors are smaller than in the "
-                "model, and torch refuses to load them"
-            )
-        has_hole = any(tensor.problem for tensor in group.parted_tensors)
-        if not has_hole and (absent := absent_files(group.members)):
-            yield (
-                f"files that one rank has and another lacks: {list_names(map(str, absent))}; no "
-                "tensor has a hole, and a rank without parts saves no file"
-            )
 
 
 def _told(error: OperationError, root: AnyPath, where: PurePosixPath) -> tuple[PurePosixPath, str]:

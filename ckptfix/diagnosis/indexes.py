@@ -18,7 +18,9 @@ from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
 from ckptfix.checkpoint.loading_order import kind_of
 from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.checkpoint.rank_parts import begins_inside
+from ckptfix.diagnosis.case import Case, Explained
 from ckptfix.diagnosis.findings.base import Finding, as_kind
+from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.diagnosis.findings.sharded import (
     BlockingIndex,
     ForeignIndex,
@@ -44,39 +46,39 @@ from ckptfix.storage.reading import open_reader
 from ckptfix.wording import series
 
 
-def diagnose_shards(
-    folder: CheckpointFolder, groups: Sequence[ModelFiles], *, data: bool
-) -> list[Finding]:
+def diagnose_shards(case: Case) -> Iterator[Finding | Explained]:
     """Find missing and left-over shards, and indexes that disagree with the headers.
 
-    ``data``: compare all bytes of tensors that are in two shards, not samples of them. Raises
-    OSError.
+    With ``data`` all bytes of tensors that are in two shards are compared, not samples of them.
+    Raises OSError.
     """
+    if case.is_file:
+        return
+    folder, groups, data = case.folder, case.groups, case.data
     root = folder.root
-    findings: list[Finding] = []
     below = _files_below(folder) if any(group.missing for group in groups) else {}
     for group in groups:
         if group.stale_of is not None:
             listed = [member for of in groups if of.path == group.stale_of for member in of.members]
-            findings += [
-                _stale(root, shard, group.stale_of, listed, data=data) for shard in group.members
-            ]
+            for shard in group.members:
+                yield _stale(root, shard, group.stale_of, listed, data=data)
         elif group.replaced is not None and group.index is None:
             first, *others = (str(shard.path) for shard in group.members)
-            findings.append(
-                IncompleteShards(
-                    path=PurePosixPath(first), index=group.replaced.path, others=tuple(others)
-                )
+            yield IncompleteShards(
+                path=PurePosixPath(first), index=group.replaced.path, others=tuple(others)
             )
         elif group.index_path is not None and group.replaced is not None:
-            findings.append(_left_over(group, group.index_path, group.replaced))
+            yield _left_over(group, group.index_path, group.replaced)
         elif group.index_path is not None and group.missing:
-            findings += _missing(folder, group, group.index_path, below)
+            for finding in _missing(folder, group, group.index_path, below):
+                yield finding
+                # A complete shard with an ending of a download gets the name that the download
+                # left out.
+                yield from (Explained(InterruptedSave, shard.path) for shard in finding.renamed)
         elif group.index_path is not None and group.is_whole:
             twin = _twin(group, groups) if group.index is None else None
-            findings += _diagnose_index(root, group, group.index_path, twin, data=data)
-    findings += _foreign_indexes(folder, groups)
-    return findings
+            yield from _diagnose_index(root, group, group.index_path, twin, data=data)
+    yield from _foreign_indexes(folder, groups)
 
 
 def _foreign_indexes(

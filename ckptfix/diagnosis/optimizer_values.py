@@ -8,13 +8,13 @@ folder is loaded, the step is copied into that of the new optimizer, which has f
 
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
-from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptfix.checkpoint.load_inputs import SAMPLE, SAMPLED
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.inconsistent import (
     OptimizerFinding,
     RoundedSteps,
@@ -56,39 +56,22 @@ or two embeddings, in which only the rows of the words of its prompts have momen
 """
 
 
-class ValuesReport(NamedTuple):
-    """The findings about the values in optimizers, and in words what was not checked."""
-
-    findings: list[OptimizerFinding]
-    unchecked: list[str]
-
-
-def diagnose_optimizer_values(
-    root: AnyPath,
-    optimizers: Iterable[SavedOptimizer],
-    damaged: frozenset[PurePosixPath],
-    *,
-    data: bool,
-) -> ValuesReport:
+def diagnose_optimizer_values(case: Case) -> Iterator[OptimizerFinding | str]:
     """Find counts of steps that do not count on, and optimizers that made steps and have moments of
-    zeros alone.
-
-    ``damaged``: files whose headers do not show what they were saved with. ``data``: read moments
-    as a whole.
+    zeros alone; with ``data`` moments are read as a whole.
     """
-    report = ValuesReport([], [])
+    root = case.folder.root
     with OpenFiles() as files:
-        for saved in optimizers:
-            if saved.path in damaged:
+        for saved in case.every_optimizer:
+            if saved.path in case.unreliable:
                 continue
             values = _Values(root, files, saved)
             # Headers say where the bytes are: a folder that is written now may not have them any
             # more.
             with suppress(CkptfixError, OSError):
-                report.findings.extend(_rounded_steps(saved, values))
+                yield from _rounded_steps(saved, values)
             with suppress(CkptfixError, OSError):
-                _judge_zeros(saved, values, report, data=data)
-    return report
+                yield from _judge_zeros(saved, values, data=case.data)
 
 
 _BEGINNING = 64
@@ -285,8 +268,8 @@ def _rounded_steps(saved: SavedOptimizer, values: _Values) -> Iterator[Optimizer
 
 
 def _judge_zeros(
-    saved: SavedOptimizer, values: _Values, report: ValuesReport, *, data: bool
-) -> None:
+    saved: SavedOptimizer, values: _Values, *, data: bool
+) -> Iterator[ZeroMoments | str]:
     """Judge an optimizer whose moments are all zero. Reads one moment of a healthy one."""
     moments = [
         tensor
@@ -318,18 +301,16 @@ def _judge_zeros(
                 return
     is_sampled = not data and (bool(long) or len(read) < len(moments))
     if is_sampled and len(saved.tensors) < _ENOUGH:
-        report.unchecked.append(
+        yield (
             f"{saved.path}: whether all its moments are zero, as samples of {human_size(SAMPLE)} "
             "are; ckptfix check --data reads the rest"
         )
         return
-    report.findings.append(
-        ZeroMoments(
-            path=saved.path,
-            key=saved.key,
-            names=(),
-            parameters=len(saved.tensors),
-            steps=steps,
-            sampled=is_sampled,
-        )
+    yield ZeroMoments(
+        path=saved.path,
+        key=saved.key,
+        names=(),
+        parameters=len(saved.tensors),
+        steps=steps,
+        sampled=is_sampled,
     )

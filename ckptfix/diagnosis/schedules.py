@@ -32,6 +32,7 @@ from ckptfix.checkpoint.neighbours import (
 from ckptfix.checkpoint.second_prepare import KEYS_OF_EVERY_SCHEDULE
 from ckptfix.checkpoint.state_contents import Content, holds_no_tensor
 from ckptfix.checkpoint.trainer_folders import trainer_progress
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, UnusableRates
 from ckptfix.diagnosis.findings.misplaced import (
@@ -72,18 +73,15 @@ _MOST_MOVES = 1 << 53
 """Python refuses to print the largest numbers that a pickle can hold."""
 
 
-def diagnose_schedules(
-    folder: CheckpointFolder,
-    optimizers: Sequence[SavedOptimizer],
-    damaged: frozenset[PurePosixPath],
-    neighbours: Neighbours,
-) -> Iterator[Finding]:
+def diagnose_schedules(case: Case) -> Iterator[Finding]:
     """Yield the schedules that fit none of the folder's optimizers.
 
-    ``damaged``: files whose content has another finding. Nothing is judged where an optimizer
-    cannot be read, or where there are more schedulers than optimizers: then one may belong to an
-    optimizer that is not saved.
+    Nothing is judged where an optimizer cannot be read, or where there are more schedulers than
+    optimizers: then one may belong to an optimizer that is not saved.
     """
+    if case.is_file:
+        return
+    folder, damaged = case.folder, case.damaged
     files = [one for one in folder.components if one.role is Role.OPTIMIZER]
     schedulers = [one for one in folder.components if one.role is Role.SCHEDULER]
     for scheduler in schedulers:
@@ -91,7 +89,7 @@ def diagnose_schedules(
             with suppress(FormatError):
                 if _has_unusable_rates(scheduler.content.tree.root):
                     yield UnusableRates(path=scheduler.path)
-    read = {one.path: one for one in optimizers}
+    read = {one.path: one for one in case.optimizers}
     if {one.path for one in files} != read.keys() - damaged or len(schedulers) > len(files):
         return
     groups = {one.name.index: len(read[one.path].groups) for one in files}
@@ -104,7 +102,8 @@ def diagnose_schedules(
             continue
         wrong = [base for base in rates if base.rates not in groups.values()]
         if wrong and not (
-            wrong[0].may_be_unread and _has_neighbour_with(wrong[0], scheduler.path, neighbours)
+            wrong[0].may_be_unread
+            and _has_neighbour_with(wrong[0], scheduler.path, case.neighbours)
         ):
             partner = next(
                 (one for one in files if one.name.index == scheduler.name.index), files[0]
@@ -198,20 +197,21 @@ _EMPTY = (
 )
 
 
-def diagnose_empty_schedulers(
-    folder: CheckpointFolder, neighbours: Neighbours
-) -> Iterator[UnknownState]:
+def diagnose_empty_schedulers(case: Case) -> Iterator[UnknownState]:
     """Yield the schedulers whose state is an empty dict, unless the script seems to save that.
 
     Every scheduler of torch has a state, and a class of a script may have none: then it has none in
     the checkpoints next to this one, either.
     """
-    schedulers = _states_of_schedulers(folder)
+    if case.is_file:
+        return
+    schedulers = _states_of_schedulers(case.folder)
     empty = [path for path, file in schedulers.items() if holds_no_tensor(file)]
     if not empty:
         return
     near = [
-        _states_of_schedulers(there) for _, there in scanned(neighbours.spread(), Role.SCHEDULER)
+        _states_of_schedulers(there)
+        for _, there in scanned(case.neighbours.spread(), Role.SCHEDULER)
     ]
     for path in empty:
         are_empty = [holds_no_tensor(files[path]) for files in near if path in files]
@@ -222,22 +222,22 @@ def diagnose_empty_schedulers(
         )
 
 
-def diagnose_other_schedules(
-    folder: CheckpointFolder, damaged: frozenset[PurePosixPath], neighbours: Neighbours
-) -> Iterator[MisplacedEntry]:
+def diagnose_other_schedules(case: Case) -> Iterator[MisplacedEntry]:
     """Yield the schedulers that are of another class than in all checkpoints next to this one,
     which agree.
 
     Each class of torch has its own keys. Where the nearest checkpoint has those of this one, no
     more is read.
     """
+    if case.is_file:
+        return
     own = {
         path: keys
-        for path, file in _states_of_schedulers(folder).items()
-        if path not in damaged and (keys := text_keys(file.tree.root))
+        for path, file in _states_of_schedulers(case.folder).items()
+        if path not in case.damaged and (keys := text_keys(file.tree.root))
     }
     near: list[tuple[bool, Mapping[PurePosixPath, TorchFile]]] = []
-    for neighbour, there in scanned(neighbours.nearest(), Role.SCHEDULER) if own else ():
+    for neighbour, there in scanned(case.neighbours.nearest(), Role.SCHEDULER) if own else ():
         files = _states_of_schedulers(there)
         own = {
             path: keys
@@ -317,25 +317,21 @@ class _Neighbour(NamedTuple):
     progress: _Progress
 
 
-def diagnose_progress(
-    folder: CheckpointFolder,
-    optimizers: Sequence[SavedOptimizer],
-    damaged: frozenset[PurePosixPath],
-    neighbours: Neighbours,
-    step: int | None,
-) -> Iterator[Finding]:
-    """Yield the files that are of another save than those next to them. ``step``: of
-    ``trainer_state.json``.
+def diagnose_progress(case: Case) -> Iterator[Finding]:
+    """Yield the files that are of another save than those next to them.
 
     The checkpoints next to this one are read only where two files disagree.
     """
+    if case.is_file:
+        return
+    folder, damaged, neighbours = case.folder, case.damaged, case.neighbours
     schedulers = {
         one.name.index: one.path for one in folder.components if one.role is Role.SCHEDULER
     }
     files = {one.name.index: one.path for one in folder.components if one.role is Role.OPTIMIZER}
     if not schedulers or not damaged.isdisjoint((*schedulers.values(), *files.values())):
         return
-    own = _progress(folder, optimizers)
+    own = _progress(folder, case.optimizers)
     # Of two schedulers of one optimizer the first does not know the rates that the second gave.
     compared = schedulers if len(schedulers) <= len(files) else {}
     apart = [index for index in compared if own.disagrees(index)]
@@ -350,8 +346,8 @@ def diagnose_progress(
         for index in apart:
             yield from _mixed_rates(own, near, index, files[index], schedulers[index])
         yield from _exchanged_rates(own, near, crossed, files, schedulers)
-    elif own.moves is not None and step is not None and own.moves != step:
-        yield from _mixed_steps(own.moves, step, neighbours, schedulers[0])
+    elif own.moves is not None and case.step is not None and own.moves != case.step:
+        yield from _mixed_steps(own.moves, case.step, neighbours, schedulers[0])
 
 
 def _mixed_rates(

@@ -1,6 +1,6 @@
 """Wrappers in keys: single, nested or inner ones, and the keys that a correct script would have."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -20,8 +20,10 @@ from ckptfix.checkpoint.keys import (
 )
 from ckptfix.checkpoint.model_configs import CONFIG, is_pretrained, library_of_names
 from ckptfix.checkpoint.second_prepare import Evidence
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import (
+    DoubledModel,
     LostPrefix,
     NestedPrefix,
     UndecidedPrefix,
@@ -69,17 +71,16 @@ def _is_undecided(processes: int | None) -> bool:
     return processes is not None and processes > 1
 
 
-def diagnose_names(
-    evidence: Evidence, groups: Iterable[ModelFiles], doubled: frozenset[PurePosixPath]
-) -> list[Finding]:
+def diagnose_names(case: Case) -> list[Finding]:
     """Find nested and single wrappers in every file that is neither a duplicate nor left over.
 
     Only models have wrappers, and optimizers the keys of their models: the classes of custom
     objects, samplers, schedulers and states of generators choose their own names.
     """
+    evidence, doubled = case.evidence, case.paths(DoubledModel)
     judged = [
         group
-        for group in groups
+        for group in case.groups
         if group.members
         and not group.is_left_over
         and group.members[0].path not in doubled

@@ -2,11 +2,11 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.dcp import DcpFolder, flattened_optimizers, optimizers_in
+from ckptfix.checkpoint.dcp import flattened_optimizers, optimizers_in
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
 from ckptfix.checkpoint.filenames import (
     LORA,
@@ -32,10 +32,14 @@ from ckptfix.checkpoint.state_contents import (
     states_under_other_keys,
     weights_without_tensors,
 )
+from ckptfix.diagnosis.case import OF_CONTENT, Case, Explained
+from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.findings.damaged import UnloadablePickle
 from ckptfix.diagnosis.findings.misplaced import (
+    EFFECTS_ON_LIBRARIES,
+    EFFECTS_ON_TORCH,
     ChangedEntry,
     EmptyExport,
-    MisplacedEntry,
     RenamedState,
     StatesWithoutStep,
     UnknownState,
@@ -49,32 +53,13 @@ from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import is_tensor
 from ckptfix.formats.torch_zip import TorchZip
-from ckptfix.storage.files import AnyPath, absolute
+from ckptfix.storage.files import absolute
 from ckptfix.wording import list_names
 
-_EFFECTS = {
-    Content.OPTIMIZER: "the load fails",
-    Content.SCHEDULER: "the load fails, or the scheduler starts anew without an error",
-    Content.GRAD_SCALER: "the load fails in a run with fp16",
-    Content.RANDOM_STATES: "load_state leaves random states as they are, and reports no error",
-    Content.TRAINER_RANDOM_STATES: "the Trainer's resume fails",
-    Content.SAMPLER: "the data loader cannot use it",
-    Content.DATALOADER: "the data loader cannot use it",
-    Content.MODEL: (
-        "from_pretrained and the Trainer fail, or leave the weights random without an error"
-    ),
-}
-"""Consequences of a wrong content for a load, by the content that the name of the file promises."""
 
-EFFECTS_ON_TORCH = _EFFECTS | {
-    Content.OPTIMIZER: "torch's optimizers cannot load it",
-    Content.SCHEDULER: "torch's schedulers cannot continue from it",
-}
-"""Consequences of an unknown content, which a class of the script may read."""
-
-
-def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | UnknownState]:
+def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
     """Yield the files of a folder that hold something else than their names promise."""
+    folder = case.folder
     components = folder.components
     files = {item.path: item.content for item in components if isinstance(item.content, TorchFile)}
     names = {item.path: item.name for item in components}
@@ -170,7 +155,7 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
         )
         finding: type[WrongState | UnknownState]
         if problem.content is not None:
-            finding, effects = WrongState, _EFFECTS
+            finding, effects = WrongState, EFFECTS_ON_LIBRARIES
         elif exchanged_with or is_judged:
             finding, effects = UnknownState, EFFECTS_ON_TORCH
         else:
@@ -187,7 +172,7 @@ def diagnose_wrong_states(folder: CheckpointFolder) -> Iterator[WrongState | Unk
         )
 
 
-def diagnose_wrong_folders(root: AnyPath, states: Iterable[DcpFolder]) -> Iterator[WrongState]:
+def diagnose_wrong_folders(case: Case) -> Iterator[WrongState]:
     """Yield the DCP folders under a name of accelerate that plainly hold the state of the other
     role.
 
@@ -197,8 +182,9 @@ def diagnose_wrong_folders(root: AnyPath, states: Iterable[DcpFolder]) -> Iterat
     """
     names: dict[PurePosixPath, FolderName] = {}
     wrong: dict[PurePosixPath, Content] = {}
-    for state in states:
-        name = state.name or (None if state.path.parts else parse_folder_name(absolute(root).name))
+    own = parse_folder_name(absolute(case.folder.root).name)
+    for state in case.sharded:
+        name = state.name or (None if state.path.parts else own)
         if name is None or state.metadata is None:
             continue
         names[state.path] = name
@@ -254,9 +240,17 @@ _ON_RENAMED_BY_TRAINER = "the Trainer's resume fails"
 _ON_EXCHANGED_RANKS = "the Trainer gives a process the random states of another one"
 
 
-def diagnose_renamed(
+def diagnose_renamed(case: Case) -> Iterator[WrongState | UnknownState | Explained]:
+    """Yield the states under the name of another file that is there."""
+    for finding in _renamed(case.folder, case.paths(*OF_CONTENT)):
+        yield finding
+        # To allow the classes of a file that was exchanged would load the wrong state.
+        yield Explained(UnloadablePickle, finding.path)
+
+
+def _renamed(
     folder: CheckpointFolder, known: Collection[PurePosixPath]
-) -> Iterator[WrongState | UnknownState | MisplacedEntry]:
+) -> Iterator[WrongState | UnknownState]:
     """Yield the states of ``save_state`` or the Trainer that were saved under the name of another
     file that is there.
 
@@ -352,11 +346,11 @@ def _lacks_step(file: TorchFile) -> bool:
     return "step" not in text_keys(file.tree.root)
 
 
-def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
+def diagnose_meta_tensors(case: Case) -> Iterator[UnknownState]:
     """Yield the states without numbers in files whose content a script chooses. No loader knows
     their names.
     """
-    for path, file in _files_of_scripts(folder):
+    for path, file in _files_of_scripts(case.folder):
         for key, problem in problems_inside(file):
             yield UnknownState(
                 path=path,
@@ -368,10 +362,14 @@ def diagnose_meta_tensors(folder: CheckpointFolder) -> Iterator[UnknownState]:
             )
 
 
-def unread_weights(folder: CheckpointFolder, told: Container[PurePosixPath]) -> Iterator[str]:
+def unread_weights(case: Case) -> Iterator[str]:
     """Yield in words what no library reads in weights under a name that libraries look for: only a
-    script can. ``told``: files that have a finding.
+    script can.
     """
+    if case.is_file:
+        return
+    folder = case.folder
+    told = {finding.path for finding in case.findings if finding.severity is not Severity.NOTE}
     for component in folder.components:
         file, path = component.content, component.path
         if not isinstance(file, TorchFile) or not is_weights_file(component.name) or path in told:
@@ -389,11 +387,12 @@ def unread_weights(folder: CheckpointFolder, told: Container[PurePosixPath]) -> 
             yield f"whether {path} lost its tensors: it has none"
 
 
-def unchecked_weights(folder: CheckpointFolder) -> Iterator[str]:
+def unchecked_weights(case: Case) -> Iterator[str]:
     """Yield in words what of the weights in a folder of ``save_state`` only the script's model
     shows.
     """
-    if not folder.is_save_state:
+    folder = case.folder
+    if case.is_file or not folder.is_save_state:
         return
     has_optimizer = any(component.role is Role.OPTIMIZER for component in folder.components)
     for component in folder.components:
@@ -439,13 +438,13 @@ def _odd_keys(file: TorchFile) -> list[str]:
     return []
 
 
-def diagnose_keys(folder: CheckpointFolder) -> Iterator[UnknownState]:
+def diagnose_keys(case: Case) -> Iterator[UnknownState]:
     """Yield the states in files of scripts that lie under the key of another kind, as two exchanged
     ones do.
 
     The script chooses the keys, and reads them: no name that a library looks for is wrong.
     """
-    for path, file in _files_of_scripts(folder):
+    for path, file in _files_of_scripts(case.folder):
         problems = list(states_under_other_keys(file))
         for keys, problem in problems:
             partner = next(
@@ -489,11 +488,11 @@ _HALVES = re.compile(r"(.+\.lora[._](?:embedding_)?)(A|B|down|up)((?:\.weight)?)
 """Key of one of the two matrices of LoRA, by the names of PEFT and the former ones of diffusers."""
 
 
-def diagnose_lora(folder: CheckpointFolder) -> Iterator[UnknownState]:
+def diagnose_lora(case: Case) -> Iterator[UnknownState]:
     """Yield the LoRA weights of diffusers whose two matrices have each other's key. A config shows
     it of PEFT's.
     """
-    for component in folder.components:
+    for component in case.folder.components:
         if component.name.model is not None and component.name.model.stem == LORA:
             yield from _exchanged_halves(component)
 

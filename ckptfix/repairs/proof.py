@@ -16,8 +16,8 @@ from ckptfix.checkpoint.dcp import DcpFolder, new_paths
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, scan_folder
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.neighbours import Neighbours
-from ckptfix.diagnosis.diagnose import Diagnosis, Verdicts, diagnose
-from ckptfix.diagnosis.equal_entries import Verdict
+from ckptfix.diagnosis.case import Verdict, Verdicts
+from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.sharded import LeftoverIndex, MissingShard, StaleShard

@@ -5,8 +5,29 @@ save than the rest.
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE
+from ckptfix.checkpoint.state_contents import Content
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of
+
+EFFECTS_ON_LIBRARIES = {
+    Content.OPTIMIZER: "the load fails",
+    Content.SCHEDULER: "the load fails, or the scheduler starts anew without an error",
+    Content.GRAD_SCALER: "the load fails in a run with fp16",
+    Content.RANDOM_STATES: "load_state leaves random states as they are, and reports no error",
+    Content.TRAINER_RANDOM_STATES: "the Trainer's resume fails",
+    Content.SAMPLER: "the data loader cannot use it",
+    Content.DATALOADER: "the data loader cannot use it",
+    Content.MODEL: (
+        "from_pretrained and the Trainer fail, or leave the weights random without an error"
+    ),
+}
+"""Consequences of a wrong content for a load, by the content that the name of the file promises."""
+
+EFFECTS_ON_TORCH = EFFECTS_ON_LIBRARIES | {
+    Content.OPTIMIZER: "torch's optimizers cannot load it",
+    Content.SCHEDULER: "torch's schedulers cannot continue from it",
+}
+"""Consequences of an unknown content, which a class of the script may read."""
 
 
 class WrongState(Finding, frozen=True, kw_only=True):

@@ -1,0 +1,269 @@
+"""A case: what every rule of a diagnosis is given, and what the rules before it told."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import NamedTuple, TypeAlias
+
+from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
+from ckptfix.checkpoint.entries import ModelFiles, group_files
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.manifest import Manifest, usable_manifest
+from ckptfix.checkpoint.neighbours import Neighbours, Siblings
+from ckptfix.checkpoint.pairing import Pairing, first_unequal
+from ckptfix.checkpoint.second_prepare import Evidence
+from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
+from ckptfix.diagnosis.bundled_optimizers import Bundle, bundles_of
+from ckptfix.diagnosis.file_damage import DeepSpeedState, diagnose_deepspeed, without_deepspeed
+from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.damaged import (
+    CrcMismatch,
+    MalformedFile,
+    NotATensorFile,
+    TrailingBytes,
+    TruncatedFile,
+    UncheckedFile,
+)
+from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
+from ckptfix.diagnosis.findings.misplaced import UnknownState, WrongState
+from ckptfix.diagnosis.findings.sharded import IndexMismatch, MissingShard
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
+from ckptfix.storage.comparing import Digests
+from ckptfix.storage.executor import THREADS, Executor
+from ckptfix.storage.parallel import Progress
+from ckptfix.storage.reading import FileIdentity
+
+
+class Unreadable(NamedTuple):
+    """A file that may not be read, which may be healthy or damaged, in words with its path."""
+
+    words: str
+
+
+class Explained(NamedTuple):
+    """The findings of a class about a file, of any rule, that are a part of one of this rule."""
+
+    kind: type[Finding]
+    path: PurePosixPath
+
+
+class Instead(NamedTuple):
+    """A finding of an earlier rule, and the one that this rule makes of it."""
+
+    former: Finding
+    finding: Finding
+
+
+Told: TypeAlias = Finding | str | Unreadable | Explained | Instead
+"""Value that a rule tells. A text is a check that was left out, in words."""
+
+Rule: TypeAlias = Callable[["Case"], Iterable[Told]]
+"""Function that tells what is wrong with a folder, and what of it nothing shows."""
+
+OF_CONTENT = (
+    MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile,
+    UnknownState, WrongState,
+)  # fmt: skip
+"""Findings that explain a file that is missing, or has another size than it was saved with."""
+
+OF_HEADERS = (*OF_CONTENT, CrcMismatch, IncompleteTensor, IndexMismatch, UncheckedFile)
+"""Findings after which the headers of a file do not show what it was saved with: nothing is
+compared with them.
+
+A note such as ``identical-states`` must not silence another rule.
+"""
+
+
+class Verdict(NamedTuple):
+    """Result of a comparison: the first difference of two paired entries, None when they are equal.
+
+    ``full``: every byte was read for it.
+    """
+
+    difference: str | None
+    full: bool
+
+
+Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
+"""(kept file or folder, other one) -> how they compare."""
+
+
+class Case:
+    """A scanned folder, what a diagnosis may read of it, and what the rules have told so far.
+
+    ``prove``, ``data``, ``drops``, ``known``, ``looked_at``, ``progress``: those of ``diagnose``.
+
+    ``corrupt``: files that lost bytes. ``damaged``: files with a finding that explains why one is
+    missing, or has another size than it was saved with. ``unreliable``: files whose headers do not
+    show what they were saved with. Each is complete once the rules about files, or about what they
+    hold, have been asked. ``compared``: the configs whose sizes were compared with the weights.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        *,
+        prove: bool = False,
+        data: bool = False,
+        drops: Iterable[Role] = (),
+        known: Verdicts | None = None,
+        looked_at: Collection[str] = (),
+        neighbours: Neighbours | None = None,
+        progress: Progress | None = None,
+        executor: Executor = THREADS,
+    ) -> None:
+        """Store what the rules are given; files are read when a rule asks for what they hold."""
+        self.folder = folder
+        self.prove = prove
+        self.data = data
+        self.drops = frozenset(drops)
+        self.known = known
+        self.looked_at = looked_at
+        self.neighbours = neighbours or Siblings().of(folder.root)
+        self.progress = progress
+        self.executor = executor
+        self.findings: list[Finding] = []
+        self.not_checked: list[str] = []
+        self.unreadable: list[str] = []
+        self.explained: set[Explained] = set()
+        self.corrupt: frozenset[PurePosixPath] = frozenset()
+        self.damaged: frozenset[PurePosixPath] = frozenset()
+        self.unreliable: frozenset[PurePosixPath] = frozenset()
+        self.compared: frozenset[str] = frozenset()
+        self.verdicts: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
+        self.digests: dict[PurePosixPath, Digests] = {}
+
+    def ask(self, rules: Iterable[Rule]) -> None:
+        """Ask rules in their order; each one sees what those before it told."""
+        for rule in rules:
+            for told in tuple(rule(self)):
+                if isinstance(told, str):
+                    self.not_checked.append(told)
+                elif isinstance(told, Unreadable):
+                    self.unreadable.append(told.words)
+                elif isinstance(told, Explained):
+                    self.explained.add(told)
+                elif isinstance(told, Instead):
+                    self.findings[self.findings.index(told.former)] = told.finding
+                else:
+                    self.findings.append(told)
+
+    def close(self) -> None:
+        """Drop the findings that others explain, and sort the rest: errors first, then in the order
+        of the catalogue, then by path.
+        """
+        self.findings = [
+            finding
+            for finding in self.findings
+            if all((kind, finding.path) not in self.explained for kind in type(finding).__mro__)
+        ]
+        if len(self.findings) < 2:
+            return
+        from ckptfix.diagnosis.findings.catalogue import CODES
+
+        order = {code: place for place, code in enumerate(CODES)}
+        severities = list(Severity)
+        self.findings.sort(
+            key=lambda one: (severities.index(one.severity), order[one.code], str(one.path))
+        )
+
+    def paths(self, *kinds: type[Finding]) -> frozenset[PurePosixPath]:
+        """Return the paths of the findings of these kinds so far."""
+        return frozenset(finding.path for finding in self.findings if isinstance(finding, kinds))
+
+    @property
+    def is_file(self) -> bool:
+        """True where a file is judged alone, without those next to it."""
+        return self.folder.only is not None
+
+    @cached_property
+    def sharded(self) -> tuple[DcpFolder, ...]:
+        """The DCP folders."""
+        return scan_dcp_folders(self.folder)
+
+    @cached_property
+    def deepspeed(self) -> tuple[DeepSpeedState, ...]:
+        """The checkpoints of DeepSpeed, each with its findings."""
+        return diagnose_deepspeed(
+            self.folder, data=self.data, progress=self.progress, executor=self.executor
+        )
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """Evidence of the objects that the script prepared: the folder without the files of
+        DeepSpeed, its manifest, and the checkpoints next to it.
+        """
+        return Evidence(without_deepspeed(self.folder), self.manifest, self.neighbours)
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The manifest of the save, None without one that can be used."""
+        return usable_manifest(self.folder.root)
+
+    @cached_property
+    def groups(self) -> tuple[ModelFiles, ...]:
+        """The files of each model, without those of DeepSpeed."""
+        return group_files(self.evidence.folder)
+
+    @cached_property
+    def existing(self) -> frozenset[PurePosixPath]:
+        """Every file of the folder, of whatever kind."""
+        return frozenset((*self.folder.strays, *(one.path for one in self.folder.components)))
+
+    @cached_property
+    def optimizers(self) -> tuple[SavedOptimizer, ...]:
+        """The optimizers in files and DCP folders of their own."""
+        return tuple(saved_optimizers(self.folder, self.sharded))
+
+    @cached_property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """The files of scripts that hold optimizers next to other things."""
+        return tuple(bundles_of(self.folder, self.unreliable))
+
+    @cached_property
+    def every_optimizer(self) -> tuple[SavedOptimizer, ...]:
+        """All optimizers, also those in files of scripts."""
+        bundled = (saved for bundle in self.bundles for saved in bundle.optimizers)
+        return (*self.optimizers, *bundled)
+
+    @cached_property
+    def trainer(self) -> TrainerProgress:
+        """The record of ``trainer_state.json``, where it is one of this folder."""
+        if self.is_file or PurePosixPath(TRAINER_STATE) not in self.folder.strays:
+            return TrainerProgress()
+        return trainer_progress(self.folder.root, complete=self.data)
+
+    @property
+    def step(self) -> int | None:
+        """The step of the Trainer, None in a folder of accelerate's ``save_state``."""
+        return self.trainer.step if not self.folder.is_save_state else None
+
+    def scanned(self) -> Iterator[tuple[PurePosixPath, FileIdentity]]:
+        """Yield the identity of every file when it was scanned."""
+        for component in self.folder.components:
+            yield component.path, component.fingerprint
+        for state in self.sharded:
+            for path, file in state.files.items():
+                yield path, file.fingerprint
+
+    def compare(self, pairing: Pairing, must_prove: bool) -> Verdict:
+        """Compare two paired entries, by samples where no drop depends on the answer.
+
+        ``must_prove``: one does, so that ``prove`` reads every byte. Raises OSError.
+        """
+        pair = pairing.kept.path, pairing.other.path
+        full = self.data or (self.prove and must_prove)
+        verdict = self.verdicts.get(pair) or (self.known or {}).get(pair)
+        if verdict is None or (full and not verdict.full and verdict.difference is None):
+            difference = first_unequal(
+                self.folder.root,
+                pairing,
+                full=full,
+                progress=self.progress,
+                digests=self.digests if self.prove and full else None,
+                executor=self.executor,
+            )
+            verdict = Verdict(difference, full)
+        self.verdicts[pair] = verdict
+        return verdict

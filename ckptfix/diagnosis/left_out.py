@@ -1,0 +1,199 @@
+"""Checks that are left out, in words: files and folders that it does not read, and what no file of a
+save records.
+"""
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.dcp import is_empty, is_of_checkpoint
+from ckptfix.checkpoint.deepspeed_files import BESIDE
+from ckptfix.checkpoint.downloads import is_of_client
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, ProblemKind, is_unreadable
+from ckptfix.checkpoint.manifest import REPORT
+from ckptfix.checkpoint.model_configs import PIPELINE
+from ckptfix.diagnosis import bundled_optimizers
+from ckptfix.diagnosis.case import Case, Unreadable
+from ckptfix.diagnosis.findings.incomplete import InterruptedSave
+from ckptfix.diagnosis.findings.sharded import MissingShard
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.files import AnyPath, folder_entries, walk
+from ckptfix.storage.paths import command, unreadable
+from ckptfix.wording import count_of, list_names
+
+OF_ONE_SAVE = "whether all files are of one save"
+"""Beginning of the sentence about what few files show: most have no number of their save."""
+
+_OF_ONE_SAVE = frozenset((Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE))
+
+
+def unreadable_files(case: Case) -> Iterator[Unreadable]:
+    """Yield the files and folders that may not be read, which may be healthy or damaged."""
+    folder = case.folder
+    for component in folder.components:
+        if component.problem is not None and is_unreadable(component):
+            yield Unreadable(f"{component.path}: {component.problem.message}")
+    for dcp in case.sharded:
+        for path, why in dcp.unreadable.items():
+            yield Unreadable(f"{path}: {why}")
+        if dcp.problem is not None and dcp.problem.kind is ProblemKind.UNREADABLE:
+            yield Unreadable(f"{dcp.metadata_path}: {dcp.problem.message}")
+    for state in case.deepspeed:
+        yield from map(Unreadable, state.unfinished)
+    for path, kind in folder.subfolders.items():
+        try:
+            with folder_entries(folder.root / path):
+                pass
+        except OSError as error:
+            if str(path) != "lost+found":  # a folder of the file system's own, closed to everybody
+                yield Unreadable(f"{path}/ ({kind}): {unreadable(folder.root / path, error)}")
+
+
+def unchecked_folders(case: Case) -> Iterator[str]:
+    """Yield the sub-folders that are not looked into, with the reason."""
+    checked = {state.path for state in case.sharded} | {state.path for state in case.deepspeed}
+    checked |= {finding.path for finding in case.findings}
+    root = case.folder.root
+    for path, kind in case.folder.subfolders.items():
+        if path not in checked and not is_of_client(root / path):
+            yield f"{path}/ ({kind}): {_why_not(root / path, kind)}"
+
+
+def _why_not(path: AnyPath, kind: str) -> str:
+    """Return why nothing in a folder was checked, and the command that checks it, if there is
+    one.
+    """
+    if is_empty(path):
+        return "empty"
+    is_walked = kind == PLAIN_FOLDER and not path.is_symlink() and _may_hold_checkpoint(path)
+    return f"not looked into{'; ckptfix check --recursive looks into it' if is_walked else ''}"
+
+
+def _may_hold_checkpoint(path: AnyPath) -> bool:
+    """Return whether ``check --recursive`` can find a checkpoint at or below a path: files that are
+    none and no folder are passed over there, too.
+    """
+    try:
+        _, folders, names = next(walk(path))
+    except (OSError, StopIteration):
+        return True
+    return bool(folders) or any(map(is_of_checkpoint, names))
+
+
+def unchecked_dcp(case: Case) -> Iterator[str]:
+    """Yield the folders that could not be read, with the reasons."""
+    for state in case.sharded:
+        if state.problem is not None and state.problem.is_only_unchecked:
+            yield f"{state.metadata_path}: {state.problem.message}"
+        elif state.metadata is None and state.own_ranks:
+            yield f"{state.own_ranks[0]}: per-rank metadata, of a save without collectives"
+        packed = (
+            [one for one in state.metadata.stored.values() if one.transforms]
+            if state.metadata
+            else []
+        )
+        if packed:
+            extensions = list_names(
+                dict.fromkeys(name for one in packed for name in one.transforms)
+            )
+            yield (
+                f"{state.metadata_path}: {count_of(len(packed), 'item')} that went through "
+                f"{extensions}"
+            )
+        alike: dict[str, list[str]] = {}
+        for fqn, why in state.unread.items():
+            alike.setdefault(why, []).append(fqn)
+        for why, names in alike.items():
+            yield f"{state.metadata_path}: keys may be in {list_names(names)}: {why}"
+
+
+def unchecked_files(case: Case) -> Iterator[str]:
+    """Yield the files of a kind that is not read."""
+    for state in case.deepspeed:
+        yield from state.unread
+    for component in case.folder.components:
+        if component.problem is not None and component.problem.is_only_unchecked:
+            yield f"{component.path}: {component.problem.message}"
+
+
+def unread_bytes(case: Case) -> Iterator[str]:
+    """Yield what only a check that reads every byte compares, and what a check of one file leaves
+    out.
+    """
+    folder = case.folder
+    of_zeros = ("untrained-adapter", "missing-moments")
+    of_pairs = [finding for finding in case.findings if finding.code not in of_zeros]
+    sampled = sum(1 for finding in of_pairs if getattr(finding, "sampled", False))
+    if sampled:
+        pairs = count_of(sampled, "pair")
+        yield f"{pairs} in full: compared by samples only; ckptfix check --data reads every byte"
+    if case.is_file:
+        compares = f"{command('check', folder.root)} compares them"
+        yield (
+            "other files of the folder (duplicates, missing files, moments that fit no weights); "
+            f"{compares}"
+        )
+    yield "values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them"
+    if not case.is_file and any(one.role is Role.MODEL for one in folder.components):
+        # Names that ``check`` passes: it prints what a config says, and compares none of it.
+        for path in folder.strays:
+            if path.name in case.looked_at and path.name not in case.compared:
+                yield f"{path.name} against the weights: its sizes are read and not compared"
+    if case.data:
+        return
+    files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
+    has_checksums = any(isinstance(file.container, TorchZip) for file in files)
+    if has_checksums or any(state.has_checksums for state in case.deepspeed):
+        yield "checksums of tensor records in torch zip files; ckptfix check --data checks them"
+    if any(state.metadata is not None and state.metadata.stored for state in case.sharded):
+        yield "checksums of the items in .distcp files; ckptfix check --data checks them"
+
+
+def unchecked_of_save(case: Case) -> Iterator[str]:
+    """Yield that the files of a folder may be of several saves, where none of them records its
+    save.
+    """
+    components = case.folder.components
+    has_several = len(_OF_ONE_SAVE & {one.role for one in components}) > 1 or any(
+        one.name.shard is not None for one in components
+    )
+    # With checksums, another sentence names the command that compares them.
+    is_listed = case.manifest is not None and bool(case.manifest.digests)
+    if not (case.is_file or is_listed) and (case.sharded or case.deepspeed or has_several):
+        yield (
+            f"{OF_ONE_SAVE}: most saves list no files, so an exchanged file or a missing last one "
+            "leaves no trace unless each save is sealed when it is written"
+        )
+
+
+def unknown_files(case: Case) -> Iterator[str]:
+    """Yield the files next to a checkpoint that are none of it."""
+    known = {path for state in case.sharded for path in state.files}
+    known |= set(BESIDE if case.deepspeed else ())
+    known |= {PurePosixPath(name) for name in (REPORT, TRAINER_STATE)}
+    known |= case.paths(InterruptedSave)
+    known |= {
+        shard.path
+        for finding in case.findings
+        if isinstance(finding, MissingShard)
+        for shard in finding.renamed
+    }
+    strays = [
+        str(path)
+        for path in case.folder.strays
+        if path not in known and path.name not in case.looked_at
+    ]
+    if strays and not case.is_file:
+        yield f"other files next to it: {list_names(strays)}"
+
+
+def unchecked_bundles(case: Case) -> Iterator[str]:
+    """Yield what the optimizers in files of scripts are not judged by."""
+    return bundled_optimizers.unchecked_bundles(case.bundles)
+
+
+def unchecked_pipeline(case: Case) -> Iterator[str]:
+    """Yield that only diffusers knows what a class of its pipelines takes."""
+    if not case.is_file and case.folder.has_file(PIPELINE):
+        yield f"whether the class that {PIPELINE} names takes the components that it lists"
