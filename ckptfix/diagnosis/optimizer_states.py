@@ -596,6 +596,12 @@ def _is_ascending(group: Sequence[str]) -> bool:
     return last_first == sorted(last_first, reverse=True)
 
 
+_NOT_NEGATIVE = ("eps", "weight_decay")
+"""Options that no schedule changes, and that each class of torch refuses below 0 when it is made
+(``Invalid epsilon value``, torch 2.13). A rate can be: a LambdaLR may give any.
+"""
+
+
 def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
     """Yield options and states without which torch's load or next step raises an error, and rounded
     moments.
@@ -629,6 +635,9 @@ def _unusable_parts(saved: SavedOptimizer) -> Iterator[OptimizerFinding]:
                 or (value == SEVERAL and option not in kind.pairs)
                 # torch loads a NaN, and every weight is NaN after the next step
                 or (isinstance(value, float) and not isfinite(value))
+                # No class of torch takes one below 0, and all load it: sqrt(v) - 1 of small
+                # moments turns the direction of a step.
+                or (option in _NOT_NEGATIVE and isinstance(value, float | int) and value < 0)
             )
         )
         if absent:

@@ -159,7 +159,8 @@ def test_a_component_that_the_script_passes(made: Path, tmp_path: Path) -> None:
     (finding,) = check(folder).findings
     assert (
         finding.advice
-        == "copy the folder again; if the script passes unet= to from_pretrained, ignore this"
+        == "copy the folder again; if the script passes unet= to from_pretrained, or the class of "
+        "the pipeline takes none, ignore this"
     )
 
 

@@ -249,6 +249,22 @@ def test_options_that_are_not_finite_are_errors(
     assert f"no usable {option!r}" in str(finding)
 
 
+@pytest.mark.parametrize("option", ["eps", "weight_decay"])
+def test_options_below_zero_that_no_class_takes_are_errors(checkpoint: Path, option: str) -> None:
+    rewrite(checkpoint / "optimizer.bin", option_of_each(option, -1.0))
+    with pytest.raises(ValueError, match="Invalid"):
+        torch.optim.AdamW([torch.ones(1)], **{option: -1.0})
+    assert not fails(MAKERS["adamw"], torch.load(checkpoint / "optimizer.bin", weights_only=True))
+    (finding,) = check(checkpoint).all_findings
+    assert finding.severity is Severity.ERROR
+    assert f"no usable {option!r}" in str(finding)
+
+
+def test_a_rate_below_zero_is_the_choice_of_a_schedule(checkpoint: Path) -> None:
+    rewrite(checkpoint / "optimizer.bin", option_of_each("lr", -0.1))
+    assert found(checkpoint) == []
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -224,7 +224,7 @@ class MissingModel(Finding, frozen=True, kw_only=True):
         if self.component and self.path.name == PIPELINE:
             return (
                 f"copy the folder again; if the script passes {self.component}= to "
-                "from_pretrained, ignore this"
+                "from_pretrained, or the class of the pipeline takes none, ignore this"
             )
         return (
             "copy the complete checkpoint again; if the model is kept elsewhere on purpose, ignore "
