@@ -15,7 +15,12 @@ from ckptfix.checkpoint.pairing import Pairing, first_unequal
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.diagnosis.bundled_optimizers import Bundle, bundles_of
-from ckptfix.diagnosis.file_damage import DeepSpeedState, diagnose_deepspeed, without_deepspeed
+from ckptfix.diagnosis.file_damage import (
+    DeepSpeedState,
+    LeftRecord,
+    diagnose_deepspeed,
+    without_deepspeed,
+)
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
@@ -92,7 +97,8 @@ Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 class Case:
     """A scanned folder, what a diagnosis may read of it, and what the rules have told so far.
 
-    ``prove``, ``data``, ``drops``, ``known``, ``looked_at``, ``progress``: those of ``diagnose``.
+    ``prove``, ``data``, ``drops``, ``known``, ``looked_at``, ``progress``, ``left``: those of
+    ``diagnose``.
 
     ``corrupt``: files that lost bytes. ``damaged``: files with a finding that explains why one is
     missing, or has another size than it was saved with. ``unreliable``: files whose headers do not
@@ -111,6 +117,7 @@ class Case:
         looked_at: Collection[str] = (),
         neighbours: Neighbours | None = None,
         progress: Progress | None = None,
+        left: list[LeftRecord] | None = None,
         executor: Executor = THREADS,
     ) -> None:
         """Store what the rules are given; files are read when a rule asks for what they hold."""
@@ -122,6 +129,7 @@ class Case:
         self.looked_at = looked_at
         self.neighbours = neighbours or Siblings().of(folder.root)
         self.progress = progress
+        self.left = left
         self.executor = executor
         self.findings: list[Finding] = []
         self.not_checked: list[str] = []
@@ -186,7 +194,11 @@ class Case:
     def deepspeed(self) -> tuple[DeepSpeedState, ...]:
         """The checkpoints of DeepSpeed, each with its findings."""
         return diagnose_deepspeed(
-            self.folder, data=self.data, progress=self.progress, executor=self.executor
+            self.folder,
+            data=self.data,
+            progress=self.progress,
+            left=self.left,
+            executor=self.executor,
         )
 
     @cached_property

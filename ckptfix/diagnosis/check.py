@@ -29,7 +29,7 @@ from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.dataloaders import exchanged_loaders
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.exchanged import diagnose_exchanged, other_objects, surplus_objects
-from ckptfix.diagnosis.file_damage import DeepSpeedState
+from ckptfix.diagnosis.file_damage import DeepSpeedState, LeftRecord
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import (
@@ -366,6 +366,7 @@ def check(
     resumes: bool = False,
     load: "bool | Loaders" = False,
     progress: Progress | None = None,
+    left: list[LeftRecord] | None = None,
     executor: Executor = THREADS,
 ) -> CheckReport:
     """Find the problems of a checkpoint folder or file.
@@ -377,7 +378,8 @@ def check(
     checkpoint before. ``resumes``: also report why ``latest_checkpoint`` passes over it. ``load``:
     also ask transformers, PEFT or diffusers what they load, in a process of their own that reads no
     tensor; or the ``Loaders`` that ask them. ``progress`` is called with byte counts.
-    ``executor``: shares the work of ``data``.
+    ``left``: records whose CRC the caller compares itself are listed there, not read. ``executor``:
+    shares the work of ``data``.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
@@ -392,6 +394,7 @@ def check(
         resumes=resumes,
         of_run=bool(others),
         progress=progress,
+        left=left,
         executor=executor,
     )
     if load is True:
@@ -412,6 +415,7 @@ def _checked(
     of_run: bool = False,
     loaders: "Loaders | None" = None,
     progress: Progress | None = None,
+    left: list[LeftRecord] | None = None,
     executor: Executor = THREADS,
 ) -> CheckReport:
     """Return the report of ``check``.
@@ -455,6 +459,7 @@ def _checked(
                     resumes=resumes,
                     load=loaders or False,
                     progress=progress,
+                    left=left,
                     executor=executor,
                 )
                 misplaced = _nested(target.root, inner)
@@ -470,6 +475,7 @@ def _checked(
             progress=progress,
             looked_at=READ_BY_UNDERSTAND,
             neighbours=near,
+            left=left,
             executor=executor,
         )
     is_spared = spared_below(target.root) > spared
@@ -479,7 +485,9 @@ def _checked(
         else missing_here(target, diagnosis, near)
     )
     below = tuple(
-        models_below(diagnosis, data=data, loaders=loaders, progress=progress, executor=executor)
+        models_below(
+            diagnosis, data=data, loaders=loaders, progress=progress, left=left, executor=executor
+        )
     )
     of_hooks = diagnose_hook_models(
         folder,
@@ -787,6 +795,7 @@ def models_below(
     data: bool = False,
     loaders: "Loaders | None" = None,
     progress: Progress | None = None,
+    left: list[LeftRecord] | None = None,
     executor: Executor = THREADS,
 ) -> Iterator[CheckReport]:
     """Yield the reports of the models in sub-folders. Raises OSError."""
@@ -810,6 +819,7 @@ def models_below(
                 data=data,
                 load=loaders or False,
                 progress=progress,
+                left=left,
                 executor=executor,
             )
 

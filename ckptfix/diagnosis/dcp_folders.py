@@ -23,7 +23,7 @@ from ckptfix.checkpoint.keys import (
     prepared,
 )
 from ckptfix.diagnosis.case import Case, Unreadable
-from ckptfix.diagnosis.file_damage import LeftRecord, left_records, problem_finding
+from ckptfix.diagnosis.file_damage import LeftRecord, problem_finding
 from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
@@ -207,7 +207,7 @@ def diagnose_items(case: Case) -> Iterator[Finding | Unreadable]:
 
     ``diagnose_dcp_folders`` reports truncated and missing files.
     """
-    root, data = case.folder.root, case.data
+    root, data, left = case.folder.root, case.data, case.left
     files = [
         (state, path, items)
         for state in case.sharded
@@ -215,7 +215,6 @@ def diagnose_items(case: Case) -> Iterator[Finding | Unreadable]:
         if path not in state.broken and path not in state.unreadable
     ]
 
-    left = left_records()
     check = ItemCheck()
 
     def work(number: int, progress: Progress | None) -> list[list[Any]]:

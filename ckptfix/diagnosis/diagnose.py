@@ -43,7 +43,7 @@ from ckptfix.diagnosis.equal_entries import (
     diagnose_states,
 )
 from ckptfix.diagnosis.families import diagnose_families
-from ckptfix.diagnosis.file_damage import DeepSpeedState, diagnose_files
+from ckptfix.diagnosis.file_damage import DeepSpeedState, LeftRecord, diagnose_files
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import CrcMismatch, TrailingBytes
 from ckptfix.diagnosis.findings.duplicates import (
@@ -156,6 +156,7 @@ def damaged_files(case: Case) -> list[Finding]:
         data=case.data,
         progress=case.progress,
         explained=frozenset(rebuilt),
+        left=case.left,
         executor=case.executor,
     )
 
@@ -297,6 +298,7 @@ def diagnose(
     looked_at: Collection[str] = (),
     neighbours: Neighbours | None = None,
     progress: Progress | None = None,
+    left: list[LeftRecord] | None = None,
     executor: Executor = THREADS,
 ) -> Diagnosis:
     """Find every kind of damage in a scanned folder.
@@ -306,6 +308,7 @@ def diagnose(
     CRC (``check --data``). ``drops``: the roles whose equal entries will be dropped. ``known``:
     earlier comparisons that still hold. ``looked_at``: names of files that the caller reads.
     ``neighbours``: those of its source for a copy. ``progress`` is called with byte counts.
+    ``left``: records whose CRC the caller compares are listed there, not read.
 
     Raises FileChangedError when a file changed since it was scanned, OSError when it can no longer
     be read.
@@ -319,6 +322,7 @@ def diagnose(
         looked_at=looked_at,
         neighbours=neighbours,
         progress=progress,
+        left=left,
         executor=executor,
     )
     scanned = dict(case.scanned())

@@ -4,8 +4,7 @@ Files of DeepSpeed are never renamed: each rank's file repeats their names in se
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -83,12 +82,13 @@ def diagnose_files(
     progress: Progress | None,
     explained: frozenset[PurePosixPath],
     crcs: "WrongCrcs | None" = None,
+    left: "list[LeftRecord] | None" = None,
     executor: Executor = THREADS,
 ) -> list[Finding]:
     """Find the damage of each single file.
 
     ``data``: check the CRC of every record, not only small ones. ``explained``: unreadable files
-    with another finding. ``crcs``: what is known of the CRCs already.
+    with another finding. ``crcs``: what is known of the CRCs already. ``left``: see ``LeftRecord``.
     """
     findings: list[Finding] = []
     # Next to the states of save_state, accelerate loads the model; weights alone are read by plain
@@ -103,7 +103,7 @@ def diagnose_files(
     torch_files = {path: file for path, file in contents.items() if isinstance(file, TorchFile)}
     if crcs is None:
         crcs = _wrong_crcs(
-            folder.root, torch_files, data=data, progress=progress, executor=executor
+            folder.root, torch_files, left, data=data, progress=progress, executor=executor
         )
     for component in folder.components:
         if component.path in explained:
@@ -125,33 +125,16 @@ def diagnose_files(
 
 
 class LeftRecord(NamedTuple):
-    """A record of a zip file of torch, by where its bytes are, and its CRC."""
+    """A record of a zip file of torch, by where its bytes are, and its CRC.
+
+    A check with ``data`` appends each to ``left``, a list of the caller's, instead of reading it:
+    ``verify`` and ``seal`` read all files anyway, and compare the CRC while they do.
+    """
 
     path: AnyPath
     offset: int
     size: int
     crc: int
-
-
-_left: ContextVar[list[LeftRecord] | None] = ContextVar("left_records", default=None)
-
-
-@contextmanager
-def leaving_records() -> Iterator[list[LeftRecord]]:
-    """Compare no CRC with ``data`` in this block: the caller does, who reads all files anyway, and
-    gets a list.
-    """
-    found: list[LeftRecord] = []
-    token = _left.set(found)
-    try:
-        yield found
-    finally:
-        _left.reset(token)
-
-
-def left_records() -> list[LeftRecord] | None:
-    """Return the list in such a block, None elsewhere."""
-    return _left.get()
 
 
 WrongCrcs = Mapping[PurePosixPath, Sequence[tuple[str, str | None]]]
@@ -164,6 +147,7 @@ _AT_ONCE = 1 << 30
 def _wrong_crcs(
     root: AnyPath,
     files: Mapping[PurePosixPath, TorchFile],
+    left: list[LeftRecord] | None,
     *,
     data: bool,
     progress: Progress | None,
@@ -177,7 +161,7 @@ def _wrong_crcs(
             path: _read_crcs(root / path, file, slice(None), data, progress)
             for path, file in files.items()
         }
-    if (left := left_records()) is not None:
+    if left is not None:
         left += (
             LeftRecord(root / path, record.data_offset, record.size, record.crc)
             for path, file in files.items()
@@ -339,17 +323,18 @@ def diagnose_deepspeed(
     *,
     data: bool,
     progress: Progress | None,
+    left: list[LeftRecord] | None = None,
     executor: Executor = THREADS,
 ) -> tuple[DeepSpeedState, ...]:
     """Diagnose each DeepSpeed checkpoint of a scanned folder. ``data``: compare the CRC of every
-    record.
+    record, but for those that go to ``left`` (``LeftRecord``).
 
     Raises OSError when a file that could be scanned can no longer be read.
     """
     if folder.only is not None:
         return ()
     return tuple(
-        _state(folder, where, index, data, progress, executor)
+        _state(folder, where, index, data, progress, left, executor)
         for index, where in deepspeed_folders(folder)
     )
 
@@ -360,6 +345,7 @@ def _state(
     index: int,
     data: bool,
     progress: Progress | None,
+    left: list[LeftRecord] | None,
     executor: Executor,
 ) -> DeepSpeedState:
     # The files of the folder itself are checked with the others of it.
@@ -373,13 +359,13 @@ def _state(
     is_broken = not where.parts and any(one.problem is not None for one in folder.components)
     files = size = 0
     crcs = None
-    if data and executor.has_units and left_records() is None:
+    if data and executor.has_units and left is None:
         crcs = _crcs_of_ranks(folder.root, paths, progress, executor)
     for path in paths:  # one by one: a thousand ranks have many names
         scanned = _scan_alone(folder.root, path)
         of_root = scanned.components
         findings += diagnose_files(
-            scanned, data=data, progress=progress, explained=frozenset(), crcs=crcs
+            scanned, data=data, progress=progress, explained=frozenset(), crcs=crcs, left=left
         )
         for one in of_root:
             files, size = files + 1, size + one.size

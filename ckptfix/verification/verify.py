@@ -4,7 +4,6 @@ nothing.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from ckptfix.diagnosis.contents import (
     read_contents,
     readable_manifest,
 )
-from ckptfix.diagnosis.file_damage import LeftRecord, leaving_records
+from ckptfix.diagnosis.file_damage import LeftRecord
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
@@ -322,10 +321,10 @@ def structure(
 
     Raises UsageError when neither it nor ``contents`` knows of a checkpoint.
     """
-    leaves = leaves_records and data and executor.knows_all
+    records: list[LeftRecord] = []
+    left = records if leaves_records and data and executor.knows_all else None
     try:
-        with leaving_records() if leaves else nullcontext(()) as records:
-            report = check(target.path, data=data, progress=progress, executor=executor)
+        report = check(target.path, data=data, progress=progress, left=left, executor=executor)
     except UsageError:
         if contents.weights or contents.unreadable:
             return Structure(

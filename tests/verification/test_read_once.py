@@ -13,7 +13,7 @@ import pytest
 import ckptfix.diagnosis.dcp_folders
 import ckptfix.diagnosis.file_damage
 from ckptfix import check, seal, verify
-from ckptfix.diagnosis.file_damage import leaving_records
+from ckptfix.diagnosis.file_damage import LeftRecord
 from ckptfix.diagnosis.findings.damaged import CrcMismatch
 from ckptfix.storage.files import on_disk
 from tests.verification.sealed import flip
@@ -50,8 +50,8 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def storages(folder: Path) -> Iterator[tuple[Path, int]]:
     """Yield each file that has storages, and a byte in the middle of its largest one."""
-    with leaving_records() as found:
-        check(folder, data=True)
+    found: list[LeftRecord] = []
+    check(folder, data=True, left=found)
     for path in sorted({one.path for one in found}):
         sizes = {}
         for one in found:
