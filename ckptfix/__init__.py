@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # for type checkers; a test compares it with _MODULES
     from ckptfix.conversion.migrate import MigrateReceipt as MigrateReceipt
     from ckptfix.conversion.salvage import salvage as salvage
     from ckptfix.conversion.salvage import SalvageReceipt as SalvageReceipt
-    from ckptfix.diagnosis.check import CheckReport as CheckReport, check as check
+    from ckptfix.diagnosis.check import check as check
+    from ckptfix.diagnosis.check_report import CheckReport as CheckReport
     from ckptfix.diagnosis.findings.base import Finding as Finding, Severity as Severity
     from ckptfix.diagnosis.policy import Keys as Keys, Policy as Policy
     from ckptfix.environment.doctor import DoctorReport as DoctorReport, doctor as doctor
@@ -68,7 +69,8 @@ if TYPE_CHECKING:  # for type checkers; a test compares it with _MODULES
     from ckptfix.verification.verify_report import VerifyReport as VerifyReport
 
 _MODULES = {
-    "diagnosis.check": "check CheckReport",
+    "diagnosis.check": "check",
+    "diagnosis.check_report": "CheckReport",
     "diagnosis.policy": "Policy Keys",
     "diagnosis.findings.base": "Finding Severity",
     "repairs.receipt": "RepairReceipt",

@@ -12,7 +12,8 @@ from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import INTERRUPTED, Form, Report
 from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
 from ckptfix.cli.verb_options import PATH, Verb
-from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check
+from ckptfix.diagnosis.check import check
+from ckptfix.diagnosis.check_report import CLEAN, VERDICTS, CheckReport
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import AnyPath

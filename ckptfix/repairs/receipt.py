@@ -16,11 +16,8 @@ from ckptfix.checkpoint.filenames import (
     parse_folder_name,
 )
 from ckptfix.checkpoint.keys import fitting
-from ckptfix.diagnosis.check import (
-    CheckReport,
-    status_of,
-    with_below,
-)
+from ckptfix.diagnosis.check import with_below
+from ckptfix.diagnosis.check_report import CheckReport, status_of
 from ckptfix.diagnosis.findings.base import Finding, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.duplicates import (
     DoubledModel,

@@ -23,15 +23,8 @@ from msgspec.structs import replace
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import cut_upload
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
-from ckptfix.diagnosis.check import (
-    GENERIC,
-    CheckReport,
-    interrupted,
-    interrupted_inside,
-    missing_here,
-    models_below,
-    resume_problem,
-)
+from ckptfix.diagnosis.check import interrupted, interrupted_inside, models_below, resume_problem
+from ckptfix.diagnosis.check_report import GENERIC, CheckReport
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.findings.base import Finding
@@ -39,6 +32,7 @@ from ckptfix.diagnosis.findings.duplicates import (
     IdenticalModels,
     IdenticalStates,
 )
+from ckptfix.diagnosis.next_to_it import missing_here
 from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target

@@ -18,7 +18,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.neighbours import Siblings
-from ckptfix.diagnosis.check import CLEAN, UNFINISHED, VERDICTS, check
+from ckptfix.diagnosis.check import check
+from ckptfix.diagnosis.check_report import CLEAN, UNFINISHED, VERDICTS
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, readable_manifest
 from ckptfix.diagnosis.findings.base import Severity, labelled
 from ckptfix.diagnosis.target import Target

@@ -8,7 +8,7 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any
 
-from ckptfix.diagnosis.check import CLEAN, VERDICTS
+from ckptfix.diagnosis.check_report import CLEAN, VERDICTS
 from ckptfix.verification.scrub_state import Look
 from ckptfix.verification.verify_report import after_colon
 from ckptfix.wording import count_of, html_document, html_text

@@ -11,7 +11,7 @@ from typing import ClassVar, Generic, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.diagnosis.check import status_of
+from ckptfix.diagnosis.check_report import status_of
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, labelled
 from ckptfix.diagnosis.values import ADVICE, ValueFinding
 from ckptfix.reports import Serialized

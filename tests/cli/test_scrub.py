@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ckptfix import check
 from ckptfix.cli import run
-from ckptfix.diagnosis.check import CheckReport
+from ckptfix.diagnosis.check_report import CheckReport
 from ckptfix.errors import OperationError
 from ckptfix.storage import stores
 from ckptfix.storage.parallel import Control

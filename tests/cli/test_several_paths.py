@@ -20,7 +20,7 @@ import pytest
 from ckptfix import check
 from ckptfix.cli import run
 from ckptfix.cli.several_paths import Unchecked
-from ckptfix.diagnosis.check import CheckReport
+from ckptfix.diagnosis.check_report import CheckReport
 from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.lock import folder_lock
 from tests.repairs.builders import snapshot, write_safetensors

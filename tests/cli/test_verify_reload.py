@@ -17,7 +17,8 @@ from ckptfix import cli
 from ckptfix.cli import run, verify
 from ckptfix.devices.reload import verifying
 from ckptfix.devices.torch_devices import device_count
-from ckptfix.diagnosis.check import CheckReport, check
+from ckptfix.diagnosis.check import check
+from ckptfix.diagnosis.check_report import CheckReport
 from ckptfix.storage import staged
 from ckptfix.verification import verify as verification
 from tests.cli.test_verify import MODEL, damaged, folder, printed

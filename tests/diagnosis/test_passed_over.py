@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix.checkpoint.latest import UNFINISHED, Candidate, problems_in
-from ckptfix.diagnosis.check import CLEAN, check
+from ckptfix.diagnosis.check import check
+from ckptfix.diagnosis.check_report import CLEAN
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.resumable import examine
 from ckptfix.storage.markers import UPLOAD

@@ -18,7 +18,7 @@ from ckptfix.checkpoint.dcp import scan_dcp_folders
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
 from ckptfix.cli import run
-from ckptfix.diagnosis.check import CheckReport
+from ckptfix.diagnosis.check_report import CheckReport
 from ckptfix.diagnosis.understood import Understood
 from ckptfix.formats.dcp_metadata import model_names
 from ckptfix.storage.paths import MANIFEST

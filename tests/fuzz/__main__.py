@@ -29,7 +29,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ckptfix.diagnosis.check import CheckReport, check
+from ckptfix.diagnosis.check import check
+from ckptfix.diagnosis.check_report import CheckReport
 from ckptfix.errors import CkptfixError
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
 from tests.fuzz.mutations import format_of, mutant

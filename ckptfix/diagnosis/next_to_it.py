@@ -1,0 +1,98 @@
+"""Checkpoints next to one as witnesses: files that it lacks, and files of other entries."""
+
+from collections.abc import Collection, Iterator
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.dcp import is_of_checkpoint
+from ckptfix.checkpoint.neighbours import Neighbours
+from ckptfix.diagnosis.dataloaders import exchanged_loaders
+from ckptfix.diagnosis.diagnose import Diagnosis
+from ckptfix.diagnosis.exchanged import diagnose_exchanged, other_objects, surplus_objects
+from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
+from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
+from ckptfix.diagnosis.findings.misplaced import RenamedState
+from ckptfix.diagnosis.findings.weight_faults import MissingModel
+from ckptfix.diagnosis.siblings import compared
+from ckptfix.diagnosis.target import Target
+from ckptfix.diagnosis.unfinished_copies import unmarked
+from ckptfix.diagnosis.unread_shards import diagnose_unread_shards
+from ckptfix.storage.files import AnyPath, lexists
+from ckptfix.storage.journal import State, is_elsewhere, transactions
+
+
+def missing_here(
+    target: Target, diagnosis: Diagnosis, neighbours: Neighbours
+) -> tuple[Finding, ...]:
+    """Return the findings that the checkpoints next to one show: files that it lacks, and files of
+    other entries.
+    """
+    is_without_model = any(
+        isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
+    )
+    if target.only is not None:
+        return ()
+    marks = tuple(unmarked(neighbours))
+    if is_without_model:
+        return marks
+    told = {name for finding in diagnosis.findings for name in _told_of(finding)}
+    missing = compared(target.root, neighbours, told)
+    damaged = frozenset(
+        finding.path
+        for finding in diagnosis.findings
+        if finding.severity is Severity.ERROR or isinstance(finding, RenamedState)
+    )
+    # Their partners were reported with them.
+    damaged |= {
+        PurePosixPath(finding.exchanged_with)
+        for finding in diagnosis.findings
+        if isinstance(finding, RenamedState) and finding.exchanged_with
+    }
+    folder = diagnosis.folder
+    return (
+        *marks,
+        *missing,
+        *_lost_since_repair(target.root, told),
+        *diagnose_unread_shards(folder, neighbours),
+        *diagnose_exchanged(
+            folder,
+            neighbours,
+            damaged,
+            is_contradicted=any(
+                isinstance(finding, MismatchedRates) for finding in diagnosis.findings
+            ),
+        ),
+        *surplus_objects(folder, neighbours),
+        *(
+            finding
+            for finding in (
+                *other_objects(folder, neighbours),
+                *exchanged_loaders(folder, neighbours),
+            )
+            if finding.path not in damaged
+        ),
+    )
+
+
+def _lost_since_repair(root: AnyPath, told: Collection[str]) -> Iterator[IncompleteCheckpoint]:
+    """Yield a finding for each file that a repair left here, as its journal says, and that is gone.
+
+    ``told``: files of other findings.
+    """
+    left: dict[PurePosixPath, int] = {}
+    for info in transactions(root):
+        if info.state is State.DONE and not is_elsewhere(root, info):
+            left |= dict.fromkeys(info.paths, info.number)
+            for path in info.gone:
+                left.pop(path, None)
+    for path, number in left.items():
+        if is_of_checkpoint(path.name) and str(path) not in told and not lexists(root / path):
+            yield IncompleteCheckpoint(
+                path=path, missing=(str(path),), known_by=f"repair {number} left it here"
+            )
+
+
+def _told_of(finding: Finding) -> tuple[str, ...]:
+    """Return the files of a finding."""
+    missing = finding.missing if isinstance(finding, IncompleteCheckpoint) else ()
+    return (str(finding.path), *missing)
