@@ -27,7 +27,8 @@ from ckptfix.checkpoint.state_contents import Content, is_surely_of_optimizer, p
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import MismatchedMoments, UnsavedParameters
 from ckptfix.diagnosis.findings.misplaced import EFFECTS_ON_TORCH, UnknownState
-from ckptfix.diagnosis.optimizer_states import Weights, judge, without_reduced
+from ckptfix.diagnosis.optimizer_contradictions import without_reduced
+from ckptfix.diagnosis.optimizer_states import Weights, judge
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, optimizers_in_file
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_arrays import is_array, shape_of_array

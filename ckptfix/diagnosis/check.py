@@ -221,14 +221,16 @@ def _checked(
             diagnosis, data=data, loaders=loaders, progress=progress, left=left, executor=executor
         )
     )
-    of_hooks = diagnose_hook_models(
-        folder,
-        diagnosis.sharded,
-        diagnosis.optimizers,
-        tuple(_hook_models(target.root, below)),
-        near,
-        diagnosis.findings,
-        has_deepspeed=bool(diagnosis.deepspeed),
+    of_hooks = list(
+        diagnose_hook_models(
+            folder,
+            diagnosis.sharded,
+            diagnosis.optimizers,
+            tuple(_hook_models(target.root, below)),
+            near,
+            diagnosis.findings,
+            has_deepspeed=bool(diagnosis.deepspeed),
+        )
     )
     unheld, markers = _unheld(target, below)
     # What every check leaves out of weights is no news of a folder that has none, and should have
@@ -240,7 +242,7 @@ def _checked(
     # With the models below, the same is said of the optimizer in other words, or it was compared.
     beside_the_point += ("whether optimizer",) if below and folder.is_save_state else ()
     omitted = [words for words in diagnosis.not_checked if not words.startswith(beside_the_point)]
-    omitted += of_hooks.unchecked
+    omitted += (words for words in of_hooks if isinstance(words, str))
     downloads = tuple(half_downloaded(target.root, halves, [report.path for report in below]))
     load: tuple[LoadOutcome, ...] = ()
     of_headers = diagnosis.findings
@@ -270,7 +272,7 @@ def _checked(
         *lacking,
         *of_headers,
         *stale,
-        *of_hooks.findings,
+        *(finding for finding in of_hooks if not isinstance(finding, str)),
         *downloads,
         *_staging_inside(target),
     )

@@ -169,15 +169,13 @@ def of_deepspeed(case: Case) -> Iterator[Finding]:
 
 def judged_optimizers(case: Case) -> Iterator[Finding | str]:
     """Compare the optimizers in files of their own with the weights."""
-    report = diagnose_optimizers(
+    yield from diagnose_optimizers(
         case.folder,
         case.sharded,
         case.unreliable,
         case.optimizers,
         has_deepspeed=bool(case.deepspeed),
     )
-    yield from report.findings
-    yield from report.unchecked
 
 
 def judged_bundles(case: Case) -> Iterator[Finding]:

@@ -29,12 +29,7 @@ from ckptfix.diagnosis.exchanged import rounded
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
-from ckptfix.diagnosis.optimizer_states import (
-    OptimizerReport,
-    Weights,
-    diagnose_optimizers,
-    weights_of,
-)
+from ckptfix.diagnosis.optimizer_states import Weights, diagnose_optimizers, weights_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
 from ckptfix.diagnosis.siblings import without_average
 from ckptfix.errors import CkptfixError
@@ -105,23 +100,22 @@ def diagnose_hook_models(
     known: Sequence[Finding],
     *,
     has_deepspeed: bool,
-) -> OptimizerReport:
+) -> Iterator[Finding | str]:
     """Compare the models in sub-folders of ``save_state`` with its optimizers, and with the
-    checkpoints next to it.
+    checkpoints next to it; yield in words the comparisons that were not made.
 
     LoRA next to its states is compared with the checkpoints alone.
 
     ``known``: the findings about the folder itself.
     """
-    report = OptimizerReport([], [])
     if not folder.is_save_state or folder.only is not None:
-        return report
+        return
     manifest = usable_manifest(folder.root)
     is_recorded = manifest is not None and manifest.is_of_a_save
     if not is_recorded:
-        report.findings.extend(_unlike_neighbours(_lora_of(folder), neighbours, is_doubted=False))
+        yield from _unlike_neighbours(_lora_of(folder), neighbours, is_doubted=False)
     if not models:
-        return report
+        return
     averages = _averages(models)
     trained = [model for model in models if model not in averages]
     damaged = frozenset(finding.path for finding in known if finding.severity is Severity.ERROR)
@@ -132,25 +126,21 @@ def diagnose_hook_models(
         if finding.severity is Severity.ERROR
     }
     joined = _joined(folder, models, trained)
-    of_optimizers = diagnose_optimizers(
-        joined, sharded, damaged, optimizers, has_deepspeed=has_deepspeed
+    of_optimizers = list(
+        diagnose_optimizers(joined, sharded, damaged, optimizers, has_deepspeed=has_deepspeed)
     )
-    report.findings.extend(finding for finding in of_optimizers.findings if finding not in known)
-    report.unchecked.extend(of_optimizers.unchecked)
-    if optimizers and not of_optimizers.findings:
+    yield from (told for told in of_optimizers if told not in known)
+    if optimizers and all(isinstance(told, str) for told in of_optimizers):
         weights = weights_of(joined, sharded, damaged, has_deepspeed=has_deepspeed)
-        report.unchecked.extend(_unclear_fit(optimizers, weights, trained))
+        yield from _unclear_fit(optimizers, weights, trained)
     if not is_recorded:
-        report.findings.extend(_without_counters(models, neighbours))
-        is_doubted = any(
-            isinstance(finding, UnsavedParameters) for finding in of_optimizers.findings
-        )
+        yield from _without_counters(models, neighbours)
+        is_doubted = any(isinstance(told, UnsavedParameters) for told in of_optimizers)
         of_keys = [
             *_unlike_averages(models, averages, is_doubted=is_doubted),
             *_unlike_neighbours(models, neighbours, is_doubted=is_doubted),
         ]
-        report.findings.extend({finding.path: finding for finding in of_keys}.values())
-    return report
+        yield from {finding.path: finding for finding in of_keys}.values()
 
 
 def _lora_of(folder: CheckpointFolder) -> Iterator[HookModel]:

@@ -18,7 +18,7 @@ import ckptfix
 from ckptfix import check
 from ckptfix.checkpoint.dcp import scan_dcp_folders
 from ckptfix.checkpoint.folder import scan_folder
-from ckptfix.diagnosis.optimizer_states import contradictions
+from ckptfix.diagnosis.optimizer_contradictions import contradictions
 from ckptfix.diagnosis.saved_optimizers import bare, optimizers_of
 
 CODES = {"inconsistent-groups", "mismatched-moments", "unsaved-parameters", "missing-moments"}
