@@ -97,8 +97,12 @@ Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 class Case:
     """A scanned folder, what a diagnosis may read of it, and what the rules have told so far.
 
-    ``prove``, ``data``, ``drops``, ``known``, ``looked_at``, ``progress``, ``left``: those of
-    ``diagnose``.
+    By default bytes of look-alikes are sampled. ``prove`` reads and hashes every byte of the files
+    to be dropped (``repair``), ``data`` every byte of every look-alike and of every record with a
+    CRC (``check --data``). ``drops``: the roles whose equal entries will be dropped. ``known``:
+    earlier comparisons that still hold. ``looked_at``: names of files that the caller reads.
+    ``neighbours``: those of its source for a copy. ``progress`` is called with byte counts.
+    ``left``: records whose CRC the caller compares are listed there, not read.
 
     ``corrupt``: files that lost bytes. ``damaged``: files with a finding that explains why one is
     missing, or has another size than it was saved with. ``unreliable``: files whose headers do not

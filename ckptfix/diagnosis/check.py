@@ -22,6 +22,7 @@ from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, lists_models, may_hold_weights
 from ckptfix.checkpoint.neighbours import Siblings
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.check_report import (
     GENERIC,
     CheckReport,
@@ -201,7 +202,7 @@ def _checked(
                     else report
                 )
             ensure_checkpoint(folder)
-        diagnosis = diagnose(
+        case = Case(
             folder,
             data=data,
             progress=progress,
@@ -210,6 +211,7 @@ def _checked(
             left=left,
             executor=executor,
         )
+        diagnosis = diagnose(case)
     is_spared = spared_below(target.root) > spared
     lacking = (
         bare.beyond(diagnosis.findings)

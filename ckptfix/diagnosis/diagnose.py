@@ -3,7 +3,7 @@ and shapes.
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from msgspec import Struct
@@ -18,7 +18,6 @@ from ckptfix.checkpoint.load_inputs import (
     lora_of_diffusers,
 )
 from ckptfix.checkpoint.manifest import Manifest
-from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.diagnosis.case import (
     OF_CONTENT,
@@ -43,7 +42,7 @@ from ckptfix.diagnosis.equal_entries import (
     diagnose_states,
 )
 from ckptfix.diagnosis.families import diagnose_families
-from ckptfix.diagnosis.file_damage import DeepSpeedState, LeftRecord, diagnose_files
+from ckptfix.diagnosis.file_damage import DeepSpeedState, diagnose_files
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import CrcMismatch, TrailingBytes
 from ckptfix.diagnosis.findings.duplicates import (
@@ -99,9 +98,7 @@ from ckptfix.diagnosis.wrong_states import (
     unread_weights,
 )
 from ckptfix.storage.comparing import Digests
-from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import AnyPath, StorePath
-from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.reading import FileIdentity, unchanged
 
@@ -286,45 +283,14 @@ LEFT_OUT: tuple[Rule, ...] = (
 """Rules that tell in words what nothing in a folder shows, or what only a slower check reads."""
 
 
-def diagnose(
-    folder: CheckpointFolder,
-    *,
-    prove: bool = False,
-    data: bool = False,
-    drops: Iterable[Role] = (),
-    known: Verdicts | None = None,
-    looked_at: Collection[str] = (),
-    neighbours: Neighbours | None = None,
-    progress: Progress | None = None,
-    left: list[LeftRecord] | None = None,
-    executor: Executor = THREADS,
-) -> Diagnosis:
+def diagnose(case: Case) -> Diagnosis:
     """Find every kind of damage in a scanned folder.
-
-    By default bytes of look-alikes are sampled. ``prove`` reads and hashes every byte of the files
-    to be dropped (``repair``), ``data`` every byte of every look-alike and of every record with a
-    CRC (``check --data``). ``drops``: the roles whose equal entries will be dropped. ``known``:
-    earlier comparisons that still hold. ``looked_at``: names of files that the caller reads.
-    ``neighbours``: those of its source for a copy. ``progress`` is called with byte counts.
-    ``left``: records whose CRC the caller compares are listed there, not read.
 
     Raises FileChangedError when a file changed since it was scanned, OSError when it can no longer
     be read.
     """
-    case = Case(
-        folder,
-        prove=prove,
-        data=data,
-        drops=drops,
-        known=known,
-        looked_at=looked_at,
-        neighbours=neighbours,
-        progress=progress,
-        left=left,
-        executor=executor,
-    )
     scanned = dict(case.scanned())
-    with unchanged(folder.root, scanned):
+    with unchanged(case.folder.root, scanned):
         for state in case.deepspeed:
             scanned |= state.scanned
         case.ask(OF_FILES)
@@ -340,7 +306,7 @@ def diagnose(
     told, case.not_checked = case.not_checked, []
     case.ask(LEFT_OUT)
     return Diagnosis(
-        folder=folder,
+        folder=case.folder,
         scanned=scanned,
         sharded=case.sharded,
         deepspeed=case.deepspeed,
@@ -353,7 +319,7 @@ def diagnose(
         unfinished=tuple(case.unreadable),
         verdicts=case.verdicts,
         digests=case.digests,
-        links=links_below(folder.root) if case.paths(*_OF_ENTRIES) else {},
+        links=links_below(case.folder.root) if case.paths(*_OF_ENTRIES) else {},
     )
 
 

@@ -16,7 +16,7 @@ from ckptfix.checkpoint.dcp import DcpFolder, new_paths
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, scan_folder
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.neighbours import Neighbours
-from ckptfix.diagnosis.case import Verdict, Verdicts
+from ckptfix.diagnosis.case import Case, Verdict, Verdicts
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix, WrapperPrefix
@@ -75,7 +75,8 @@ def prove_repair(
         if isinstance(step.action, Renumber)
     }
     dropped = {step.action.path for step in steps if isinstance(step.action, DropEntry)}
-    diagnosis = diagnose(after, known=_known(verdicts, moved, dropped), neighbours=neighbours)
+    case = Case(after, known=_known(verdicts, moved, dropped), neighbours=neighbours)
+    diagnosis = diagnose(case)
     _prove_dcp_folders(plan.sharded, diagnosis.sharded, steps, edits)
     _prove_no_new_finding(plan, diagnosis, steps, moved)
     _prove_nothing_left(

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import cut_upload
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.check import interrupted, interrupted_inside, models_below, resume_problem
 from ckptfix.diagnosis.check_report import GENERIC, CheckReport
 from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
@@ -391,9 +392,8 @@ def _plan(
         if (bare is None or output is not None) and not has_journal:
             ensure_checkpoint(folder, "repair")
         near = neighbours or Siblings().of(target.root)
-        diagnosis = diagnose(
-            folder, prove=True, drops=policy.drops, neighbours=near, progress=progress
-        )
+        case = Case(folder, prove=True, drops=policy.drops, neighbours=near, progress=progress)
+        diagnosis = diagnose(case)
         if diagnosis.unfinished:
             raise OperationError(
                 f"{target.path}: nothing was changed: a repair reads every file first, and "

@@ -18,6 +18,7 @@ from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint.filenames import nearly_state
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.neighbours import Siblings
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.diagnose import diagnose
 from tests.sampling import sampled
 from tests.stores.servers import upload_folder
@@ -543,5 +544,5 @@ def test_a_copy_is_compared_with_the_checkpoints_next_to_the_folder(tmp_path: Pa
         )
         accelerator.load_state(str(folder))
     copy = scan_folder(Path(shutil.copytree(folder, tmp_path / "copy")))
-    assert [finding.code for finding in diagnose(copy).findings] == ["incomplete-checkpoint"]
-    assert diagnose(copy, neighbours=Siblings().of(folder)).findings == ()
+    assert [finding.code for finding in diagnose(Case(copy)).findings] == ["incomplete-checkpoint"]
+    assert diagnose(Case(copy, neighbours=Siblings().of(folder))).findings == ()

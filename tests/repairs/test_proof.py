@@ -8,6 +8,7 @@ import pytest
 
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.neighbours import Siblings
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError, RolledBackError
@@ -19,7 +20,7 @@ from tests.repairs.builders import snapshot, write_safetensors
 
 
 def planned(folder: Path) -> tuple[Diagnosis, Plan, steps_to_edits.Compiled]:
-    diagnosis = diagnose(scan_folder(folder), prove=True)
+    diagnosis = diagnose(Case(scan_folder(folder), prove=True))
     plan = make_plan(diagnosis, Policy())
     return diagnosis, plan, steps_to_edits.compile_plan(plan, new_files=False)
 
