@@ -21,7 +21,15 @@ from ckptfix.diagnosis.file_damage import (
     diagnose_deepspeed,
     without_deepspeed,
 )
-from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.base import (
+    Compared,
+    Explained,
+    Finding,
+    Instead,
+    Severity,
+    Told,
+    Unreadable,
+)
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
     MalformedFile,
@@ -38,30 +46,6 @@ from ckptfix.storage.comparing import Digests
 from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import FileIdentity
-
-
-class Unreadable(NamedTuple):
-    """A file that may not be read, which may be healthy or damaged, in words with its path."""
-
-    words: str
-
-
-class Explained(NamedTuple):
-    """The findings of a class about a file, of any rule, that are a part of one of this rule."""
-
-    kind: type[Finding]
-    path: PurePosixPath
-
-
-class Instead(NamedTuple):
-    """A finding of an earlier rule, and the one that this rule makes of it."""
-
-    former: Finding
-    finding: Finding
-
-
-Told: TypeAlias = Finding | str | Unreadable | Explained | Instead
-"""Value that a rule tells. A text is a check that was left out, in words."""
 
 Rule: TypeAlias = Callable[["Case"], Iterable[Told]]
 """Function that tells what is wrong with a folder, and what of it nothing shows."""
@@ -142,7 +126,7 @@ class Case:
         self.corrupt: frozenset[PurePosixPath] = frozenset()
         self.damaged: frozenset[PurePosixPath] = frozenset()
         self.unreliable: frozenset[PurePosixPath] = frozenset()
-        self.compared: frozenset[str] = frozenset()
+        self.compared: set[str] = set()
         self.verdicts: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
         self.digests: dict[PurePosixPath, Digests] = {}
 
@@ -156,6 +140,8 @@ class Case:
                     self.unreadable.append(told.words)
                 elif isinstance(told, Explained):
                     self.explained.add(told)
+                elif isinstance(told, Compared):
+                    self.compared.add(told.name)
                 elif isinstance(told, Instead):
                     self.findings[self.findings.index(told.former)] = told.finding
                 else:

@@ -74,8 +74,8 @@ from ckptfix.checkpoint.trainer_folders import (
     missing_among,
     random_states,
 )
-from ckptfix.diagnosis.case import Case, Unreadable
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.case import Case
+from ckptfix.diagnosis.findings.base import Finding, Unreadable
 from ckptfix.diagnosis.findings.config_faults import LostAdapter
 from ckptfix.diagnosis.findings.damaged import FOLDER, NotATensorFile
 from ckptfix.diagnosis.findings.incomplete import (

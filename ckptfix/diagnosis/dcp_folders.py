@@ -22,9 +22,9 @@ from ckptfix.checkpoint.keys import (
     is_nested,
     prepared,
 )
-from ckptfix.diagnosis.case import Case, Unreadable
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.file_damage import LeftRecord, problem_finding
-from ckptfix.diagnosis.findings.base import Finding, as_kind
+from ckptfix.diagnosis.findings.base import Finding, Unreadable, as_kind
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
     MalformedFile,

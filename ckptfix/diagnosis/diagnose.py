@@ -19,14 +19,7 @@ from ckptfix.checkpoint.load_inputs import (
 )
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
-from ckptfix.diagnosis.case import (
-    OF_CONTENT,
-    OF_HEADERS,
-    Case,
-    Explained,
-    Rule,
-    Verdicts,
-)
+from ckptfix.diagnosis.case import OF_CONTENT, OF_HEADERS, Case, Rule, Verdicts
 from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
 from ckptfix.diagnosis.dataloaders import unjudged_loaders, unjudged_scalers
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items
@@ -43,7 +36,7 @@ from ckptfix.diagnosis.equal_entries import (
 )
 from ckptfix.diagnosis.families import diagnose_families
 from ckptfix.diagnosis.file_damage import DeepSpeedState, diagnose_files
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Finding, Told
 from ckptfix.diagnosis.findings.damaged import CrcMismatch, TrailingBytes
 from ckptfix.diagnosis.findings.duplicates import (
     DoubledModel,
@@ -181,7 +174,7 @@ def judged_bundles(case: Case) -> Iterator[Finding]:
         yield from bundle.findings
 
 
-def judged_loads(case: Case) -> Iterator[Finding | str | Explained]:
+def judged_loads(case: Case) -> Iterator[Told]:
     """Judge what each library that loads the folder does with its configs and keys."""
 
     def count_steps() -> int:
@@ -208,11 +201,7 @@ def judged_loads(case: Case) -> Iterator[Finding | str | Explained]:
         for group in saved.groups
         if saved.path.suffix == ".pt"
     )
-    verdict = diagnose_loads(loads, trained, case.folder.components)
-    case.compared = verdict.compared
-    yield from verdict.findings
-    yield from verdict.unchecked
-    yield from (Explained(kind, path) for kind, path in verdict.explained)
+    yield from diagnose_loads(loads, trained, case.folder.components)
 
 
 OF_FILES: tuple[Rule, ...] = (

@@ -28,8 +28,8 @@ from ckptfix.checkpoint.loading_order import (
     model_names,
 )
 from ckptfix.checkpoint.pairing import Files
-from ckptfix.diagnosis.case import Case, Instead
-from ckptfix.diagnosis.findings.base import Finding, as_kind
+from ckptfix.diagnosis.case import Case
+from ckptfix.diagnosis.findings.base import Finding, Instead, as_kind
 from ckptfix.diagnosis.findings.sharded import (
     IndexMismatch,
     PartialFamily,

@@ -18,8 +18,8 @@ from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
 from ckptfix.checkpoint.loading_order import kind_of
 from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.checkpoint.rank_parts import begins_inside
-from ckptfix.diagnosis.case import Case, Explained
-from ckptfix.diagnosis.findings.base import Finding, as_kind
+from ckptfix.diagnosis.case import Case
+from ckptfix.diagnosis.findings.base import Explained, Finding, as_kind
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.diagnosis.findings.sharded import (
     BlockingIndex,

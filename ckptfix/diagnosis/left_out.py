@@ -13,7 +13,8 @@ from ckptfix.checkpoint.folder import PLAIN_FOLDER, ProblemKind, is_unreadable
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.model_configs import PIPELINE
 from ckptfix.diagnosis import bundled_optimizers
-from ckptfix.diagnosis.case import Case, Unreadable
+from ckptfix.diagnosis.case import Case
+from ckptfix.diagnosis.findings.base import Unreadable
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.diagnosis.findings.sharded import MissingShard
 from ckptfix.formats.torch_file import TorchFile

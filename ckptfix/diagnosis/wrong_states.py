@@ -32,8 +32,8 @@ from ckptfix.checkpoint.state_contents import (
     states_under_other_keys,
     weights_without_tensors,
 )
-from ckptfix.diagnosis.case import OF_CONTENT, Case, Explained
-from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.case import OF_CONTENT, Case
+from ckptfix.diagnosis.findings.base import Explained, Severity
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle
 from ckptfix.diagnosis.findings.misplaced import (
     EFFECTS_ON_LIBRARIES,

@@ -5,7 +5,7 @@ and healthy files of every writer.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import pytest
@@ -373,7 +373,12 @@ def test_lora_of_a_model_itself(tmp_path: Path) -> None:
     assert "load_lora_adapter with prefix=None" in unchecked(tmp_path)
 
 
-def judged(*keys: str, metadata: dict[str, str] | None = None, states: str = "") -> Any:
+class Judged(NamedTuple):
+    findings: list[Finding]
+    unchecked: list[str]
+
+
+def judged(*keys: str, metadata: dict[str, str] | None = None, states: str = "") -> Judged:
     tensors = {key: TensorInfo(key, "F32", (2, 2), None) for key in keys}
     load = Load(
         path=Path(WEIGHTS),  # type: ignore[arg-type]
@@ -384,7 +389,11 @@ def judged(*keys: str, metadata: dict[str, str] | None = None, states: str = "")
         is_lora=True,
         metadata=metadata or {},
     )
-    return judge_lora(load)
+    told = list(judge_lora(load))
+    return Judged(
+        [item for item in told if isinstance(item, Finding)],
+        [item for item in told if isinstance(item, str)],
+    )
 
 
 def pair(module: str) -> tuple[str, str]:
@@ -418,7 +427,7 @@ CONVERTED = {
 @pytest.mark.parametrize("kind", CONVERTED)
 def test_keys_that_some_pipeline_converts(kind: str) -> None:
     result = judged(*CONVERTED[kind])
-    assert result.findings == ()
+    assert result.findings == []
     (words,) = result.unchecked
     assert "whether it converts keys such as" in words
 
@@ -440,14 +449,14 @@ PLAIN = {
 @pytest.mark.parametrize("kind", PLAIN)
 def test_keys_of_components(kind: str) -> None:
     result = judged(*PLAIN[kind])
-    assert result.findings == ()
+    assert result.findings == []
     assert "converts" not in result.unchecked[0]
 
 
 @pytest.mark.parametrize("states", ["save_state", "script", "Trainer"])
 def test_a_script_may_load_keys_without_a_component(states: str) -> None:
     result = judged(*pair("down_blocks.0.to_q"), states=states)
-    assert result.findings == ()
+    assert result.findings == []
     assert "load_lora_weights of a pipeline leaves them out" in result.unchecked[0]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import groupby
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -116,6 +116,36 @@ class Finding(Serialized, Struct, frozen=True, kw_only=True):
         own = {name: plain(value) for name, value in asdict(self).items()}
         advice = "; ".join(self.advice_at(at).splitlines())
         return {**Serialized.as_json(self), "advice": advice, **own}
+
+
+class Unreadable(NamedTuple):
+    """A file that may not be read, which may be healthy or damaged, in words with its path."""
+
+    words: str
+
+
+class Explained(NamedTuple):
+    """The findings of a class about a file, of any rule, that are a part of one of this rule."""
+
+    kind: type[Finding]
+    path: PurePosixPath
+
+
+class Instead(NamedTuple):
+    """A finding of an earlier rule, and the one that this rule makes of it."""
+
+    former: Finding
+    finding: Finding
+
+
+class Compared(NamedTuple):
+    """A config whose sizes were compared with the tensors, or of which a text says why not."""
+
+    name: str
+
+
+Told: TypeAlias = Finding | str | Unreadable | Explained | Instead | Compared
+"""Value that a rule tells. A text is a check that was left out, in words."""
 
 
 _Kind = TypeVar("_Kind", bound=Finding)

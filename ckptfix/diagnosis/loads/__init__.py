@@ -4,12 +4,12 @@ alone.
 Only what a config or the keys record is judged. Everything else is listed as not checked.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import CONFIG
-from ckptfix.diagnosis.loads.verdict import LoadVerdict
+from ckptfix.diagnosis.findings.base import Compared, Told
 
 JUDGED = ("peft", "transformers", "diffusers")
 """Libraries with rules about their loads. Of diffusers there are rules about LoRA alone: of its models, what is not
@@ -19,15 +19,14 @@ checked is listed.
 
 def diagnose_loads(
     loads: Iterable[Load], trained: int = 0, files: Sequence[Component] = ()
-) -> LoadVerdict:
-    """Return the verdict on every load of a judged library. Its rules are imported where a folder
-    has such a load.
+) -> Iterator[Told]:
+    """Yield the verdict on every load of a judged library. Its rules are imported where a folder has
+    such a load.
 
     ``trained``: the number of parameters in the optimizer of the Trainer next to them. ``files``:
     those of the folder, with and without a config.
     """
     loads = tuple(loads)
-    verdicts: list[LoadVerdict] = []
     of_models = [load for load in loads if load.library == "transformers"]
     for load in loads:
         if load.library == "transformers":
@@ -35,16 +34,15 @@ def diagnose_loads(
         if load.is_lora:
             from ckptfix.diagnosis.loads.lora_of_pipelines import judge_lora
 
-            verdicts.append(judge_lora(load))
-            continue
-        if load.library == "diffusers":
-            words = f"{load.path} against {CONFIG}; ckptfix check --load asks diffusers"
-            verdicts.append(LoadVerdict(unchecked=(words,), compared=frozenset({CONFIG})))
-            continue
-        from ckptfix.diagnosis.loads.adapters import judge_adapter, judge_halves, passed_over
+            yield from judge_lora(load)
+        elif load.library == "diffusers":
+            yield f"{load.path} against {CONFIG}; ckptfix check --load asks diffusers"
+            yield Compared(CONFIG)
+        else:
+            from ckptfix.diagnosis.loads.adapters import judge_adapter, judge_halves, passed_over
 
-        verdicts.append(judge_adapter(load) if load.config else judge_halves(load))
-        verdicts.append(LoadVerdict(tuple(passed_over(load, files, trained))))
+            yield from judge_adapter(load) if load.config else judge_halves(load)
+            yield from passed_over(load, files, trained)
     if of_models:
         from ckptfix.diagnosis.loads.pretrained_models import judge_pretrained
         from ckptfix.diagnosis.loads.quantized_models import judge_quantized
@@ -52,10 +50,6 @@ def diagnose_loads(
 
         # Of two families transformers takes one.
         load = min(of_models, key=lambda load: load.turn)
-        verdicts += (judge_pretrained(load), judge_ties(load), judge_quantized(load))
-    return LoadVerdict(
-        findings=tuple(finding for verdict in verdicts for finding in verdict.findings),
-        unchecked=tuple(words for verdict in verdicts for words in verdict.unchecked),
-        explained=frozenset().union(*(verdict.explained for verdict in verdicts)),
-        compared=frozenset().union(*(verdict.compared for verdict in verdicts)),
-    )
+        yield from judge_pretrained(load)
+        yield from judge_ties(load)
+        yield from judge_quantized(load)

@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 from math import prod
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import weights_names
@@ -29,7 +28,7 @@ from ckptfix.checkpoint.keys import (
 )
 from ckptfix.checkpoint.load_inputs import Config, Load
 from ckptfix.checkpoint.model_configs import ADAPTER
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Explained, Finding, Told
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.load_faults import (
     AdapterOfWrapped,
@@ -49,7 +48,6 @@ from ckptfix.diagnosis.findings.load_faults import (
     UnusedAdapter,
 )
 from ckptfix.diagnosis.findings.misplaced import EmptyExport, UnknownState, WrongState
-from ckptfix.diagnosis.loads.verdict import LoadVerdict
 from ckptfix.diagnosis.optimizer_values import FEW_STEPS
 from ckptfix.wording import count_of, list_names, series
 
@@ -145,27 +143,23 @@ class _Parameter(NamedTuple):
     shape: tuple[int, ...]
 
 
-def judge_adapter(load: Load) -> LoadVerdict:
-    """Return the verdict on an adapter. Missing tensors are judged under the keys that it should
+def judge_adapter(load: Load) -> Iterator[Told]:
+    """Yield the verdict on an adapter. Missing tensors are judged under the keys that it should
     have.
     """
     kind = str(load.config["peft_type"])
     names = _Names(load, kind)
-    findings: list[Finding] = list(names.findings())
-    are_named = not findings
-    unchecked: list[str] = []
-    explained: set[tuple[type[Finding], PurePosixPath]] = {
-        (kind, file)
-        for finding in findings
-        if isinstance(finding, DeadAdapter) and (finding.remove or finding.inner)
-        for kind in (NestedPrefix, WrapperPrefix)
-        for file in load.files
-    }
     if load.is_whole and not load.tensors:
-        return LoadVerdict(
-            findings=(_empty(load, "it holds no tensors", "PEFT loads nothing, and warns"),),
-            explained=frozenset((UnknownState, file) for file in load.files),
-        )
+        yield _empty(load, "it holds no tensors", "PEFT loads nothing, and warns")
+        yield from (Explained(UnknownState, file) for file in load.files)
+        return
+    of_names = list(names.findings())
+    for finding in of_names:
+        yield finding
+        if isinstance(finding, DeadAdapter) and (finding.remove or finding.inner):
+            for file in load.files:
+                yield Explained(NestedPrefix, file)
+                yield Explained(WrapperPrefix, file)
     lost = {key: None for key, tensor in load.tensors.items() if tensor.shape == (0,)}
     if lost:
         tensors = f"{len(lost)} of {count_of(len(load.tensors), 'tensor')}"
@@ -173,52 +167,48 @@ def judge_adapter(load: Load) -> LoadVerdict:
             f"{tensors} hold no elements, such as {next(iter(lost))}, as ZeRO-3 leaves them in "
             "each rank"
         )
-        findings.append(_empty(load, lacks, "PEFT fails with 'size mismatch'"))
+        yield _empty(load, lacks, "PEFT fails with 'size mismatch'")
         for file in load.files:
-            explained |= {(WrongState, file), (EmptyExport, file)}
+            yield Explained(WrongState, file)
+            yield Explained(EmptyExport, file)
     parameters = [
         parameter
         for key, expected in names.expected.items()
         if (parameter := _parameter(key, expected, load.tensors[key].shape, kind)) is not None
     ]
     if names.are_several:
-        unchecked.append(f"{load.path}: ranks and missing tensors of its adapters; repair it first")
+        yield f"{load.path}: ranks and missing tensors of its adapters; repair it first"
     elif kind in _PROMPTS:
-        findings += _prompts(load, kind, names.expected.values())
+        yield from _prompts(load, kind, names.expected.values())
     elif kind in _MARKS:
         # Under other names than PEFT looks for, the modules may have others, too.
         place = _place_of(load.config, kind)
-        placed = [one for one in parameters if not are_named or place(one)]
+        placed = [one for one in parameters if of_names or place(one)]
         if load.is_whole:
-            findings += _missing(load, kind, placed, names.expected.values())
+            yield from _missing(load, kind, placed, names.expected.values())
         # Without any the targets of a list have been told.
         is_told = not placed and isinstance(load.config.get("target_modules"), list)
         if len(placed) < len(parameters) and not is_told:
-            findings.append(_without_place(load, placed, parameters))
-        of_ranks = _ranks(
+            yield _without_place(load, placed, parameters)
+        yield from _ranks(
             load, kind, [parameter for parameter in parameters if parameter.key not in lost]
         )
-        findings += of_ranks.findings
-        unchecked += of_ranks.unchecked
         if not lost:
-            findings += _zeros(load, kind, parameters)
+            yield from _zeros(load, kind, parameters)
         if not isinstance(load.config.get("target_modules"), list):
-            unchecked.append(
+            yield (
                 f"{load.path}: whether every module that adapter_config.json targets has tensors: "
                 "only the base model shows which modules match"
             )
     else:
-        unchecked.append(f"{load.path}: ranks and missing tensors of an adapter of type {kind}")
-    unchecked.append(
-        f"{load.path} against its base model (modules, shapes); ckptfix check --load asks PEFT"
-    )
+        yield f"{load.path}: ranks and missing tensors of an adapter of type {kind}"
+    yield f"{load.path} against its base model (modules, shapes); ckptfix check --load asks PEFT"
     # With lora_alpha of another run the adapter loads, and computes something else.
-    unchecked.append(f"{ADAPTER}: settings that no tensor shows, such as lora_alpha")
-    return LoadVerdict(tuple(findings), tuple(unchecked), frozenset(explained))
+    yield f"{ADAPTER}: settings that no tensor shows, such as lora_alpha"
 
 
-def judge_halves(load: Load) -> LoadVerdict:
-    """Return the verdict on an adapter without a config, as far as its keys tell: PEFT saves both
+def judge_halves(load: Load) -> Iterator[Finding]:
+    """Yield the verdict on an adapter without a config, as far as its keys tell: PEFT saves both
     matrices of LoRA.
     """
     parameters = [
@@ -226,9 +216,8 @@ def judge_halves(load: Load) -> LoadVerdict:
         for key, expected in _Names(load, "LORA").expected.items()
         if (parameter := _parameter(key, expected, load.tensors[key].shape, "LORA")) is not None
     ]
-    return LoadVerdict(
-        tuple(_lone_parts(load, "LORA", parameters, DoubtfulParts)) if load.is_whole else ()
-    )
+    if load.is_whole:
+        yield from _lone_parts(load, "LORA", parameters, DoubtfulParts)
 
 
 def passed_over(load: Load, files: Iterable[Component], trained: int) -> Iterator[PassedOver]:
@@ -780,8 +769,10 @@ def _is_selective(config: Config) -> bool:
     return any(map(config.get, ("exclude_modules", "target_parameters", "trainable_token_indices")))
 
 
-def _ranks(load: Load, kind: str, parameters: Sequence[_Parameter]) -> LoadVerdict:
-    """Return the findings about ranks that are not those of the config."""
+def _ranks(
+    load: Load, kind: str, parameters: Sequence[_Parameter]
+) -> Iterator[MismatchedAdapter | str]:
+    """Yield the finding about ranks that are not those of the config."""
     config = load.config
     setting = "init_r" if kind == "ADALORA" else "r"
     rank, patterns = config.get(setting), config.get("rank_pattern")
@@ -790,17 +781,17 @@ def _ranks(load: Load, kind: str, parameters: Sequence[_Parameter]) -> LoadVerdi
         # After its budget was allocated the ranks are in rank_pattern, as lists of flags.
         dimensions = {"lora_A": 0, "lora_E": 0, "lora_B": 1}
     if not dimensions or (rank is None and kind != "LORA"):
-        return LoadVerdict()
+        return
     rank = 8 if rank is None else rank
     modules = {parameter.module for parameter in parameters}
     is_plain = isinstance(patterns or {}, dict)
     pattern_of = _matcher(patterns or {}, len(modules)) if is_plain else None
     if type(rank) is not int or pattern_of is None:
         what = setting if type(rank) is not int else "rank_pattern"
-        words = (
+        yield (
             f"{load.path}: ranks of its tensors, because {what} of adapter_config.json is not plain"
         )
-        return LoadVerdict(unchecked=(words,))
+        return
     targets = frozenset(_texts(config.get("target_modules")))
     wrong: dict[str, tuple[int, int]] = {}
     for parameter in parameters:
@@ -824,17 +815,15 @@ def _ranks(load: Load, kind: str, parameters: Sequence[_Parameter]) -> LoadVerdi
         expected = (patterns or {}).get(pattern_of(module), rank)
         if type(expected) is int and parameter.shape[dimension] != expected:
             wrong.setdefault(module, (parameter.shape[dimension], expected))
-    if not wrong:
-        return LoadVerdict()
-    module, (has, expected) = next(iter(wrong.items()))
-    return LoadVerdict(
-        findings=(
-            MismatchedAdapter(
-                path=load.path, modules=len(wrong), module=module, rank=has, expected=expected,
-                setting=setting if expected == rank else "rank_pattern",
-            ),
+    for module, (has, expected) in list(wrong.items())[:1]:
+        yield MismatchedAdapter(
+            path=load.path,
+            modules=len(wrong),
+            module=module,
+            rank=has,
+            expected=expected,
+            setting=setting if expected == rank else "rank_pattern",
         )
-    )  # fmt: skip
 
 
 def _texts(value: object) -> list[str]:

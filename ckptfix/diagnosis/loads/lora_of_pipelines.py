@@ -20,7 +20,7 @@ from ckptfix.checkpoint.keys import (
     without_private_wrappers,
 )
 from ckptfix.checkpoint.load_inputs import Load
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Explained, Finding, Told
 from ckptfix.diagnosis.findings.duplicates import WrapperPrefix
 from ckptfix.diagnosis.findings.load_faults import (
     DeadLora,
@@ -29,7 +29,6 @@ from ckptfix.diagnosis.findings.load_faults import (
     LoraOfComponent,
     LoraOfSeveral,
 )
-from ckptfix.diagnosis.loads.verdict import LoadVerdict
 from ckptfix.wording import count_of
 
 _COMPONENTS = frozenset(
@@ -128,8 +127,8 @@ class _Key(NamedTuple):
         return f"COMPONENT.{bare}" if self.wrappers or self.is_of_peft else bare
 
 
-def judge_lora(load: Load) -> LoadVerdict:
-    """Return the verdict on LoRA of a pipeline. Its class is not recorded, nor are its modules."""
+def judge_lora(load: Load) -> Iterator[Told]:
+    """Yield the verdict on LoRA of a pipeline. Its class is not recorded, nor are its modules."""
     keys = [_split(key) for key in load.tensors]
     is_converted = any(part in key for key in load.tensors for part in _OF_CONVERTERS)
     dead = [key for key in keys if _is_dead(key, is_converted=is_converted)]
@@ -137,7 +136,6 @@ def judge_lora(load: Load) -> LoadVerdict:
     words = "whether it has these components and modules, whether every module has tensors"
     if of_others:
         words += f", and whether it converts keys such as {min(of_others)!r}"
-    findings: list[Finding] = []
     # save_lora_adapter of a model writes no component, and neither do hooks of some scripts.
     is_of_model = not any(key.component or key.is_wrapped or key.is_of_peft for key in dead)
     if dead and is_of_model and (load.states_of or _is_of_model(load.metadata)):
@@ -148,25 +146,19 @@ def judge_lora(load: Load) -> LoadVerdict:
     elif dead:
         # Settings of a pipeline show that a pipeline is to load the file.
         may_be_of_model = is_of_model and _METADATA not in load.metadata
-        findings.append(_finding(load, keys, dead, may_be_of_model=may_be_of_model))
-    explained = [(WrapperPrefix, file) for file in load.files if findings]
+        yield _finding(load, keys, dead, may_be_of_model=may_be_of_model)
+        yield from (Explained(WrapperPrefix, file) for file in load.files)
     if load.is_whole:
-        findings += _lone_halves(load)
+        yield from _lone_halves(load)
     # Next to states the optimizer shows that trained weights are missing.
     if load.is_whole and not load.tensors and not load.states_of:
-        findings.append(
-            IncompleteAdapter(
-                path=load.path,
-                lacks="it holds no tensors",
-                effect="load_lora_weights of diffusers loads nothing, without an error",
-                remedy=_AGAIN,
-            )
+        yield IncompleteAdapter(
+            path=load.path,
+            lacks="it holds no tensors",
+            effect="load_lora_weights of diffusers loads nothing, without an error",
+            remedy=_AGAIN,
         )
-    return LoadVerdict(
-        findings=tuple(findings),
-        unchecked=(f"{load.path} against its pipeline: {words}",),
-        explained=frozenset(explained),
-    )
+    yield f"{load.path} against its pipeline: {words}"
 
 
 def _split(key: str) -> _Key:

@@ -28,7 +28,7 @@ from ckptfix.checkpoint.keys import (
 )
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Compared, Explained, Finding, Told
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.weight_faults import (
     ConfigOfState,
@@ -41,7 +41,6 @@ from ckptfix.diagnosis.findings.weight_faults import (
     MixedWeights,
     WrappedWeights,
 )
-from ckptfix.diagnosis.loads.verdict import LoadVerdict
 from ckptfix.wording import count_of, series
 
 _BASE = ("base_model", "model")
@@ -91,61 +90,57 @@ _LONGEST_KEY = 500
 """Characters of a key beyond which it is not compared: no class has one of 250."""
 
 
-def judge_pretrained(load: Load) -> LoadVerdict:
-    """Return the verdict on the weights of a model of transformers."""
+def judge_pretrained(load: Load) -> Iterator[Told]:
+    """Yield the verdict on the weights of a model of transformers."""
     if not load.config:
-        return LoadVerdict()
+        return
+    yield Compared(CONFIG)
+    asks = "; ckptfix check --load asks the library itself"
     if ADAPTER in load.configs:
-        return _unchecked(
-            f"{ADAPTER} lies next to it, and from_pretrained puts that adapter on these weights, "
-            "whether they are merged with it or not (transformers 4 takes the base that it names)"
+        yield (
+            f"{CONFIG} against the weights: {ADAPTER} lies next to it, and from_pretrained puts "
+            "that adapter on these weights, whether they are merged with it or not (transformers 4 "
+            f"takes the base that it names){asks}"
         )
+        return
     if load.config.get("transformers_weights"):
-        return _unchecked("it names the file with the weights itself (transformers_weights)")
+        yield (
+            f"{CONFIG} against the weights: it names the file with the weights itself "
+            f"(transformers_weights){asks}"
+        )
+        return
     known = architecture_of(load.config)
     if isinstance(known, Unknown):
-        return _unchecked(known.reason)
+        yield f"{CONFIG} against the weights: {known.reason}{asks}"
+        return
     if (
         not load.is_whole
         or not load.tensors
         or any(len(key) > _LONGEST_KEY for key in load.tensors)
     ):
-        return _unchecked("not all of its keys can be read")
+        yield f"{CONFIG} against the weights: not all of its keys can be read{asks}"
+        return
     names = _Names(load, known)
     placed = [*_placed(known, names.expected)]
-    findings = [*names.findings(), *_numbers(load, known, placed), *_lists(load, known)]
-    unchecked = list(_uncertain(load, known, placed))
+    for finding in names.findings():
+        yield finding
+        if isinstance(finding, DeadWeights):
+            for file in load.files:
+                yield Explained(NestedPrefix, file)
+                yield Explained(WrapperPrefix, file)
+    yield from _numbers(load, known, placed)
+    yield from _lists(load, known)
+    yield from _uncertain(load, known, placed)
     if why := names.unchecked():
-        unchecked.append(
-            f"{CONFIG} against the weights: {why}; ckptfix check --load asks the library itself"
-        )
+        yield f"{CONFIG} against the weights: {why}{asks}"
     if "quantization_config" in load.config:
-        unchecked.append(
-            f"{load.path}: rows of its embeddings, because methods of quantization pack them"
-        )
+        yield f"{load.path}: rows of its embeddings, because methods of quantization pack them"
     else:
-        findings += _rows(load, known, placed)
-    is_explained = any(isinstance(finding, DeadWeights) for finding in findings)
-    beyond = (
+        yield from _rows(load, known, placed)
+    yield (
         f"{load.path} against its class beyond prefixes, layers, experts and rows of embeddings "
-        "(keys, shapes, settings)"
+        f"(keys, shapes, settings){asks}"
     )
-    return LoadVerdict(
-        tuple(findings),
-        (*unchecked, f"{beyond}; ckptfix check --load asks the library itself"),
-        explained=frozenset(
-            (kind, file)
-            for kind in (NestedPrefix, WrapperPrefix)
-            for file in load.files
-            if is_explained
-        ),
-        compared=frozenset({CONFIG}),
-    )
-
-
-def _unchecked(why: str) -> LoadVerdict:
-    words = f"{CONFIG} against the weights: {why}; ckptfix check --load asks the library itself"
-    return LoadVerdict(unchecked=(words,), compared=frozenset({CONFIG}))
 
 
 class _Names:

@@ -32,7 +32,6 @@ from ckptfix.diagnosis.findings.config_faults import (
     QuantizationMismatch,
     UnnamedMethod,
 )
-from ckptfix.diagnosis.loads.verdict import LoadVerdict
 from ckptfix.formats.tensor import TensorInfo
 
 Tensors = Mapping[str, TensorInfo]
@@ -157,28 +156,29 @@ _OTHER_CONFIGS = ("quantize_config.json", "hf_quant_config.json")
 """
 
 
-def judge_quantized(load: Load) -> LoadVerdict:
-    """Return the verdict on the format of quantized weights. Not judged: code of the model's own,
+def judge_quantized(load: Load) -> Iterator[Finding | str]:
+    """Yield the verdict on the format of quantized weights. Not judged: code of the model's own,
     unread headers.
     """
     config = load.config
     if not config or config.get("auto_map") or not load.is_whole or not load.tensors:
-        return LoadVerdict()
+        return
     settings = _settings(config)
     if settings is None:
-        return _of_unnamed(load)
+        yield from _of_unnamed(load)
     if not isinstance(settings, Mapping):
-        return LoadVerdict()
+        return
     method = settings.get("quant_method")
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         known: _Format | None = _FOUR if settings.get("load_in_4bit") else _EIGHT
     elif method is None:
-        return LoadVerdict((UnnamedMethod(path=load.path.with_name(CONFIG)),))
+        yield UnnamedMethod(path=load.path.with_name(CONFIG))
+        return
     else:
         known = _BY_METHOD.get(method) if isinstance(method, str) else None
     if known is None:
-        words = f"{load.path} against quantization_config: its method {method!r} is not known here"
-        return LoadVerdict(unchecked=(words,))
+        yield f"{load.path} against quantization_config: its method {method!r} is not known here"
+        return
     quantized = [key for key in load.tensors if _may_be_quantized(key, load.tensors)]
     if (
         known is _FP8
@@ -190,12 +190,11 @@ def judge_quantized(load: Load) -> LoadVerdict:
             "without them"
         )
     elif quantized:
-        return LoadVerdict(tuple(_lacking(load, known)))
+        yield from _lacking(load, known)
+        return
     else:
         effect = known.of_plain
-    return LoadVerdict(
-        (known.kind(path=load.path, method=known.method, tensors=0, key=known.key, effect=effect),)
-    )
+    yield known.kind(path=load.path, method=known.method, tensors=0, key=known.key, effect=effect)
 
 
 def _lacking(load: Load, known: _Format) -> Iterator[Finding]:
@@ -249,25 +248,24 @@ def _settings(config: Mapping[str, Any]) -> Any:
     return None
 
 
-def _of_unnamed(load: Load) -> LoadVerdict:
-    """Return the verdict on weights under a config without quantization."""
+def _of_unnamed(load: Load) -> Iterator[QuantizationMismatch]:
+    """Yield the verdict on weights under a config without quantization."""
     if any(name in load.configs for name in _OTHER_CONFIGS):
-        return LoadVerdict()
+        return
     for words, known in _UNNAMED.items():
         keys = [key for key in load.tensors if known.has(key, load.tensors)]
         if keys:
             # The script of a save_state may quantize its model, and keep a config of its base next
             # to it.
             kind = ForeignQuantization if load.states_of == "save_state" else QuantizationMismatch
-            mismatch = kind(
+            yield kind(
                 path=load.path,
                 method=words,
                 tensors=len(keys),
                 key=keys[0],
                 effect=known.of_unnamed,
             )
-            return LoadVerdict((mismatch,))
-    return LoadVerdict()
+            return
 
 
 _QUANTIZED = re.compile(

@@ -26,23 +26,22 @@ from ckptfix.diagnosis.findings.config_faults import (
     UnneededHead,
     UntiedWeights,
 )
-from ckptfix.diagnosis.loads.verdict import LoadVerdict
 
 _FLAG = "tie_word_embeddings"
 _MOST_BYTES = 1 << 28
 """Most bytes of a weight that are compared in full: both are in memory."""
 
 
-def judge_ties(load: Load) -> LoadVerdict:
-    """Return the verdict on weights that the config ties, and on a head that it does not tie."""
+def judge_ties(load: Load) -> Iterator[UntiedWeights | MissingHead]:
+    """Yield the verdict on weights that the config ties, and on a head that it does not tie."""
     if not load.config or ADAPTER in load.configs or not load.is_whole or not load.tensors:
-        return LoadVerdict()
+        return
     if load.config.get("transformers_weights"):
-        return LoadVerdict()
+        return
     known = architecture_of(load.config)
-    if isinstance(known, Unknown):
-        return LoadVerdict()
-    return LoadVerdict((*_untied(load, known), *_head(load, known)))
+    if not isinstance(known, Unknown):
+        yield from _untied(load, known)
+        yield from _head(load, known)
 
 
 def _untied(load: Load, known: Architecture) -> Iterator[UntiedWeights]:

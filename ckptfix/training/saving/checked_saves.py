@@ -312,7 +312,7 @@ def _findings(
         return
     asked.clear()
     metered = [load._replace(sample=samples[number]) for number, load in enumerate(loads)]
-    findings = diagnose_loads(metered).findings
+    findings = [told for told in diagnose_loads(metered) if isinstance(told, Finding)]
     if not findings and all(loads[number].library == "peft" for number, _, _ in asked):
         with suppress(TypeError):  # no weak reference to it
             _clean.setdefault(subject, {})[where] = _Clean(judged, asked)
