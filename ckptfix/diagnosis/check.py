@@ -260,7 +260,7 @@ def _checked(
         if load and not any(outcome.unchecked for outcome in load):
             omitted = [words for words in omitted if _BY_A_LOAD not in words]
         omitted += (f"{outcome.path}: {words}" for outcome in load for words in outcome.unknown)
-        if any(not outcome.unchecked for outcome in load):
+        if any(not outcome.unchecked and outcome.components is None for outcome in load):
             omitted.append(
                 "settings of configs that no tensor shows (numbers of heads, scales, dtypes)"
             )

@@ -197,4 +197,7 @@ def unchecked_bundles(case: Case) -> Iterator[str]:
 def unchecked_pipeline(case: Case) -> Iterator[str]:
     """Yield that only diffusers knows what a class of its pipelines takes."""
     if not case.is_file and case.folder.has_file(PIPELINE):
-        yield f"whether the class that {PIPELINE} names takes the components that it lists"
+        yield (
+            f"whether the class that {PIPELINE} names takes the components that it lists; ckptfix "
+            "check --load asks diffusers"
+        )

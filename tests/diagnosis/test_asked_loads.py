@@ -699,9 +699,77 @@ def test_a_pipeline_is_asked_for_each_component(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     report = check(tmp_path, load=True)
     statuses = {outcome.path.partition("/")[0]: outcome.status for outcome in report.all_load}
-    assert statuses == {"vae": 0, "unet": 1}
+    # The class takes more components than the folder lists.
+    assert statuses == {"model_index.json": 1, "vae": 0, "unet": 1}
     assert report.status == 1
     assert "206 tensors random after a load" in str(report)
+
+
+def _index(root: Path, **changed: object) -> None:
+    path = root / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+PIPELINES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "healthy": (lambda root: None, ""),
+    "an extra component, which is ignored": (
+        lambda root: _index(root, vae=["diffusers", "AutoencoderKL"]),
+        "",
+    ),
+    "no unet": (lambda root: _index(root, unet=[None, None]), "model_index.json lists no 'unet'"),
+    "an unknown pipeline": (
+        lambda root: _index(root, _class_name="DDPMPipelin"),
+        "it has no class DDPMPipelin",
+    ),
+    "an unknown class": (
+        lambda root: _index(root, unet=["diffusers", "UNet2DModle"]),
+        "unet: ValueError: `diffusers` has no class `UNet2DModle`",
+    ),
+    "an unknown library": (
+        lambda root: _index(root, unet=["difusers", "UNet2DModel"]),
+        "unet: ValueError: ",
+    ),
+    "a class of another kind": (
+        lambda root: _index(root, _class_name="StableDiffusionPipeline"),
+        "model_index.json lists no 'text_encoder', 'tokenizer', 'vae'",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", PIPELINES)
+def test_a_pipeline_is_asked_for_its_class_and_components(tmp_path: Path, damage: str) -> None:
+    root = tmp_path / "pipeline"
+    unet = diffusers.UNet2DModel(
+        block_out_channels=(4,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
+        norm_num_groups=2, layers_per_block=1, sample_size=8, in_channels=1, out_channels=1,
+    )  # fmt: skip
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(root)
+    change, words = PIPELINES[damage]
+    change(root)
+    report = check(root, load=True)
+    (outcome,) = report.load
+    assert words in outcome.refused, outcome
+    assert outcome.status == bool(words)
+    assert outcome.components is None or not outcome.unchecked
+    if words:
+        assert report.status == 1
+        with pytest.raises((ValueError, AttributeError, OSError)):
+            diffusers.DiffusionPipeline.from_pretrained(root)
+    else:
+        diffusers.DiffusionPipeline.from_pretrained(root)
+        assert "2 components, no more are needed" in str(report)
+        assert not any("model_index.json names" in words for words in report.not_checked)
+
+
+@pytest.mark.slow
+def test_code_of_a_pipeline_is_not_run(tmp_path: Path) -> None:
+    damaged(of_diffusers("UNet2DConditionModel"), "healthy", tmp_path / "unet")
+    (tmp_path / "unet" / "mine.py").write_text("raise SystemExit('it ran')")
+    index = {"_class_name": "DDPMPipeline", "unet": ["mine", "Model"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    outcome = check(tmp_path, load=True).load[0]
+    assert (outcome.status, outcome.unchecked) == (3, "unet/mine.py is code, which is never run")
 
 
 @pytest.mark.slow

@@ -26,11 +26,11 @@ from unittest.mock import patch
 import torch
 
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY
-from ckptfix.checkpoint.model_configs import ADAPTER, read_config
+from ckptfix.checkpoint.model_configs import ADAPTER, PIPELINE, read_config
 from ckptfix.devices.reload.outputs import ANYTHING, in_words
 from ckptfix.diagnosis.loads.loaders import MEMORY, PATIENCE, Asked
 from ckptfix.diagnosis.loads.outcome import LoadOutcome, Mismatch
-from ckptfix.wording import count_of, human_size
+from ckptfix.wording import count_of, human_size, list_names
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -65,6 +65,8 @@ def ask(asked: Asked) -> LoadOutcome:
             warnings.simplefilter("ignore")
             for name, config in asked.configs.items():
                 Path(folder, name).write_text(json.dumps(config), encoding="utf-8")
+            if PIPELINE in asked.configs:
+                return _of_pipeline(library, asked, answer)
             return _LOADS[asked.library](library, asked, tensors, Path(folder), answer)
     except Unchecked as error:
         return answer._replace(unchecked=str(error))
@@ -291,6 +293,43 @@ def _of_diffusers(
         refused="; ".join(map(str, info["error_msgs"])),
         unknown=(),
     )
+
+
+def _of_pipeline(library: Any, asked: Asked, answer: LoadOutcome) -> LoadOutcome:
+    """Ask whether the class of a pipeline takes the components that it lists. None is made: each is
+    asked about in its own folder.
+    """
+    from diffusers import pipelines
+    from diffusers.pipelines import pipeline_loading_utils as loading
+
+    index = asked.configs[PIPELINE]
+    name = index.get("_class_name")
+    if not isinstance(name, str):
+        raise Unchecked(f"the class of {PIPELINE} is code of the folder, which is never run")
+    cls: Any = getattr(library, name.removeprefix("Flax"), None)
+    if cls is None:
+        return answer._replace(refused=f"it has no class {name}")
+    if not _is_model(cls, library.DiffusionPipeline):
+        raise Unchecked(f"{name} is not a pipeline")
+    expected, _ = cls._get_signature_keys(cls)
+    listed, _, _ = cls.extract_init_dict(index)
+    components = {
+        key: value
+        for key, value in listed.items()
+        if key in expected and isinstance(value, list | tuple) and value[0] is not None
+    }
+    refused: list[str] = []
+    for key, (source, kind) in components.items():
+        try:
+            loading.get_class_obj_and_candidates(
+                source, kind, loading.ALL_IMPORTABLE_CLASSES, pipelines, hasattr(pipelines, source)
+            )
+        except ANYTHING as error:
+            refused.append(f"{key}: {in_words(error)}")
+    absent = sorted({*expected} - components.keys() - {*cls._optional_components})
+    if absent:
+        refused.append(f"{PIPELINE} lists no {list_names(absent)}")
+    return answer._replace(loads=name, components=len(components), refused="; ".join(refused))
 
 
 _MISSING = re.compile(

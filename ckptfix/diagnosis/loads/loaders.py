@@ -7,13 +7,14 @@ tensor, as JSON.
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
+from ckptfix.checkpoint.model_configs import PIPELINE, read_config
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.config_faults import MissingHead
 from ckptfix.diagnosis.findings.load_faults import (
@@ -112,7 +113,7 @@ class Loaders:
             first = taken.setdefault(load.library, load)
             if load.turn < first.turn:
                 taken[load.library] = load
-        outcomes = []
+        outcomes = [*self._of_pipeline(folder)]
         for load in taken.values():
             of_files = [one for one in findings if one.path in (load.path, *load.files)]
             # The library gets what a file holds, and not the tensors inside of it.
@@ -150,11 +151,33 @@ class Loaders:
             tensors={key: (tensor.dtype, tensor.shape) for key, tensor in load.tensors.items()},
             home=os.getcwd(),
         )
+        return self._answer(asked, answer)
+
+    def _of_pipeline(self, folder: CheckpointFolder) -> Iterator[LoadOutcome]:
+        """Yield whether the class of a pipeline takes the components that it lists."""
+        if folder.only is not None or not folder.has_file(PIPELINE):
+            return
+        answer = LoadOutcome(path=PIPELINE, library="diffusers")
+        index = read_config(folder.root, PIPELINE)
+        code = [
+            f"{name}/{value[0]}.py"
+            for name, value in index.items()
+            if isinstance(value, list) and value and isinstance(value[0], str)
+            if (folder.root / name / f"{value[0]}.py").exists()
+        ]
+        if not index:
+            yield answer._replace(refused="it cannot be read")
+        elif code:
+            yield answer._replace(unchecked=f"{code[0]} is code, which is never run")
+        else:
+            yield self._answer(Asked("diffusers", PIPELINE, {PIPELINE: index}, {}), answer)
+
+    def _answer(self, asked: Asked, answer: LoadOutcome) -> LoadOutcome:
         try:
             said = json.loads(self._child.ask(json.dumps(asked._asdict()).encode()))
         except (ChildEnded, OSError) as error:
             return answer._replace(unchecked=str(error))
-        return read_outcome(said)._replace(path=path)
+        return read_outcome(said)._replace(path=answer.path)
 
 
 def _path_of_imports() -> list[str]:
@@ -165,7 +188,7 @@ def _path_of_imports() -> list[str]:
     part of PYTHONPATH look first, and without any that holds a config of a library, as each folder
     does that is asked about.
     """
-    configs = {*CONFIG_OF_LIBRARY.values(), "model_index.json"}
+    configs = {*CONFIG_OF_LIBRARY.values(), PIPELINE}
     folders = [os.path.realpath(folder) for folder in sys.path]
     own = str(Path(__file__).resolve().parents[3])
     return [

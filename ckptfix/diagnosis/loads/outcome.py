@@ -24,6 +24,7 @@ class LoadOutcome(NamedTuple):
     None for anything else than an adapter. ``refused``: the library's own words where it fails.
     ``unknown``: what no load on the meta device shows. ``unchecked``: why there is no answer.
     ``contradicts``: findings from headers alone that the load shows to be wrong, in words.
+    ``components``: the number of those that a pipeline takes, None for anything else.
     """
 
     path: str
@@ -39,6 +40,7 @@ class LoadOutcome(NamedTuple):
     unknown: tuple[str, ...] = ()
     unchecked: str = ""
     contradicts: tuple[str, ...] = ()
+    components: int | None = None
 
     @property
     def status(self) -> int:
@@ -76,6 +78,11 @@ class LoadOutcome(NamedTuple):
             used = f"{self.live} of {used} of the adapter live"
         is_all = not self.status and self.live in (None, self.tensors)
         end = ", nothing stays random" if is_all else ""
+        if self.components is not None:
+            used, end = (
+                count_of(self.components, "component"),
+                ", no more are needed" if is_all else "",
+            )
         loads = f"{self.loads} from " if self.loads else ""
         colour = "red" if self.status else None
         yield line(f"  load: {self.library}, {loads}{self.path}: {used}{end}", colour=colour)
