@@ -11,6 +11,7 @@ safetensors 0.8 and torch 2.13), and the headers of up to four checkpoints are r
 differ.
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -108,10 +109,22 @@ class _Entry(NamedTuple):
             2 * (shapes & expected).total() < expected.total()
         )
 
-    def is_renamed(self, entry: "_Entry") -> bool:
-        """Return whether a model has the shapes of an entry, and none of its keys."""
-        return self.shapes.keys().isdisjoint(entry.shapes) and (
-            Counter(self.shapes.values()) == Counter(entry.shapes.values())
+    def is_of_another(self, entry: "_Entry") -> bool:
+        """Return whether a model cannot be a later form of an entry, whose parameters the same
+        optimizer trains.
+
+        It has the shapes and none of the keys; or no key ends as one of the entry, such as
+        ``state.0.exp_avg``; or it has more layers, which no optimizer would leave out alone.
+        """
+        if self.shapes.keys().isdisjoint(entry.shapes):
+            have, expected = ({_last(key) for key in model.shapes} for model in (self, entry))
+            return have.isdisjoint(expected) or (
+                Counter(self.shapes.values()) == Counter(entry.shapes.values())
+            )
+        surplus = self.shapes.keys() - entry.shapes.keys()
+        layers = {_DIGITS.sub("#", key) for key in entry.shapes}
+        return bool(surplus) and all(
+            _DIGITS.search(key) and _DIGITS.sub("#", key) in layers for key in surplus
         )
 
     def is_shuffled(self, entry: "_Entry") -> bool:
@@ -178,6 +191,14 @@ class _Entry(NamedTuple):
             f"moments of other shapes for {count_of(count, 'parameter')}",
             "the shapes of its parameters",
         )
+
+
+_DIGITS = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+"""Number of a layer in a key."""
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 _OF_SCHEDULERS = frozenset(
@@ -655,7 +676,7 @@ def _misplaced(
             )
             continue
         is_other = change.is_alone(role) and (
-            (entry.has_nothing_of(expected) or (is_newest and entry.is_renamed(expected)))
+            (entry.has_nothing_of(expected) or (is_newest and entry.is_of_another(expected)))
             if role is Role.MODEL
             else entry.is_shuffled(expected)
         )

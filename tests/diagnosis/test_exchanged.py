@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckptfix import Keys, Policy, check, repair
+from ckptfix import Keys, Policy, check, latest_checkpoint, repair
 from ckptfix.storage import stores
 from tests.diagnosis.test_mixed_saves import exchange
 from tests.stores.servers import upload_folder
@@ -244,7 +244,12 @@ def rewrite(
 
 
 def grown(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a network that got a layer more."""
+    """Return the tensors of a network that got a frozen head."""
+    return {**state, "head.weight": torch.rand(1, 1), "head.bias": torch.rand(1)}
+
+
+def deeper(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a network of another run with a layer more."""
     return {**state, "2.weight": torch.rand(1, 1), "2.bias": torch.rand(1)}
 
 
@@ -277,6 +282,29 @@ def test_the_model_of_another_run_is_told(
     assert is_refused(root)
     assert told(root)[0][0] == "warning"
     assert "(expected 4 tensors, as in 2 checkpoints next to it)" in told(root)[0][1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        deeper,
+        lambda state: {
+            f"state.{key[0]}.{name}_of_{key[2:]}": torch.rand_like(state[key])
+            for key in state
+            for name in ("exp_avg", "exp_avg_sq")
+        },
+    ],
+    ids=["a layer more", "moments"],
+)
+def test_the_newest_model_with_other_layers_than_its_optimizer_trains_is_told(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """A script that adds layers trains them: the optimizer beside these still has the old ones."""
+    newest = saves(tmp_path, Run())[-1]
+    rewrite(newest, change)
+    assert [severity for severity, _ in told(newest)] == ["warning"]
+    with pytest.warns(UserWarning, match="passed over"):
+        assert latest_checkpoint(tmp_path) != newest
 
 
 @pytest.mark.parametrize("change", [grown, adapted])
