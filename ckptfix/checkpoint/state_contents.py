@@ -27,7 +27,9 @@ Loaders trust the name. Measured with torch 2.13, accelerate 1.15 and transforme
   optimizers refuses them.
 """
 
+import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
 from itertools import chain
 from math import prod
@@ -485,7 +487,7 @@ def states_under_other_keys(file: TorchFile) -> Iterator[tuple[tuple[str, ...], 
                 ]
                 for state in states:
                     if id(state) not in contents:
-                        contents[id(state)] = _by_keys(state)
+                        contents[id(state)] = _by_keys(state) or _of_module(state)
                 kinds = [contents[id(state)] for state in states]
                 for number, (state, content) in enumerate(zip(states, kinds, strict=True)):
                     path = (*keys, key.value, str(number)) if is_several else (*keys, key.value)
@@ -494,9 +496,12 @@ def states_under_other_keys(file: TorchFile) -> Iterator[tuple[tuple[str, ...], 
                     elif len(promised) == 1 and not before and promised.isdisjoint(kinds):
                         (expected,) = promised
                         problem = _of_another_kind(expected, content, state)
+                        # "optimized_model" promises no optimizer.
+                        is_named = content is not Content.MODEL or _names_state(key.value)
                         if (
                             visits.first(state)
                             and problem is not None
+                            and is_named
                             and not _is_inside(expected, state)
                         ):
                             yield path, problem
@@ -519,6 +524,48 @@ _OF_MODELS = ("model", "model_state_dict")
 """Parts of keys, and keys, under which scripts and libraries save a state. Under ``state_dict`` may
 be any object's.
 """
+
+
+_STATE = re.compile(r"(lr_?)?(optim(izer)?|sched(uler)?)s?(_?\d+|_states?(_dict)?)?")
+
+
+def _names_state(key: str) -> bool:
+    """Return whether a key of a script is that of an optimizer or a scheduler and of nothing
+    else.
+    """
+    return _STATE.fullmatch(key.lower()) is not None
+
+
+def _of_module(node: object) -> Content | None:
+    """Return the content of the state dict of a module, which has the versions of its submodules;
+    None for any other dict.
+    """
+    if not is_dict_like(node) or not is_dict_like(attribute(node, "_metadata")):
+        return None
+    entries = list(pairs(node))
+    return Content.MODEL if entries and all(is_tensor(value) for _, value in entries) else None
+
+
+def states_without_content(file: TorchFile) -> Iterator[tuple[str, str]]:
+    """Yield each key at the root of a file of a script that is a model's, an optimizer's or a
+    scheduler's and has nothing that torch could load, with that in words. A script may have meant
+    it.
+    """
+    with suppress(FormatError):
+        root = file.tree.root
+        for key, value in pairs(root) if is_dict_like(root) else ():
+            if type(key) is not Text or not (
+                _names_state(key.value) or key.value.lower() in _OF_MODELS
+            ):
+                continue
+            if is_dict_like(value) and not list(pairs(value)):
+                yield key.value, "an empty dict"
+            elif value is None:
+                yield key.value, "None"
+            elif is_list(value) and any(
+                child(item, "params") is not None for item in items_of(value)[:1]
+            ):
+                yield key.value, "a list of param groups"
 
 
 def _may_be_of_data(root: object) -> bool:

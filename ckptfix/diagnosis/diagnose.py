@@ -88,6 +88,7 @@ from ckptfix.diagnosis.wrong_states import (
     diagnose_wrong_folders,
     diagnose_wrong_states,
     unchecked_weights,
+    unread_states,
     unread_weights,
 )
 from ckptfix.storage.comparing import Digests
@@ -266,6 +267,7 @@ LEFT_OUT: tuple[Rule, ...] = (
     unjudged_loaders,
     unjudged_scalers,
     unread_weights,
+    unread_states,
     unchecked_weights,
     unchecked_pipeline,
 )

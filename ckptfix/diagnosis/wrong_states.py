@@ -30,6 +30,7 @@ from ckptfix.checkpoint.state_contents import (
     problems_inside,
     state_problem,
     states_under_other_keys,
+    states_without_content,
     weights_without_tensors,
 )
 from ckptfix.diagnosis.case import OF_CONTENT, Case
@@ -385,6 +386,13 @@ def unread_weights(case: Case) -> Iterator[str]:
             yield f"values of {path} that are not plain tensors: {list_names(hidden)}"
         elif holds_no_tensor(file) and not folder.is_save_state:
             yield f"whether {path} lost its tensors: it has none"
+
+
+def unread_states(case: Case) -> Iterator[str]:
+    """Yield in words the states in files of scripts that no load of torch can use."""
+    for path, file in _files_of_scripts(case.folder):
+        for key, holds in states_without_content(file):
+            yield f"whether {path} lost its {key!r}: it is {holds}"
 
 
 def unchecked_weights(case: Case) -> Iterator[str]:

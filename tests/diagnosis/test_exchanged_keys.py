@@ -128,6 +128,42 @@ def test_a_state_that_was_copied_over_another_is_told(tmp_path: Path) -> None:
         assert sentence.startswith(f"last.pt: {key}: it holds ")
 
 
+@pytest.mark.parametrize("key", ["optimizer", "scheduler", "lr_scheduler", "optim_0"])
+def test_weights_under_the_key_of_another_state_are_told(key: str, tmp_path: Path) -> None:
+    model, optimizer, scheduler = states("StepLR")
+    bundle = {"model": model, "optimizer": optimizer, "scheduler": scheduler, key: model}
+    ((severity, sentence),) = told(tmp_path / "last.pt", bundle)
+    assert severity == "warning"
+    assert sentence.startswith(f"last.pt: {key}: it holds a model")
+
+
+@pytest.mark.parametrize("key", ["optimized_model", "optimizer_ema", "scheduled", "net"])
+def test_weights_under_another_key_may_be_meant(key: str, tmp_path: Path) -> None:
+    model, optimizer, scheduler = states("StepLR")
+    bundle = {"model": model, "optimizer": optimizer, "scheduler": scheduler, key: model}
+    assert told(tmp_path / "last.pt", bundle) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "holds"),
+    [
+        ("optimizer", {}, "an empty dict"),
+        ("scheduler", None, "None"),
+        ("model", {}, "an empty dict"),
+        ("model", None, "None"),
+        ("optimizer", [{"lr": 0.1, "params": [0, 1]}], "a list of param groups"),
+    ],
+)
+def test_a_key_without_its_state_is_named(
+    key: str, value: object, holds: str, tmp_path: Path
+) -> None:
+    model, optimizer, scheduler = states("StepLR")
+    bundle = {"model": model, "optimizer": optimizer, "scheduler": scheduler, key: value}
+    torch.save(bundle, tmp_path / "last.pt")
+    words = f"whether last.pt lost its '{key}': it is {holds}"
+    assert words in check(tmp_path).not_checked
+
+
 class Warmup(lr_scheduler.LRScheduler):  # type: ignore[misc]
     """A scheduler that saves its optimizer, too."""
 
