@@ -428,8 +428,8 @@ def other_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[
     """Yield the custom objects of another structure than in all checkpoints next to this one, which
     agree.
 
-    An object may gain keys and tensors during a run, and be empty at times. So only one without any
-    of the keys that those on both sides have is another one.
+    An object may gain keys and tensors during a run, and be empty at first: the newest one that is
+    empty is a note. So only one with other keys than those on both sides have is another one.
     """
     own = _outlines(folder)
     manifest = usable_manifest(folder.root)
@@ -447,7 +447,9 @@ def other_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[
         if known or expected is None or outline == expected:
             continue
         is_other = bool(outline.keys and expected.keys) and outline.keys.isdisjoint(expected.keys)
-        if is_between or is_other:
+        is_newest = all(is_earlier for is_earlier, _ in near)
+        is_emptied = is_newest and bool(expected.keys) and not outline.keys
+        if is_between or is_other or is_emptied:
             yield (MisplacedEntry if is_between and is_other else ChangedEntry)(
                 path=path,
                 holds=f"an object with {_words(outline, expected)}",

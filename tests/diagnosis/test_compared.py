@@ -199,6 +199,22 @@ def test_a_custom_object_of_another_run(other: str, tmp_path: Path) -> None:
         accelerator.load_state(str(checkpoints[1]))
 
 
+@pytest.mark.parametrize("state", [{}, None, []], ids=repr)
+def test_the_newest_custom_object_without_content_is_a_note(state: object, tmp_path: Path) -> None:
+    """load_state failed in the script's object, and check called the checkpoint clean."""
+    checkpoints = saved(tmp_path, [1] * 3)
+    for path in checkpoints:
+        torch.save(state if path == checkpoints[2] else EMA, path / "custom_checkpoint_0.pkl")
+    findings = [(one.severity.value, str(one)) for one in check(checkpoints[2]).findings]
+    assert findings == [
+        (
+            "note",
+            "custom_checkpoint_0.pkl: it holds an object with no 'decay', 'shadow' (expected "
+            "'decay', 'shadow', as in 2 checkpoints next to it)",
+        )
+    ]
+
+
 def test_exchanged_custom_objects_are_told_once(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, [2] * 3)
     for path in checkpoints:

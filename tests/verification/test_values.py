@@ -552,6 +552,18 @@ def test_a_flipped_sign_in_a_mean_of_squares_is_found(tmp_path: Path, save: str)
         assert "holds numbers below 0, though it is a mean of squares" in str(report) or not is_told
 
 
+def test_a_step_below_zero_is_told(tmp_path: Path) -> None:
+    """The next step of AdamW raises ZeroDivisionError at -1, and takes a root of it at -3."""
+    folder = tmp_path / "c"
+    shutil.copytree("fixtures/accelerate-1.15.0/clean-safetensors/checkpoint", folder)
+    state = torch.load(folder / "optimizer.bin")
+    next(iter(state["state"].values()))["step"].fill_(-1)
+    torch.save(state, folder / "optimizer.bin")
+    report = verify(folder, data=True)
+    assert "(F32 []) is below 0: the next step of Adam divides by 0" in str(report)
+    assert report.status == 1
+
+
 def test_an_optimizer_that_cannot_be_opened_is_said_not_to_be_read(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     shutil.copytree(Path("fixtures/accelerate-1.15.0/clean-safetensors/checkpoint"), root)

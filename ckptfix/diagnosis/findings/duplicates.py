@@ -60,7 +60,7 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
 
 WRONG_IF = (
     "wrong if the script prepares an equal model on purpose (a loss wrapper around the model, an "
-    "EMA that has only copied it so far)"
+    "EMA or a target network that has only copied it so far)"
 )
 """The case in which the default repair deletes what the script needs: it leaves the bytes of a
 second ``prepare``.
