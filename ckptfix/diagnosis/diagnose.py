@@ -81,6 +81,7 @@ from ckptfix.diagnosis.schedules import (
 )
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.diagnosis.wrong_states import (
+    diagnose_dead_scalers,
     diagnose_keys,
     diagnose_lora,
     diagnose_meta_tensors,
@@ -225,6 +226,7 @@ OF_CONTENTS: tuple[Rule, ...] = (
     diagnose_rank_files,
     diagnose_world_ranks,
     diagnose_wrong_states,
+    diagnose_dead_scalers,
     diagnose_renamed,
     diagnose_meta_tensors,
     diagnose_keys,

@@ -1,9 +1,10 @@
-"""States that are intact, and not what the names of their files promise."""
+"""States that are intact, and not what the names of their files promise, or of no use to a run."""
 
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from math import isfinite
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import flattened_optimizers, optimizers_in
@@ -36,6 +37,7 @@ from ckptfix.checkpoint.state_contents import (
 from ckptfix.diagnosis.case import OF_CONTENT, Case
 from ckptfix.diagnosis.findings.base import Explained, Severity
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle
+from ckptfix.diagnosis.findings.inconsistent import DeadScaler
 from ckptfix.diagnosis.findings.misplaced import (
     EFFECTS_ON_LIBRARIES,
     EFFECTS_ON_TORCH,
@@ -49,7 +51,7 @@ from ckptfix.diagnosis.findings.misplaced import (
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME, MODEL_KEY
 from ckptfix.formats.dcp_rewrite import paths_of
-from ckptfix.formats.pickle_tree import Text, is_dict_like, pairs, text_keys
+from ckptfix.formats.pickle_tree import Text, child, is_dict_like, pairs, text_keys
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import is_tensor
@@ -171,6 +173,34 @@ def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
             exchanged_with=exchanged_with,
             remedy=remedy_for_placeholders(folder) if path in placeholders else problem.remedy,
         )
+
+
+def diagnose_dead_scalers(case: Case) -> Iterator[DeadScaler]:
+    """Yield the gradient scalers with which a run goes on without an error, and trains nothing.
+
+    Measured with torch 2.13. With a scale of 0 the gradients are finite, so that the step is made;
+    divided by 0 they are NaN, and so are all weights. With NaN or infinity every step is skipped.
+    ``backoff_factor`` leaves such a scale. The product with ``growth_factor`` counts where it
+    is finite, so that NaN and infinity do no harm. Nor does a negative number: it is divided out.
+    """
+    for component in case.folder.components:
+        file = component.content
+        if (
+            component.role is not Role.GRAD_SCALER
+            or not isinstance(file, TorchFile)
+            or content_of(file) is not Content.GRAD_SCALER
+            # The load or the first step fails.
+            or state_problem(component.name, file) is not None
+        ):
+            continue
+        for name in ("scale", "backoff_factor", "growth_factor"):
+            value = child(file.tree.root, name)
+            # Whole numbers of a pickle can be too large for a float.
+            is_zero = type(value) in (bool, int, float) and value == 0
+            is_endless = type(value) is float and not isfinite(value)
+            if is_zero or (is_endless and name != "growth_factor"):
+                yield DeadScaler(path=component.path, name=name, value=value)
+                break
 
 
 def diagnose_wrong_folders(case: Case) -> Iterator[WrongState]:

@@ -16,7 +16,7 @@ from ckptfix.wording import Line, Span, line
 
 _SHOWN = 3
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
-_COMMAND = re.compile(r"ckptfix (?:check|repair|undo|diff) DIR\b.*")
+_COMMAND = re.compile(r"ckptfix (?:check|repair|undo|diff|verify) DIR\b.*")
 _PLACE = re.compile(r"\bDIR((?:/[^ ]+)?)")
 
 

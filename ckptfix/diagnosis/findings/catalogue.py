@@ -51,6 +51,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     StagingFolder,
 )
 from ckptfix.diagnosis.findings.inconsistent import (
+    DeadScaler,
     InconsistentGroups,
     MismatchedMoments,
     MissingMoments,
@@ -122,6 +123,7 @@ CATALOGUE: tuple[type[Finding], ...] = (
     UnsavedParameters,
     MissingMoments,
     RoundedSteps,
+    DeadScaler,
     MixedSaves,
     StaleSave,
     CrcMismatch,

@@ -710,6 +710,47 @@ class RoundedStepsSoFar(RoundedSteps, frozen=True):
     severity = Severity.NOTE
 
 
+class DeadScaler(Finding, frozen=True, kw_only=True):
+    """A gradient scaler whose scale is useless, or will be. ``name``: of the ``value``."""
+
+    code = "dead-scaler"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "the scale in `scaler.pt` is 0, NaN or infinite, or a factor makes it so: a run with fp16 "
+        "resumes without an error, and skips every step or makes its weights NaN"
+    )
+
+    name: str
+    value: float
+
+    def __str__(self) -> str:
+        when = _CHANGES_OF_SCALE.get(self.name, "in a run with fp16")
+        effect = (
+            "the next step makes the weights NaN" if self.value == 0 else "every step is skipped"
+        )
+        return (
+            f"{self.path}: {self.name!r} is {self.value!r} (expected a finite number above 0); "
+            f"{when}, {effect}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring another scaler: ``load_state`` fails without one."""
+        return (
+            "the load takes it without an error: copy the file from an older checkpoint, or write "
+            'a new one: torch.save(torch.amp.GradScaler("cpu").state_dict(), "scaler.pt"). If '
+            "gradients were NaN or infinite, look for such weights: ckptfix verify DIR --data"
+        )
+
+
+_CHANGES_OF_SCALE = {
+    "backoff_factor": "after the first overflow",
+    "growth_factor": "once the scale grows",
+}
+"""Moments at which ``GradScaler`` multiplies its scale by a factor."""
+
+
 def _parameters(names: tuple[str, ...]) -> str:
     return f"{'parameter' if len(names) == 1 else 'parameters'} {_listed(names)}"
 
