@@ -50,13 +50,13 @@ from ckptfix.storage.reading import FileIdentity
 Rule: TypeAlias = Callable[["Case"], Iterable[Told]]
 """Function that tells what is wrong with a folder, and what of it nothing shows."""
 
-OF_CONTENT = (
+DAMAGED_CONTENT = (
     MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile,
     UnknownState, WrongState,
 )  # fmt: skip
 """Findings that explain a file that is missing, or has another size than it was saved with."""
 
-OF_HEADERS = (*OF_CONTENT, CrcMismatch, IncompleteTensor, IndexMismatch, UncheckedFile)
+DAMAGED_HEADERS = (*DAMAGED_CONTENT, CrcMismatch, IncompleteTensor, IndexMismatch, UncheckedFile)
 """Findings after which the headers of a file do not show what it was saved with: nothing is
 compared with them.
 

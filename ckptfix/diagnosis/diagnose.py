@@ -19,7 +19,7 @@ from ckptfix.checkpoint.load_inputs import (
 )
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
-from ckptfix.diagnosis.case import OF_CONTENT, OF_HEADERS, Case, Rule, Verdicts
+from ckptfix.diagnosis.case import DAMAGED_CONTENT, DAMAGED_HEADERS, Case, Rule, Verdicts
 from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
 from ckptfix.diagnosis.dataloaders import unjudged_loaders, unjudged_scalers
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items
@@ -288,12 +288,12 @@ def diagnose(case: Case) -> Diagnosis:
             scanned |= state.scanned
         case.ask(OF_FILES)
         # Bytes behind the end harm no tensor.
-        of_bytes = (kind for kind in OF_CONTENT if kind is not TrailingBytes)
+        of_bytes = (kind for kind in DAMAGED_CONTENT if kind is not TrailingBytes)
         case.corrupt = case.paths(*of_bytes, CrcMismatch)
         case.ask(OF_CONTENTS)
         if case.sharded:
             case.ask(OF_DCP)
-        case.damaged, case.unreliable = case.paths(*OF_CONTENT), case.paths(*OF_HEADERS)
+        case.damaged, case.unreliable = case.paths(*DAMAGED_CONTENT), case.paths(*DAMAGED_HEADERS)
         case.ask(OF_STATES)
         case.close()
     told, case.not_checked = case.not_checked, []

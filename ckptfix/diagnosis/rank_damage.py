@@ -15,7 +15,7 @@ from ckptfix.checkpoint.filenames import (
     parse_world_rank_name,
 )
 from ckptfix.checkpoint.rank_parts import absent_files, begins_inside, parts_problem
-from ckptfix.diagnosis.case import OF_HEADERS, Case
+from ckptfix.diagnosis.case import DAMAGED_HEADERS, Case
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import MalformedFile, UnloadablePickle, UnsafePickle
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
@@ -23,7 +23,7 @@ from ckptfix.errors import OperationError
 from ckptfix.tensors.rank_files import rank_files, rank_optimizer, rank_weights
 from ckptfix.wording import count_of, list_names, series
 
-_OF_RANK_FILES = (*OF_HEADERS, UnloadablePickle, UnsafePickle)
+_OF_RANK_FILES = (*DAMAGED_HEADERS, UnloadablePickle, UnsafePickle)
 """Findings that explain why the files of all ranks cannot be read together."""
 
 

@@ -34,7 +34,7 @@ from ckptfix.checkpoint.state_contents import (
     states_without_content,
     weights_without_tensors,
 )
-from ckptfix.diagnosis.case import OF_CONTENT, Case
+from ckptfix.diagnosis.case import DAMAGED_CONTENT, Case
 from ckptfix.diagnosis.findings.base import Explained, Severity
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle
 from ckptfix.diagnosis.findings.inconsistent import DeadScaler
@@ -273,7 +273,7 @@ _ON_EXCHANGED_RANKS = "the Trainer gives a process the random states of another 
 
 def diagnose_renamed(case: Case) -> Iterator[WrongState | UnknownState | Explained]:
     """Yield the states under the name of another file that is there."""
-    for finding in _renamed(case.folder, case.paths(*OF_CONTENT)):
+    for finding in _renamed(case.folder, case.paths(*DAMAGED_CONTENT)):
         yield finding
         # To allow the classes of a file that was exchanged would load the wrong state.
         yield Explained(UnloadablePickle, finding.path)
