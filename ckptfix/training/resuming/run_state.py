@@ -419,7 +419,7 @@ class _Restoring:
         random = GeneratorStates.from_plain(state["random"])
         if name := _saved_over(self._folder, state) or self._saved_over_main():
             return [
-                f"a save without ckptfix has written over {name} since: "
+                f"{name} is not the one of this save, as after a save without ckptfix or a copy: "
                 f"{run_state_name(state['rank'])} is of an older save and left out, and with it "
                 "data order and random numbers within an epoch"
             ]
