@@ -431,7 +431,10 @@ def test_a_run_state_is_left_out_when_accelerate_alone_saved_over_its_checkpoint
         if is_tolerant
         else guarded.accelerator.load_state
     )
-    said = r"\w+\.(bin|pkl) is not the one of this save, as after a save without ckptfix or a copy: run_state_0\.pt is of an older save"
+    said = (
+        r"\w+\.(bin|pkl) is not the one of this save, as after a save without ckptfix or a copy: "
+        r"run_state_0\.pt is of an older save"
+    )
     with pytest.warns(UserWarning, match=said):
         load(str(folder))
     assert torch.rand(3).tolist() == expected
