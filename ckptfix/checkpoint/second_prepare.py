@@ -21,8 +21,13 @@ from msgspec.structs import replace
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_wrapped_again
-from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
-from ckptfix.checkpoint.neighbours import Neighbours
+from ckptfix.checkpoint.manifest import (
+    Manifest,
+    ManifestEntry,
+    key_fingerprint,
+    taken_by_repairs,
+)
+from ckptfix.checkpoint.neighbours import Neighbours, parts_of
 from ckptfix.checkpoint.pairing import Pairing, differing_tensors, first_unequal, pair_up
 from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -298,11 +303,11 @@ _FSDP_STEM = "pytorch_model_fsdp"
 class History(NamedTuple):
     """Facts in other checkpoints of the run about two equal entries.
 
-    ``apart``: the name of one in which they differ, "" for none. ``is_moved``: an earlier one has
-    other parameters.
+    ``doubt``: why they may be two models, "" for no reason. ``is_moved``: an earlier one has other
+    parameters.
     """
 
-    apart: str = ""
+    doubt: str = ""
     is_moved: bool = False
 
 
@@ -374,8 +379,8 @@ class Evidence:
         if is_trained is None:
             yield untrained
         history = self._history(original, entry)
-        if history.apart:
-            yield f"they differ in {history.apart}"
+        if history.doubt:
+            yield history.doubt
         if not (is_trained or history.is_moved):
             yield untrained
 
@@ -514,19 +519,31 @@ class Evidence:
     def _history(self, original: Component, entry: Component) -> History:
         """Compare two equal entries in other checkpoints of the run, by samples.
 
-        A neighbour that was repaired has no second entry, and proves nothing. By their keys entries
-        are found at any number, so that a repair of this folder changes no answer.
+        By their keys entries are found at any number, so that a repair of this folder changes no
+        answer. An average in a wrapper called ``module`` has the keys of a second ``prepare``, too:
+        of several such models the two entries with the same place among them are compared. A
+        checkpoint with fewer or more of them shows no place. Those that differ there may be those
+        that differ here, where a repair took the rest, or another checkpoint shows the two equal.
         """
-        is_moved = False
+        here = _twins(self.folder, entry)
+        place = [twin.path for twin in here].index(entry.path)
+        unclear = ""
+        is_moved = is_shown_equal = False
         for neighbour in self._neighbours.spread():
             # A checkpoint that cannot be read has findings of its own.
             with suppress(CkptfixError, OSError), neighbour.opened() as root:
-                models = neighbour.scan(Role.MODEL, root=root).entries(Role.MODEL)
-                every = [model for entries in models for model in entries if model.problem is None]
-                originals = [model for model in every if _has_keys_of(model, original)]
-                for twin in (model for model in every if _has_keys_of(model, entry)):
-                    if originals and not any(_is_equal(root, one, root, twin) for one in originals):
-                        return History(apart=neighbour.name)
+                folder = neighbour.scan(Role.MODEL, root=root)
+                originals, there = _twins(folder, original), _twins(folder, entry)
+                apart = _differing(root, folder, original, there) if originals else []
+                may_differ = f"they may differ in {neighbour.name}"
+                if len(there) == len(here):
+                    if there[place] in apart:
+                        return History(doubt=f"they differ in {neighbour.name}")
+                    is_shown_equal |= bool(originals)
+                elif len(apart) > len(_differing(self.folder.root, self.folder, original, here)):
+                    return History(doubt=may_differ)
+                elif apart and not _has_lost_models(root):
+                    unclear = f"{may_differ}, which has another number of such models"
                 is_moved |= (
                     neighbour.is_earlier
                     and bool(originals)
@@ -535,7 +552,7 @@ class Evidence:
                     )
                     and all(self._has_other_parameters(original, root, one) for one in originals)
                 )
-        return History(is_moved=is_moved)
+        return History(doubt="" if is_shown_equal else unclear, is_moved=is_moved)
 
     def _has_other_parameters(self, original: Component, root: AnyPath, earlier: Component) -> bool:
         """Return whether two entries that differ do so in parameters, by samples.
@@ -696,10 +713,35 @@ def _is_nonzero(reader: FileReader, place: tuple[int, int]) -> bool:
     )
 
 
-def _has_keys_of(one: Component, other: Component) -> bool:
-    return {(tensor.fqn, tensor.dtype, tensor.shape) for tensor in one.tensors} == {
-        (tensor.fqn, tensor.dtype, tensor.shape) for tensor in other.tensors
-    }
+def _twins(folder: CheckpointFolder, model: Component) -> list[Component]:
+    """Return the intact models of a folder with the keys of a model, in order."""
+    wanted = {(tensor.fqn, tensor.dtype, tensor.shape) for tensor in model.tensors}
+    return [
+        twin
+        for entries in folder.entries(Role.MODEL)
+        for twin in entries
+        if twin is model
+        or (
+            twin.problem is None
+            and {(tensor.fqn, tensor.dtype, tensor.shape) for tensor in twin.tensors} == wanted
+        )
+    ]
+
+
+def _differing(
+    root: AnyPath, folder: CheckpointFolder, original: Component, twins: Iterable[Component]
+) -> list[Component]:
+    """Return the models that equal none with the keys of ``original`` in their folder."""
+    originals = _twins(folder, original)
+    return [
+        twin for twin in twins if not any(_is_equal(root, model, root, twin) for model in originals)
+    ]
+
+
+def _has_lost_models(root: AnyPath) -> bool:
+    """Return whether a repair took models away from a checkpoint."""
+    taken = taken_by_repairs(root) or ()
+    return any(role is Role.MODEL for role, _ in parts_of(map(PurePosixPath, taken)))
 
 
 def _is_equal(root: AnyPath, one: Component, other_root: AnyPath, other: Component) -> bool:

@@ -4,11 +4,17 @@ from collections.abc import Collection, Iterator
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import is_of_checkpoint
+from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.diagnosis.dataloaders import exchanged_loaders
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.exchanged import diagnose_exchanged, other_objects, surplus_objects
 from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.duplicates import (
+    DoubledModel,
+    IdenticalModels,
+    NearlyEqualModels,
+)
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.findings.misplaced import RenamedState
@@ -36,7 +42,12 @@ def missing_here(
     if is_without_model:
         return marks
     told = {name for finding in diagnosis.findings for name in _told_of(finding)}
-    missing = compared(target.root, neighbours, told)
+    # Nothing shows whether a damaged model equals another one.
+    may_be_doubled = any(
+        isinstance(one, DoubledModel | IdenticalModels | NearlyEqualModels)
+        for one in diagnosis.findings
+    ) or any(one.role is Role.MODEL and one.problem for one in diagnosis.folder.components)
+    missing = compared(target.root, neighbours, told, may_be_doubled=may_be_doubled)
     damaged = frozenset(
         finding.path
         for finding in diagnosis.findings

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import is_empty
@@ -27,7 +28,10 @@ from ckptfix.checkpoint.neighbours import (
     names_of,
     parts_of,
 )
+from ckptfix.diagnosis.case import Case
+from ckptfix.diagnosis.equal_entries import diagnose_models, diagnose_states, renumbered
 from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.duplicates import DoubledModel, DoubledStates
 from ckptfix.diagnosis.findings.incomplete import (
     FewerRanks,
     IncompleteCheckpoint,
@@ -36,13 +40,18 @@ from ckptfix.diagnosis.findings.incomplete import (
     LostModelFiles,
     LostPosition,
 )
+from ckptfix.errors import CkptfixError
 from ckptfix.storage.files import AnyPath, is_dir, names_in
 
 
-def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) -> Iterator[Finding]:
+def compared(
+    folder: AnyPath, neighbours: Neighbours, known: Collection[str], *, may_be_doubled: bool
+) -> Iterator[Finding]:
     """Yield the parts that a checkpoint lacks and the checkpoints next to it have.
 
-    ``known``: files that were reported already. A folder whose save recorded its files is not
+    ``known``: files that were reported already. ``may_be_doubled``: its script may have prepared an
+    object twice, as those of the checkpoints next to it did; of a script that does not, their
+    duplicates are not missing. A folder whose save recorded its files is not
     compared. Between others, one of the nearest on either side must have the part: a script that
     gains or loses an object changes all that follow. The newest and the oldest are compared with
     the two next to them, and both must have it. States of a rank count as missing when both
@@ -82,10 +91,12 @@ def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) ->
     # has files of rank 0.
     is_of_others = bool(own) and all(role is Role.RNG_STATE and rank for role, rank in own)
 
+    parts = {save.name: save.parts for save in near}
+
     def is_expected(part: Part) -> bool:
         role, index = part
         if role is Role.RNG_STATE and not all(
-            part in save.parts for save in (*before[:1], *after[:1])
+            part in parts[save.name] for save in (*before[:1], *after[:1])
         ):
             return False
         if dropped is None:
@@ -95,20 +106,27 @@ def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) ->
         if is_of_others:
             return True
         if before and after:
-            return all(any(part in save.parts for save in side) for side in (before, after))
-        return all(part in save.parts for save in near)
+            return all(any(part in parts[save.name] for save in side) for side in (before, after))
+        return all(part in parts[save.name] for save in near)
+
+    # A neighbour may have shards where another finding names one file.
+    reported = {part for part in parts_of(map(PurePosixPath, known)) if part[0] is Role.MODEL}
+
+    def lacking() -> list[Part]:
+        having = {part for save in near for part in parts[save.name]}
+        return [
+            part for part in sorted(having - own.keys() - reported, key=_order) if is_expected(part)
+        ]
 
     if not is_of_others:
         yield from _lost_from_folders(folder, names, before, after, known)
         if not any(role is Role.MODEL for role, _ in own):
             yield from _lost_lora(names, near)
-    examples = {part: name for save in near for part, name in save.parts.items()}
-    missing = [
-        part for part in sorted(examples.keys() - own.keys(), key=_order) if is_expected(part)
-    ]
-    # A neighbour may have shards where another finding names one file.
-    reported = {part for part in parts_of(map(PurePosixPath, known)) if part[0] is Role.MODEL}
-    missing = [part for part in missing if part not in reported]
+    missing = lacking()
+    if not may_be_doubled and any(number and role in _DOUBLED for role, number in missing):
+        parts = {save.name: without_duplicates(save, neighbours) for save in near}
+        missing = lacking()
+    examples = {part: name for save in near for part, name in parts[save.name].items()}
     is_first_or_last = (
         not (before and after)
         and any(role is Role.RNG_STATE for role, _ in own)
@@ -129,7 +147,7 @@ def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) ->
     ):
         files = tuple(examples[part] for part in lost if examples[part] not in known)
         if files:
-            having = sum(all(part in save.parts for part in lost) for save in near)
+            having = sum(all(part in parts[save.name] for part in lost) for save in near)
             yield kind(
                 path=PurePosixPath(files[0]),
                 missing=files,
@@ -143,6 +161,38 @@ def compared(folder: AnyPath, neighbours: Neighbours, known: Collection[str]) ->
                 and lost[0] not in hidden
                 and not any(_is_shown(part, own, examples) for part in lost),
             )
+
+
+_DOUBLED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER)
+"""Roles of what a script passes to ``prepare`` together, and may pass twice."""
+
+
+def without_duplicates(save: Neighbour, neighbours: Neighbours) -> dict[Part, str]:
+    """Return the parts of a checkpoint as its script saves them once it prepares each object once:
+    later entries move up.
+
+    A checkpoint that cannot be read keeps its parts.
+    """
+    with suppress(CkptfixError, OSError), save.opened() as root:
+        folder = save.scan(*_DOUBLED, Role.RNG_STATE, root=root)
+        near = neighbours.siblings.of(save.run.home.parent / save.name)
+        case = Case(folder, neighbours=near)
+        case.ask((diagnose_models, diagnose_states))
+        doubled = case.paths(DoubledModel, DoubledStates)
+        left = {
+            (role, number)
+            for role in _DOUBLED
+            for entries in folder.entries(role)
+            for number in renumbered(entries, doubled).values()
+        }
+        gone = {
+            (entry.role, entry.name.index)
+            for role in _DOUBLED
+            for entries in folder.entries(role)
+            for entry in entries
+        } - left
+        return {part: name for part, name in save.parts.items() if part not in gone}
+    return save.parts
 
 
 def _lost_from_folders(

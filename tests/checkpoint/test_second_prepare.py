@@ -507,6 +507,83 @@ def test_a_repair_changes_no_verdict_by_another_number(tmp_path: Path) -> None:
     assert verdict(folders[1])[0] == "identical-models"
 
 
+def beside_its_average(folder: Path, number: int, *, is_corrected: bool = False) -> Path:
+    """Save a model, itself again but for a corrected script, and its average in a wrapper that
+    calls it ``module``.
+    """
+    net, average = Net(), Net(7)
+    optimizer = adamw(net)
+    for _ in range(number):
+        step(optimizer)
+        for old, new in zip(average.parameters(), net.parameters(), strict=True):
+            old.data.lerp_(new.data, 0.5)
+    models = [net, wrap(average)] if is_corrected else [net, wrap(net), wrap(average)]
+    return save(folder / f"epoch_{number}", models, [optimizer])
+
+
+def test_an_average_next_to_it_is_not_the_duplicate(tmp_path: Path) -> None:
+    """It has the keys of the duplicate: each of two such checkpoints called the other one the proof
+    of a copy.
+    """
+    folders = [beside_its_average(tmp_path, number) for number in (1, 2, 3)]
+    assert [verdict(folder)[0] for folder in folders] == ["doubled-model"] * 3
+    assert [repair(folder).status for folder in (folders[1], folders[2], folders[0])] == [0, 0, 0]
+    for folder in folders:
+        assert len([*folder.glob("pytorch_model*")]) == 2
+        assert check(folder).status == 0
+
+
+def test_the_average_is_the_only_second_entry_of_a_corrected_script(tmp_path: Path) -> None:
+    """Two checkpoints with both entries show which one is equal. A single one shows nothing."""
+    folders = [beside_its_average(tmp_path / "run", number) for number in (1, 2)]
+    beside_its_average(tmp_path / "run", 3, is_corrected=True)
+    assert [verdict(folder)[0] for folder in folders] == ["doubled-model"] * 2
+    lone = beside_its_average(tmp_path / "lone", 2)
+    beside_its_average(tmp_path / "lone", 3, is_corrected=True)
+    code, advice = verdict(lone)
+    assert code == "identical-models"
+    assert "as they may differ in epoch_3, which has another number of such models" in advice
+
+
+def test_a_target_network_next_to_an_average_differs_elsewhere(tmp_path: Path) -> None:
+    """A third model with the same keys hides no copy, whichever file is gone next to it."""
+    net, target, average = Net(), Net(7), Net(9)
+    optimizer = adamw(net)
+    folders = []
+    for number in (1, 2):
+        step(optimizer)
+        if number == 2:
+            target.load_state_dict(net.state_dict())
+        models = [net, wrap(target), wrap(average)]
+        folders.append(save(tmp_path / f"epoch_{number}", models, [optimizer]))
+    assert verdict(folders[1])[0] == "identical-models"
+    assert "as they differ in epoch_1" in verdict(folders[1])[1]
+    (folders[0] / "pytorch_model_2.bin").unlink()
+    assert "as they may differ in epoch_1" in verdict(folders[1])[1]
+    assert repair(folders[1]).steps == ()
+
+
+def test_a_copy_is_not_exonerated_by_the_duplicate_that_is_gone(tmp_path: Path) -> None:
+    """Nothing shows which of two entries with equal keys a repair left there."""
+    net, copied, copy = Net(0), Net(1), Net(9)
+    optimizers = [adamw(net), adamw(copied)]
+    folders = []
+    for number in (1, 2):
+        step(optimizers[0])
+        step(optimizers[1], scale=0.5)
+        if number == 2:
+            copy.load_state_dict(copied.state_dict())
+        models = [net, wrap(net), copied, wrap(copy)]
+        folders.append(save(tmp_path / f"epoch_{number}", models, optimizers))
+    assert repair(folders[0]).status == 0
+    assert (folders[0] / "pytorch_model_2.bin").exists()
+    assert not (folders[0] / "pytorch_model_3.bin").exists()
+    assert repair(folders[1]).steps == ()
+    doubts = [one.advice for one in check(folders[1]).findings if one.code == "identical-models"]
+    assert len(doubts) == 2
+    assert all("as they may differ in epoch_1" in doubt for doubt in doubts)
+
+
 def test_in_a_store_the_other_checkpoints_count_too(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}-{id(tmp_path)}/run"
     for is_copy in (True, False):

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
-from ckptfix import check, repair
+from ckptfix import check, latest_checkpoint, repair, seal
+from ckptfix.checkpoint.neighbours import Neighbour, Neighbours
+from ckptfix.diagnosis import siblings
 from ckptfix.storage import stores
+from tests.checkpoint.test_second_prepare import Net, adamw, step, wrap
+from tests.repairs.builders import save_states
 from tests.stores.servers import QUICK, upload_folder
 
 LOST = ("custom_checkpoint_0.pkl", "optimizer_1.bin", "scheduler_1.bin", "random_states_0.pkl")
@@ -127,6 +132,99 @@ def test_a_script_gains_or_loses_an_object(
         assert "ignore this if the script has no such object" in finding.advice
         accelerator = prepared(tmp_path, averages=averages[number])
         accelerator.load_state(str(checkpoints[number]))
+
+
+def with_a_correction(folder: Path, *, has_average: bool, has_optimizers: bool) -> list[Path]:
+    """Save two checkpoints of a script that prepares its model twice, with its optimizer or not,
+    and one of the corrected script.
+    """
+    net, average = Net(), Net(7)
+    optimizer = adamw(net)
+    checkpoints = []
+    for number in range(3):
+        step(optimizer)
+        for old, new in zip(average.parameters(), net.parameters(), strict=True):
+            old.data.lerp_(new.data, 0.5)
+        again = 2 if number < 2 else 1
+        checkpoints.append(
+            save_states(
+                folder / f"epoch_{number}",
+                [net, wrap(net)][:again] + [wrap(average)] * has_average,
+                [optimizer] * (again if has_optimizers else 1),
+                [torch.optim.lr_scheduler.ConstantLR(optimizer)] * (again if has_optimizers else 1),
+            )
+        )
+    return checkpoints
+
+
+@pytest.mark.parametrize(
+    ("has_average", "has_optimizers"), [(False, False), (False, True), (True, False)]
+)
+def test_a_corrected_script_saves_no_duplicates(
+    tmp_path: Path, has_average: bool, has_optimizers: bool
+) -> None:
+    """The duplicates of the checkpoints before it counted as missing, though none of them needs a
+    repair. A later entry has another number than in those.
+    """
+    *doubled, last = with_a_correction(
+        tmp_path, has_average=has_average, has_optimizers=has_optimizers
+    )
+    codes = {one.code for path in doubled for one in check(path).findings}
+    assert {"doubled-model", "doubled-states"} - codes == (
+        set() if has_optimizers else {"doubled-states"}
+    )
+    assert missing([last]) == [[]]
+    assert check(last).status == 0
+    assert latest_checkpoint(tmp_path) == last
+    assert seal(last).status == 0
+    lost = last / ("pytorch_model_1.bin" if has_average else "optimizer.bin")
+    lost.unlink()
+    assert missing([last]) == [[lost.name]]
+
+
+def test_an_average_that_a_script_with_duplicates_lost_is_missing(tmp_path: Path) -> None:
+    first, second, _ = with_a_correction(tmp_path, has_average=True, has_optimizers=False)
+    (second / "pytorch_model_2.bin").unlink()
+    shutil.rmtree(tmp_path / "epoch_2")
+    assert missing([second]) == [["pytorch_model_2.bin"]]
+    # Nothing shows whether a damaged model is a duplicate.
+    os.truncate(second / "pytorch_model_1.bin", 100)
+    assert missing([second]) == [["pytorch_model_2.bin"]]
+    assert missing([first]) == [[]]
+
+
+def test_a_model_that_no_other_one_equals_is_missing(tmp_path: Path) -> None:
+    """A second model is none that was prepared twice, though its script has the same classes."""
+    nets = [Net(), Net(7)]
+    optimizers = [adamw(net) for net in nets]
+    for number in range(3):
+        for optimizer in optimizers:
+            step(optimizer)
+        save_states(tmp_path / f"epoch_{number}", [nets[0], wrap(nets[1])], optimizers)
+    last = tmp_path / "epoch_2"
+    (last / "pytorch_model_1.bin").unlink()
+    assert missing([last]) == [["pytorch_model_1.bin"]]
+
+
+def test_neighbours_are_read_for_duplicates_only_where_something_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check of a whole run would read each checkpoint once for each one next to it."""
+    checkpoints = saved(tmp_path, [1, 1, 1])
+    read: list[str] = []
+    real = siblings.without_duplicates
+
+    def recorded(save: Neighbour, neighbours: Neighbours) -> Any:
+        read.append(save.name)
+        return real(save, neighbours)
+
+    monkeypatch.setattr(siblings, "without_duplicates", recorded)
+    (checkpoints[1] / "custom_checkpoint_0.pkl").unlink()
+    assert missing(checkpoints) == [[], ["custom_checkpoint_0.pkl"], []]
+    assert read == []
+    (checkpoints[1] / "optimizer_1.bin").unlink()
+    assert missing(checkpoints[1:2]) == [["optimizer_1.bin", "custom_checkpoint_0.pkl"]]
+    assert read == ["checkpoint_0", "checkpoint_2"]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
