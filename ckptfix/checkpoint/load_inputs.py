@@ -20,7 +20,7 @@ from ckptfix.checkpoint.filenames import (
     Role,
     parse_file_name,
 )
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.loading_order import SAFE, kind_of, loaders_of
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, read_config
 from ckptfix.formats.safetensors_file import SafetensorsFile
@@ -109,6 +109,7 @@ def loads_of(
     *,
     libraries: Collection[str] = tuple(CONFIG_OF_LIBRARY),
     data: bool = False,
+    as_listed: bool = False,
     has_optimizer: bool = False,
     count_steps: Callable[[], int] = lambda: 0,
 ) -> Iterator[Load]:
@@ -116,6 +117,8 @@ def loads_of(
     configs alone.
 
     ``libraries``: those whose loads are asked for. ``data``: let the rules read tensors as a whole.
+    ``as_listed``: of shards those alone that the index lists now, as a loader reads them; without
+    it all, as a repair lists them, so that no rule asks for tensors that are there.
     ``has_optimizer``: one is in a file of the folder, under any name. ``count_steps``: returns
     those of the optimizer, as a counter in the folder shows; called where there is a load.
 
@@ -159,7 +162,9 @@ def loads_of(
                 library=library,
                 configs=configs,
                 tensors={
-                    tensor.fqn: tensor for member in group.members for tensor in member.tensors
+                    tensor.fqn: tensor
+                    for member in (_files_listed(group) if as_listed else group.members)
+                    for tensor in member.tensors
                 },
                 sample=_sampler(
                     folder.root, group, sys.maxsize if data else SAMPLED // len(families)
@@ -174,6 +179,22 @@ def loads_of(
                 files=tuple(member.path for member in group.members),
                 index_fault=_index_fault(group),
             )
+
+
+def _files_listed(group: ModelFiles) -> tuple[Component, ...]:
+    """Return the files of a model without the shards that its index does not list, whose keys stay
+    random.
+
+    A shard under another name than the index has for it is a listed one.
+    """
+    if group.read_index is None:
+        return group.members
+    listed = set(group.listed.values())
+    return tuple(
+        member
+        for member in group.members
+        if group.renamed.get(member.path, str(member.path)) in listed
+    )
 
 
 def _states_of(folder: CheckpointFolder, *, has_optimizer: bool) -> str:

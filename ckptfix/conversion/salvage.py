@@ -100,11 +100,11 @@ class SalvageReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
     on request.
 
     ``doubtful``: kept data without a checksum that ends in zeros, like a file whose end was not
-    written before a crash, or like an untrained tensor; and other files that changed since they
-    were sealed. ``left_out``: parts of the source that do not belong in a new folder, in words.
-    ``not_checked``: in words. ``notes``: the names of the saved files, in words. ``unindexed``:
-    folders in the new one whose shards lack the index that loaders need. ``absent``: the files
-    among ``lost`` that the source lacks.
+    written before a crash, or like an untrained tensor; tensors of which another shard has other
+    values; and other files that changed since they were sealed. ``left_out``: parts of the source
+    that do not belong in a new folder, in words. ``not_checked``: in words. ``notes``: the names of
+    the saved files, in words. ``unindexed``: folders in the new one whose shards lack the index
+    that loaders need. ``absent``: the files among ``lost`` that the source lacks.
     """
 
     json_keys: ClassVar = (
@@ -489,6 +489,14 @@ class _Folders:
             Lost(str(here / group.listed[name]), name, "the index promises it there")
             for name in absent(group)
             if group.listed[name] not in group.missing and group.is_whole
+        ]
+        words = (
+            "two files hold it with different values, and loaders take the last; copied unchanged"
+        )
+        members = [replace(member, path=here / member.path) for member in group.members]
+        self.found.lost += [
+            Lost(str(here / group.listed.get(key, group.label)), key, words)
+            for key in (self._models.disputed(members) if group.is_whole else ())
         ]
 
     def _dcp_kept(self, where: PurePosixPath) -> bool:

@@ -1,6 +1,7 @@
 """Intact tensors of damaged models: shards, files and DCP folders."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
@@ -25,6 +26,7 @@ from ckptfix.storage.files import AnyPath, names_in, relative
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.dcp_tensors import dcp_weights, intact_tensors, read_metadata_of
+from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.salvaging import Lost, SavedDict, salvage_safetensors, salvage_torch
 from ckptfix.tensors.stored import Contiguous, StoredTensor
 from ckptfix.wording import Brief, count_of
@@ -167,12 +169,52 @@ class Models:
             for member in group.members
             if (problem := self._files.problem(member)) is not None
         }
-        if wrong or group.missing or absent(group):
-            self._part(group, self._judged(self._taken(group, wrong)))
+        disputed = () if wrong else self.disputed(group.members)
+        if wrong or group.missing or absent(group) or disputed:
+            taken = self._judged(self._taken(group, wrong))
+            self._part(group, taken)
+            kept = {
+                key
+                for _, saved in taken.dicts
+                for key in (*(tensor.fqn for tensor in saved.tensors), *saved.ties)
+            }
+            self._found.doubtful += [
+                Lost(
+                    group.listed[key],
+                    key,
+                    f"{taken.copies[key]} holds it with other values, which are left out, as the "
+                    "index names this file",
+                )
+                for key in disputed
+                if key in kept and key in taken.copies
+            ]
         elif self._is_sealed(group):
             self._sealed_group(group)
         else:
             self._copy(group, proven=False)
+
+    def disputed(self, members: Sequence[Component]) -> Sequence[str]:
+        """Return the keys that several files of a model hold with different values.
+
+        Loaders take the last file by name, whatever the index says, so a copy of all files would
+        load what the index does not name. Files of ranks hold parts of one tensor under one key.
+        """
+        count = Counter(key for member in members for key in {info.fqn for info in member.tensors})
+        if max(count.values(), default=0) < 2 or members[0].name.is_of_parts:
+            return ()
+        copies: list[tuple[str, StoredTensor]] = []
+        for member in members:
+            with suppress(FormatError, OSError):
+                for saved in self._read(member):
+                    held = {tensor.fqn: tensor for tensor in saved.tensors}
+                    held |= {key: held[kept] for key, kept in saved.ties.items()}
+                    copies += [(key, tensor) for key, tensor in held.items() if count[key] > 1]
+        jobs = [TensorJob(tensor) for _, tensor in copies]
+        digests: dict[str, set[str]] = {}
+        hashes = hash_all(jobs, progress=self._files.progress)
+        for (key, _), hashed in zip(copies, hashes, strict=True):
+            digests.setdefault(key, set()).add(hashed.digest)
+        return [key for key, each in digests.items() if len(each) > 1]
 
     def _in_parts(self, group: ModelFiles) -> None:
         """Sort the files of the ranks one by one: which tensors are complete is not certain without
@@ -254,7 +296,8 @@ class Models:
             if any(member.role not in (Role.MODEL, Role.UNKNOWN) for member in group.members):
                 continue
             members = [replace(member, path=here / member.path) for member in group.members]
-            if not group.missing and all(self._files.problem(member) is None for member in members):
+            is_sound = all(self._files.problem(member) is None for member in members)
+            if is_sound and not group.missing and not self.disputed(members):
                 continue
             for member in members:
                 with suppress(FormatError, OSError):

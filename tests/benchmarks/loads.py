@@ -355,7 +355,7 @@ class Row(NamedTuple):
 def load_of(folder: Path) -> Load:
     """Return the load of a folder, as ``check --load`` hands it to the library."""
     scanned = scan_folder(folder)
-    return next(loads_of(scanned, group_files(scanned)))
+    return next(loads_of(scanned, group_files(scanned), as_listed=True))
 
 
 def asked(load: Load) -> Asked:

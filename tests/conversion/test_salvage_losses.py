@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from ckptfix import OperationError, UsageError, check, salvage
 from ckptfix.tensors.dcp_tensors import read_metadata_of
 from tests.commanding import Said, said
-from tests.conversion.test_salvage import cut, flip
+from tests.conversion.test_salvage import cut, flip, left
 from tests.diagnosis.test_completeness import make
 from tests.repairs.builders import snapshot
 from tests.tensors import dcp_making
@@ -220,6 +220,56 @@ def test_an_old_copy_in_another_shard_is_not_taken(tmp_path: Path) -> None:
     assert gone.keys() == {"b", "z"}
     assert gone["z"].startswith("its file is missing; ")
     assert f"{second.name} holds another copy" in gone["z"]
+
+
+def write_stale_copy(folder: Path) -> "list[Path]":
+    """Write shards of which the second has another z than the first, where the index sends it."""
+    return write_shards(
+        folder,
+        {"b": 1, "z": 1, "a": 2},
+        {"b": torch.ones(5), "z": torch.ones(1000)},
+        {"a": torch.zeros(9), "b": torch.ones(5), "z": torch.zeros(1000)},
+    )
+
+
+def test_a_stale_copy_in_a_shard_of_a_complete_model_is_left_out(tmp_path: Path) -> None:
+    """transformers took the copy of the last shard, also from the salvaged folder."""
+    source = tmp_path / "source"
+    first, second = write_stale_copy(source)
+    receipt = salvage(source, tmp_path / "new")
+    assert (receipt.status, receipt.verdict) == (0, "nothing missing was found")
+    (doubt,) = receipt.doubtful
+    assert (doubt.file, doubt.name) == (first.name, "z")
+    assert f"{second.name} holds it with other values, which are left out" in doubt.reason
+    assert left(tmp_path / "new") == {"model.safetensors", "salvage.json"}
+    saved = load_file(tmp_path / "new" / "model.safetensors")
+    assert saved.keys() == {"a", "b", "z"}
+    assert torch.equal(saved["z"], torch.ones(1000))
+    save_file({"a": torch.zeros(9), "b": torch.ones(5)}, second)  # an equal copy does no harm
+    assert set(salvage(source, tmp_path / "equal").copied) == left(source)
+
+
+def test_a_stale_copy_in_shards_below_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_shards(source, {}, {"w": torch.ones(3)})
+    first, _ = write_stale_copy(source / "below")
+    receipt = salvage(source, tmp_path / "new")
+    (lost,) = receipt.lost
+    assert (lost.file, lost.name) == (f"below/{first.name}", "z")
+    assert lost.reason.startswith("two files hold it with different values")
+    assert "ckptfix salvage" in lost.reason
+
+
+def test_another_value_in_a_second_shard_without_an_index_is_lost(tmp_path: Path) -> None:
+    write_shards(
+        tmp_path / "source",
+        {},
+        {"a": torch.ones(3), "b": torch.ones(1)},
+        {"a": torch.zeros(3)},
+    )
+    receipt = salvage(tmp_path / "source", tmp_path / "new")
+    assert (receipt.status, receipt.saved[0].names) == (1, ("b",))
+    assert all("no index says which counts" in gone.reason for gone in receipt.lost)
 
 
 def test_a_name_in_two_shards_without_an_index_is_lost(tmp_path: Path) -> None:

@@ -506,6 +506,24 @@ def test_shards(make: Any, tmp_path: Path) -> None:
     assert (outcome.status, outcome.unexpected, outcome.unchecked) == (0, (), ""), outcome
 
 
+@pytest.mark.parametrize("make", [llama, "AutoencoderKL"])
+def test_a_shard_that_the_index_does_not_list_is_not_read(make: Any, tmp_path: Path) -> None:
+    """The keys of the shard stayed random, and the outcome was that nothing does."""
+    model = diffusers.AutoencoderKL(**OF_DIFFUSERS[make]) if isinstance(make, str) else make()
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    (path,) = tmp_path.glob("*.index.json")
+    index = json.loads(path.read_text())
+    last = sorted(index["weight_map"].values())[-1]
+    keys = {key for key, name in index["weight_map"].items() if name == last}
+    for key in keys:
+        del index["weight_map"][key]
+    path.write_text(json.dumps(index))
+    _, real = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert {*real["missing_keys"]} == keys
+    (outcome,) = check(tmp_path, load=True).load
+    assert (outcome.status, {*outcome.missing}) == (1, keys)
+
+
 @pytest.mark.parametrize(
     ("text", "words"), [(None, "is missing"), ('{"weight_map": {', "cannot be read")]
 )
@@ -523,6 +541,17 @@ def test_shards_whose_index_nobody_can_follow(text: str | None, words: str, tmp_
     assert [str(text) for text in outcome.lines()][:2] == [
         f"  load: transformers, {index.name}: 21 tensors", f"    it fails: {index.name} {words}"
     ]  # fmt: skip
+
+
+def test_a_config_that_the_library_cannot_read(tmp_path: Path) -> None:
+    """A byte order mark: the load fails, and the outcome was that nothing stays random."""
+    llama().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    with pytest.raises(OSError, match="not a valid JSON file"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    (outcome,) = check(tmp_path, load=True).load
+    assert (outcome.status, outcome.refused) == (1, "config.json: not JSON")
 
 
 @pytest.mark.slow

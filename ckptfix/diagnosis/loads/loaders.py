@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
-from ckptfix.checkpoint.model_configs import PIPELINE, read_config
+from ckptfix.checkpoint.model_configs import PIPELINE, broken_config, read_config
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.config_faults import MissingHead
 from ckptfix.diagnosis.findings.load_faults import (
@@ -109,7 +109,7 @@ class Loaders:
         models below have.
         """
         taken: dict[str, Load] = {}
-        for load in loads_of(folder, groups):
+        for load in loads_of(folder, groups, as_listed=True):
             first = taken.setdefault(load.library, load)
             if load.turn < first.turn:
                 taken[load.library] = load
@@ -118,6 +118,10 @@ class Loaders:
             of_files = [one for one in findings if one.path in (load.path, *load.files)]
             # The library gets what a file holds, and not the tensors inside of it.
             refused = [str(one) for one in of_files if isinstance(one, WrongState | UnknownState)]
+            # read_config takes a byte order mark and UTF-16, with which every library fails.
+            config = CONFIG_OF_LIBRARY[load.library]
+            if broken := broken_config(folder.root / config):
+                refused.insert(0, f"{config}: {broken}")
             outcome = self._outcome(load, next(iter(refused), ""))
             # What a load ignores may be layers that a finding is about, but no head that it lacks.
             wrong = [
@@ -165,7 +169,7 @@ class Loaders:
             if isinstance(value, list) and value and isinstance(value[0], str)
             if (folder.root / name / f"{value[0]}.py").exists()
         ]
-        if not index:
+        if not index or broken_config(folder.root / PIPELINE):
             yield answer._replace(refused="it cannot be read")
         elif code:
             yield answer._replace(unchecked=f"{code[0]} is code, which is never run")
