@@ -185,8 +185,10 @@ class Runs:
             is_clean = path.name not in self._unclean[run] and not path.is_symlink()
             return self._known.get(path) or (judge if is_clean else examine)(path, number)
 
+        copies: set[AnyPath] = set()
+
         def look_for_clean(path: AnyPath, number: int) -> Candidate:
-            if self._has_problems(run, path):
+            if self._has_problems(run, path) or path in copies:
                 return Candidate(path=path, number=number, problem="check found problems")
             return look(path, number)
 
@@ -201,7 +203,9 @@ class Runs:
             return Resume(run=run, checkpoint=None, problem="its checkpoints are gone")
         passed_over = tuple(one.path.name for one in choice.passed_over)
         told = choice.told
-        other_run = f"{run}: {told.proof}; next: {told.advice}" if told is not None else ""
+        other_run = ""
+        if told is not None:
+            other_run = f"{run}: {told.proof}" + (f"; next: {told.advice}" if told.advice else "")
         if choice.best is None:
             problem = problems_in(choice.passed_over)
             names = series([one.path.name for one in choice.rivals])
@@ -217,10 +221,16 @@ class Runs:
         clean: AnyPath | None = None
         if self._has_problems(run, best):
             problem = "but check found problems in it (see above)"
-            other = choose(run, look=look_for_clean, read=read)
-            clean = other.best.path if other is not None and other.best is not None else None
+        elif told is not None and told.copied:
+            problem = f"but it is {told.copied} an earlier one (see above)"
         elif best.is_symlink():
             problem = "but it is a symbolic link, which check -r does not follow"
+        if self._has_problems(run, best) or (told is not None and told.copied):
+            while (sound := choose(run, look=look_for_clean, read=read)) and sound.best:
+                if sound.told is None or not sound.told.copied:
+                    clean = sound.best.path
+                    break
+                copies.add(sound.best.path)
         unexplained = tuple(
             f"{one.path.name}: {one.problem}"
             for one in choice.passed_over

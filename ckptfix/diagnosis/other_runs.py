@@ -64,13 +64,16 @@ class OtherRun(NamedTuple):
 
     ``proof``: what shows that, as a sentence about both. ``advice``: the next step. ``is_older``:
     it is told, and the highest number is taken: the other one was saved before, as the rest of a
-    branch that was given up, or the run may have gone back.
+    branch that was given up, or the run may have gone back. ``copied``: "a copy of" or "a link to"
+    where the highest number is one of an earlier checkpoint, and ``advice`` is empty then: a second
+    recommendation next to that of the run contradicted it.
     """
 
     candidate: Candidate
     proof: str
     advice: str
     is_older: bool
+    copied: str = ""
 
 
 class History(NamedTuple):
@@ -189,9 +192,12 @@ def _turned_back(
     equal = next((path.name for path in nearest if _is_copy(best.path, path)), None)
     if equal is None:
         return None
-    proof = f"{words}: {name} is a copy of {equal}"
-    advice = f"resume from {furthest}, or ignore this if the run went back to {equal}"
-    return OtherRun(candidate, proof, advice, is_older=True)
+    copied = "a link to" if best.path.is_symlink() else "a copy of"
+    proof = (
+        f"{words}: {name} is {copied} {equal}, as of a restored backup, or of a run that went back "
+        "to it"
+    )
+    return OtherRun(candidate, proof, "", is_older=True, copied=copied)
 
 
 def _are_dated_by_steps(histories: Sequence[History]) -> bool:

@@ -19,14 +19,16 @@ from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
 from math import nan
-from typing import NamedTuple
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
-from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.load_inputs import SAMPLED
+from ckptfix.checkpoint.model_configs import config_of_model
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.samples import (
     Piece,
@@ -59,7 +61,19 @@ from ckptfix.storage.files import AnyPath, store_of
 
 _READ = (Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER)
 _MOST_SHAPES = 4
-"""Shapes of a shard whose moments are read: those with the fewest moments first."""
+"""Shapes of a part whose moments are read: those with the fewest moments first."""
+
+
+class _Part(NamedTuple):
+    """A shard, or the model of a sub-folder, with the weights of the earlier checkpoint.
+
+    ``weights``: how many weights of each of its shapes there are, among which the moments must be.
+    ``pieces``: those of a sub-folder, which may be frozen; none of a shard.
+    """
+
+    path: PurePosixPath
+    weights: Mapping[Shape, int]
+    pieces: Sequence[Piece] = ()
 
 
 def diagnose_stale_saves(
@@ -101,12 +115,13 @@ def diagnose_stale_saves(
             )
             if same_weights or same_optimizers:
                 yield from judge(same_weights=same_weights, same_optimizers=same_optimizers)
-            if (
-                weights
-                and not same_weights
-                and (shards := _old_shards(folder, root, weights, data=data))
-            ):
-                yield from judge(same_weights=True, same_optimizers=False, shards=shards)
+            if weights and not same_weights:
+                parts = [
+                    *_old_shards(folder, root, weights, data=data),
+                    *_old_models(folder, sharded, root, weights, data=data),
+                ]
+                if parts:
+                    yield from judge(same_weights=True, same_optimizers=False, parts=parts)
 
 
 def _are_equal(root: AnyPath, earlier: AnyPath, pieces: Sequence[Piece], *, data: bool) -> bool:
@@ -123,15 +138,20 @@ def _are_equal(root: AnyPath, earlier: AnyPath, pieces: Sequence[Piece], *, data
 
 def _old_shards(
     folder: CheckpointFolder, earlier: AnyPath, weights: Sequence[Piece], *, data: bool
-) -> list[Component]:
-    """Return the shards of models that equal those of the earlier checkpoint, where others of the
+) -> Iterator[_Part]:
+    """Yield the shards of models that equal those of the earlier checkpoint, where others of the
     model do not.
     """
     models: dict[tuple[str, str], list[Component]] = {}
     for component in folder.components:
         if component.role is Role.MODEL and component.name.shard is not None:
             models.setdefault((component.name.stem, component.name.suffix), []).append(component)
-    old: list[Component] = []
+    of_all = Counter(
+        tensor.shape
+        for file in folder.components
+        if file.role is Role.MODEL
+        for tensor in file.tensors
+    )
     for shards in models.values():
         pieces = {
             shard.path: [piece for piece in weights if piece.path == shard.path] for shard in shards
@@ -141,40 +161,91 @@ def _old_shards(
             for shard in shards
             if _are_equal(folder.root, earlier, pieces[shard.path], data=data)
         ]
-        old += equal if len(equal) < len(shards) else ()
-    return old
+        for shard in equal if len(equal) < len(shards) else ():
+            shapes = {tensor.shape for tensor in shard.tensors}
+            yield _Part(shard.path, {shape: of_all[shape] for shape in shapes})
+
+
+def _old_models(
+    folder: CheckpointFolder,
+    sharded: Sequence[DcpFolder],
+    earlier: AnyPath,
+    weights: Sequence[Piece],
+    *,
+    data: bool,
+) -> Iterator[_Part]:
+    """Yield the models of sub-folders, as hooks of diffusers' scripts save them, that equal those
+    of the earlier checkpoint, where other weights do not.
+
+    The moments of an optimizer never belong to an average of ``EMAModel``.
+    """
+    states = {state.path for state in sharded}
+    pieces: dict[PurePosixPath, list[Piece]] = {}
+    for piece in weights:
+        if piece.path.parent.parts and piece.path.parent not in states:
+            pieces.setdefault(piece.path.parent, []).append(piece)
+    if not pieces:
+        return
+    models = {PurePosixPath(): folder}
+    for where in pieces:
+        config = config_of_model(folder.root / where)
+        if config is None or not config.is_of_average:
+            models[where] = scan_folder(folder.root / where)
+    counts = {
+        where: Counter(
+            tensor.shape
+            for file in model.components
+            if file.role in NOT_STATES
+            for tensor in file.tensors
+        )
+        for where, model in models.items()
+    }
+    of_all = sum(counts.values(), Counter[Shape]())
+    moments = Counter(
+        shape
+        for optimizer in saved_optimizers(folder, ())
+        for tensors in optimizer.tensors.values()
+        for shape in _shapes_of(tensors)
+    )
+    for where in pieces:
+        if where not in models:
+            continue
+        # The beginning of a table need not change.
+        own = {shape: of_all[shape] for shape in counts[where] if data or not is_table(shape)}
+        may_be_trained = any(moments[shape] >= count for shape, count in own.items())
+        if may_be_trained and _are_equal(folder.root, earlier, pieces[where], data=data):
+            yield _Part(pieces[where][0].path, own, pieces[where])
+
+
+def _shapes_of(tensors: Mapping[str, Any]) -> set[Shape]:
+    return {tensor.shape for state, tensor in tensors.items() if state not in SCALARS}
 
 
 def _is_trained(
-    shard: Component,
+    part: _Part,
     folder: CheckpointFolder,
     saved: Sequence[SavedOptimizer],
     root: AnyPath,
     earlier: Sequence[SavedOptimizer],
 ) -> bool:
-    """Return whether an optimizer trained tensors of a shard since the earlier save, which has its
+    """Return whether an optimizer trained tensors of a part since the earlier save, which has its
     files in ``root``.
 
     Files of torch do not say to which weight a moment belongs. But a shape whose moments are as
-    many as the weights of it, and have all changed at their beginning, is trained in each shard.
+    many as the weights of it, and have all changed at their beginning, is trained in each part.
     """
-    weights = Counter(
-        tensor.shape
-        for file in folder.components
-        if file.role is Role.MODEL
-        for tensor in file.tensors
-    )
     trained: dict[Shape, list[tuple[SavedOptimizer, SavedOptimizer | None, str]]] = {}
     then = {(optimizer.path, optimizer.key): optimizer for optimizer in earlier}
     for optimizer in saved:
         for name, tensors in optimizer.tensors.items():
-            for shape in {
-                tensor.shape for state, tensor in tensors.items() if state not in SCALARS
-            }:
+            for shape in _shapes_of(tensors):
                 before = then.get((optimizer.path, optimizer.key))
                 trained.setdefault(shape, []).append((optimizer, before, name))
-    shapes = {tensor.shape for tensor in shard.tensors}
-    enough = [shape for shape in shapes if len(trained.get(shape, ())) >= weights[shape] > 0]
+    enough = [
+        shape
+        for shape, count in part.weights.items()
+        if shape in trained and len(trained[shape]) >= count > 0
+    ]
     return any(
         all(
             before is not None and has_moved(folder.root, optimizer, root, before, name)
@@ -194,10 +265,10 @@ def _judged(
     *,
     same_weights: bool,
     same_optimizers: bool,
-    shards: Sequence[Component] = (),
+    parts: Sequence[_Part] = (),
     data: bool,
 ) -> Iterator[StaleSave]:
-    """Yield the finding about equal weights or optimizers, or one for each of some shards with
+    """Yield the finding about equal weights or optimizers, or one for each of some parts with
     equal weights.
 
     ``root``: the folder of the earlier checkpoint.
@@ -208,12 +279,12 @@ def _judged(
     now, then = _progress_of(folder, sharded), _progress_of(earlier, scan_dcp_folders(earlier))
     is_sampled = not data and store_of(root) is None
     known = [name for name in now.counters if name in then.counters]
-    may_be_same = not shards and (same_weights or not weights)
+    may_be_same = not parts and (same_weights or not weights)
     own = then.own_steps
     moved = now.moved_since(then, may_be_same=may_be_same)
     words = ("weights",) * same_weights + ("optimizer state",) * same_optimizers
     path, state = (weights if same_weights else optimizers)[0].path, " and ".join(words)
-    if not moved and not shards:
+    if not moved and not parts:
         are_equal_counters = all(now.counters[name] == then.counters[name] for name in known)
         has_no_optimizer = not optimizers and not any(
             one.role is Role.OPTIMIZER for one in (*folder.components, *earlier.components)
@@ -267,13 +338,33 @@ def _judged(
         rate=rate,
         sampled=is_sampled,
     )
-    if not shards:
+    if not parts:
         yield finding
         return
     saved, of_earlier = list(saved_optimizers(folder, ())), list(saved_optimizers(earlier, ()))
-    for shard in shards:
-        if _is_trained(shard, folder, saved, root, of_earlier):
-            yield as_kind(OldShard if is_sure else DoubtfulShard, replace(finding, path=shard.path))
+    for part in parts:
+        if not _is_trained(part, folder, saved, root, of_earlier):
+            continue
+        is_changing = _is_changing(part, folder, neighbours, data=data) if part.pieces else True
+        if is_changing is not False:
+            kind = OldShard if is_sure and is_changing else DoubtfulShard
+            yield as_kind(kind, replace(finding, path=part.path))
+
+
+def _is_changing(
+    part: _Part, folder: CheckpointFolder, neighbours: Neighbours, *, data: bool
+) -> bool | None:
+    """Return whether a model differs from that of the save before the earlier one: a frozen one is
+    equal in all. None without such a save.
+    """
+    before = neighbours.before()
+    assert before is not None
+    first = neighbours.siblings.of(neighbours.home.parent / before.name).before()
+    if first is None:
+        return None
+    with suppress(CkptfixError, OSError), first.opened() as root:
+        return not _are_equal(folder.root, root, part.pieces, data=data)
+    return None
 
 
 def _of_later(

@@ -653,6 +653,87 @@ def test_every_layout_is_compared(save: Callable[..., str], tmp_path: Path) -> N
     assert "at a learning rate of 0.001" in words
 
 
+def saved_by_hooks(
+    output: Path, numbers: tuple[int, ...] = (1, 2, 3, 4), trained: str = "unet"
+) -> Path:
+    """Save the trained ``unet`` with its average, a frozen ``vae``, a frozen ``teacher`` of the
+    same shapes, and a ``target`` that takes the values of the unet at every second save.
+    """
+    torch.manual_seed(0)
+    unet, vae, teacher = torch.nn.Linear(30, 40), torch.nn.Linear(30, 20), torch.nn.Linear(30, 40)
+    optimizer = torch.optim.Adam(unet.parameters(), lr=1e-3)
+    average = {key: value.clone() for key, value in unet.state_dict().items()}
+    target = average
+    for number in range(1, 5):
+        unet(torch.rand(2, 30)).sum().backward()
+        optimizer.step()
+        weights = {key: value.clone() for key, value in unet.state_dict().items()}
+        average = {key: 0.9 * value + 0.1 * weights[key] for key, value in average.items()}
+        target = weights if number % 2 else target
+        if number not in numbers:
+            continue
+        folder = output / f"checkpoint_{number}"
+        models = {"vae": vae.state_dict(), "unet_ema": average}
+        if trained == "unet":
+            models["unet"] = weights
+        else:
+            save_model(folder, "", weights)
+            models |= {"teacher": teacher.state_dict(), "target": target}
+        for name, tensors in models.items():
+            save_model(folder, name, tensors)
+        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+        torch.save({"step": number}, folder / "random_states_0.pkl")
+    return output
+
+
+def save_model(folder: Path, name: str, tensors: Tensors) -> None:
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    file = "diffusion_pytorch_model.safetensors" if name else "model.safetensors"
+    save_file(tensors, folder / name / file)
+    if name:
+        of_average = {"decay": 0.9, "optimization_step": 4} if name == "unet_ema" else {}
+        config = {"_class_name": "UNet2DModel", "_diffusers_version": "0.36.0", **of_average}
+        (folder / name / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"data": True}], ids=["samples", "data"])
+def test_a_trained_model_of_an_earlier_save_in_a_sub_folder_is_told(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The average next to it was new, so that the weights differed, and the folder was clean."""
+    output = saved_by_hooks(tmp_path)
+    name = "unet/diffusion_pytorch_model.safetensors"
+    shutil.copy(output / "checkpoint_2" / name, output / "checkpoint_3" / name)
+    ((severity, words),) = told(output / "checkpoint_3", **options)
+    assert severity == "warning"
+    assert words.startswith(
+        f"{name}: weights as in checkpoint_2 (expected other values: step in optimizer.bin went "
+        "from 2 to 3 at a learning rate of 0.001)"
+    )
+    assert told(output / "checkpoint_2", **options) == []
+    assert told(output / "checkpoint_4", **options) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_in_a_sub_folder_that_no_save_shows_to_change_is_a_note(tmp_path: Path) -> None:
+    output = saved_by_hooks(tmp_path, numbers=(2, 3))
+    name = "unet/diffusion_pytorch_model.safetensors"
+    shutil.copy(output / "checkpoint_2" / name, output / "checkpoint_3" / name)
+    ((severity, _),) = told(output / "checkpoint_3")
+    assert severity == "note"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trained", ["unet", ""], ids=["in a sub-folder", "in the root"])
+@pytest.mark.parametrize("numbers", [(1, 2, 3, 4), (1, 2), (2, 4)])
+def test_frozen_and_target_models_in_sub_folders_are_clean(
+    trained: str, numbers: tuple[int, ...], tmp_path: Path
+) -> None:
+    output = saved_by_hooks(tmp_path, numbers, trained)
+    assert [told(folder) for folder in sorted(output.iterdir())] == [[]] * len(numbers)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_in_a_dcp_folder_prove_a_step(dtype: torch.dtype, tmp_path: Path) -> None:

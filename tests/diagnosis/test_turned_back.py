@@ -74,10 +74,44 @@ def test_a_restored_backup_is_told_and_taken_as_after_a_run_that_went_back(
     assert status == 1
     assert (
         "checkpoint_4 is of optimizer step 6, and checkpoint_3 of step 12: checkpoint_4 is a copy "
-        "of checkpoint_1; next: resume from checkpoint_3, or ignore this if the run went back to "
-        "checkpoint_1"
+        "of checkpoint_1, as of a restored backup, or of a run that went back to it\n"
     ) in out
     assert latest_checkpoint(folder).name == "checkpoint_4"
+    answer = (
+        f"resume from {folder / 'checkpoint_4'}, the newest complete one, but it is a copy of an "
+        f"earlier one (see above); the newest one without problems: {folder / 'checkpoint_3'}"
+    )
+    assert [line for line in out.splitlines() if "resume from" in line] == [answer]
+
+
+def test_a_copy_with_a_problem_of_its_own_gets_one_recommendation(
+    tmp_path: Path, said: Said
+) -> None:
+    folder = restored(saved(tmp_path / "run"))
+    shutil.copytree(folder / "checkpoint_0", folder / "checkpoint_5")
+    (folder / "checkpoint_3/random_states_0.pkl").unlink()
+    _, out, _ = said("check", "-r", folder)
+    assert "checkpoint_5 is a copy of checkpoint_0" in out
+    (answer,) = [
+        line for line in out.splitlines() if "resume from" in line and not line.startswith(" ")
+    ]
+    assert f"resume from {folder / 'checkpoint_5'}, the newest complete one, but" in answer
+    assert answer.endswith(f"; the newest one without problems: {folder / 'checkpoint_2'}")
+
+
+def test_a_link_to_an_earlier_checkpoint_is_called_a_link(tmp_path: Path, said: Said) -> None:
+    folder = saved(tmp_path / "run")
+    shutil.rmtree(folder / "checkpoint_4")
+    (folder / "checkpoint_4").symlink_to("checkpoint_1")
+    status, out, _ = said("check", "-r", folder)
+    assert status == 1
+    assert "checkpoint_4 is a link to checkpoint_1" in out
+    assert latest_checkpoint(folder).name == "checkpoint_4"
+    answer = (
+        f"resume from {folder / 'checkpoint_4'}, the newest complete one, but it is a link to an "
+        f"earlier one (see above); the newest one without problems: {folder / 'checkpoint_3'}"
+    )
+    assert [line for line in out.splitlines() if "resume from" in line] == [answer]
 
 
 @pytest.mark.parametrize("hours", [(5, 4, 3, 2, 1), (1, 1, 1, 1, 1)], ids=["backwards", "at once"])

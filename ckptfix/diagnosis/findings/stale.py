@@ -106,20 +106,24 @@ class LaterState(StaleSave, frozen=True, kw_only=True):
 
 
 class OldShard(StaleSave, frozen=True):
-    """A shard with the weights of an earlier checkpoint, next to shards with new ones."""
+    """A shard, or the model of a sub-folder, with the weights of an earlier checkpoint, next to new
+    ones.
+    """
 
     @property
     def advice(self) -> str:
-        """Advice to get the shard of this save."""
+        """Advice to get the file of this save."""
         return (
-            f"the model here or in {self.save} is mixed of two saves: copy {self.path} of both "
+            f"this checkpoint or {self.save} is mixed of two saves: copy {self.path} of both "
             f"again from where they came, or resume from a checkpoint before {self.save}. If the "
             "script did not train these weights, ignore this"
         )
 
 
 class DoubtfulShard(OldShard, frozen=True):
-    """The same where the learning rate is not known, or the weights have 16 bits."""
+    """The same where the learning rate is not known, the weights have 16 bits, or no save shows
+    that the model of a sub-folder changes.
+    """
 
     severity = Severity.NOTE
 
