@@ -13,6 +13,7 @@ from ckptfix.checkpoint.filenames import (
     Role,
     name_of_trainer,
     parse_deepspeed_folder_name,
+    parse_file_name,
     parse_folder_name,
     weights_names,
 )
@@ -146,6 +147,11 @@ def compared(
         (LostPosition, begun),
     ):
         files = tuple(examples[part] for part in lost if examples[part] not in known)
+        is_of_trainer = PurePosixPath(TRAINER_STATE) in names or any(map(_is_of_trainer, files))
+        is_alone = is_of_trainer and PurePosixPath(TRAINER_STATE) not in names
+        if is_alone and kind is IncompleteCheckpoint and lost[0] not in hidden:
+            # A resume fails without it, whatever else is missing.
+            files = (TRAINER_STATE, *files)
         if files:
             having = sum(all(part in parts[save.name] for part in lost) for save in near)
             yield kind(
@@ -155,12 +161,18 @@ def compared(
                     f"{having} of {len(near)} checkpoints next to it have "
                     f"{'it' if len(files) == 1 else 'them'}"
                 ),
-                of_trainer=PurePosixPath(TRAINER_STATE) in names,
+                of_trainer=is_of_trainer,
                 misnamed=hidden.get(lost[0], ""),
                 may_be_dropped=is_first_or_last
                 and lost[0] not in hidden
                 and not any(_is_shown(part, own, examples) for part in lost),
             )
+
+
+def _is_of_trainer(file: str) -> bool:
+    """Return whether the Trainer alone gives a file this name."""
+    name = parse_file_name(PurePosixPath(file).name)
+    return name is not None and name.is_of_trainer
 
 
 _DOUBLED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER)

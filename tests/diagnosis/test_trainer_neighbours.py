@@ -140,6 +140,18 @@ def test_a_run_of_the_trainer_is_healthy(run: Path) -> None:
     assert resumed(checkpoints[1], load_file(checkpoints[1] / WEIGHTS)) == "same"
 
 
+def test_weights_alone_under_the_name_of_a_checkpoint(run: Path) -> None:
+    """check said that load_state fails, and did not name the file on which the Trainer does."""
+    root = run / "checkpoint-4"
+    for path in root.iterdir():
+        if path.name not in (WEIGHTS, "config.json"):
+            path.unlink()
+    (finding,) = check(root).findings
+    assert str(finding).startswith("trainer_state.json, optimizer.pt, ")
+    assert "the Trainer cannot resume without trainer_state.json" in finding.advice
+    assert "load_state" not in finding.advice
+
+
 @pytest.mark.parametrize("name", DAMAGE)
 def test_another_content_between_two_checkpoints_is_told(run: Path, name: str) -> None:
     change, outcome, words = DAMAGE[name]
