@@ -47,6 +47,7 @@ from ckptfix.diagnosis.findings.stale import (
     DoubtfulSave,
     DoubtfulShard,
     LaterState,
+    OldOptimizer,
     OldShard,
     StaleSave,
 )
@@ -291,13 +292,16 @@ def _judged(
         )
         if same_weights and (same_optimizers or has_no_optimizer) and are_equal_counters:
             yield CopiedSave(path=path, save=before.name, state=state, sampled=is_sampled)
+        # optimizer.bin and scheduler.bin of the epoch before were called clean.
+        is_older = known and are_equal_counters and weights and not same_weights
+        if same_optimizers and is_older and any(_moved_shapes(folder, sharded)):
+            yield OldOptimizer(path=path, save=before.name, state=state, sampled=is_sampled)
     if not moved:
         return
     steps = now.counters[moved] - then.counters[moved]
     if not moved.startswith(_OWN_STEP) and now.may_have_skipped(steps, then):
         return
-    saved = list(saved_optimizers(folder, sharded))
-    shapes = (shape for optimizer in saved for shape in moved_shapes(folder.root, optimizer))
+    shapes = _moved_shapes(folder, sharded)
     shape = next(shapes, None)
     if shape is None and (same_optimizers or not now.is_without_states):
         return
@@ -349,6 +353,12 @@ def _judged(
         if is_changing is not False:
             kind = OldShard if is_sure and is_changing else DoubtfulShard
             yield as_kind(kind, replace(finding, path=part.path))
+
+
+def _moved_shapes(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> Iterator[Shape]:
+    """Yield the shapes of the parameters with a moment that is not zero."""
+    for optimizer in saved_optimizers(folder, sharded):
+        yield from moved_shapes(folder.root, optimizer)
 
 
 def _is_changing(
