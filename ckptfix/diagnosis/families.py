@@ -18,6 +18,7 @@ from ckptfix.checkpoint.filenames import FileName, ModelName, parse_file_name
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.checkpoint.loading_order import (
     BIN_INDEX,
+    IN_MODEL,
     SAFE_INDEX,
     ModelNames,
     first_loader,
@@ -45,7 +46,7 @@ from ckptfix.storage.comparing import (
     sample_runs,
 )
 from ckptfix.storage.executor import THREADS, Executor
-from ckptfix.storage.files import AnyPath
+from ckptfix.storage.files import AnyPath, exists
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 
@@ -108,6 +109,14 @@ def diagnose_families(case: Case) -> Iterator[Finding | Instead]:
             models.setdefault((name.model, name.index), []).append(_Family(kind, group.path, group))
     equals: dict[PurePosixPath, Collection[PurePosixPath]] = {}
     names = model_names(map(str, case.existing))
+    # Loaders ask whether there is a file, and a broken link is none: they take the next family.
+    # load_checkpoint_in_model lists the names.
+    broken = {
+        file.path
+        for file in case.folder.components
+        if file.problem is not None and file.is_linked and not exists(case.folder.root / file.path)
+    }
+    names_of_files = model_names(map(str, case.existing - broken))
     for (model, index), families in models.items():
         loaders = loaders_of(model, index)
         # The loader that knows most kinds decides which family the others are compared with.
@@ -118,10 +127,11 @@ def diagnose_families(case: Case) -> Iterator[Finding | Instead]:
         )
         now = loads(names, model, index)
         by_name = {str(family.path): family.path for family in families}
+        taken = {**loads(names_of_files, model, index).taken}
+        if IN_MODEL in now.taken:
+            taken[IN_MODEL] = now.taken[IN_MODEL]
         paths = {
-            loader: by_name[now.taken[loader]]
-            for loader in loaders
-            if now.taken.get(loader) in by_name
+            loader: by_name[taken[loader]] for loader in loaders if taken.get(loader) in by_name
         }
         comparable = [family for family in families if _is_comparable(family.group, damaged)]
         equal = {family.path for family in comparable[:1]}

@@ -3,7 +3,8 @@
 FSDP and DeepSpeed name parameters. DDP and the Trainer number them: numbers become names where the
 checkpoint records them, or where the other side has names and a model says the order. Two
 optimizers without names are compared by position in their param groups, as torch loads them, or by
-number where torch refuses groups of other sizes. A state of one element, such as ``step``, is a
+number where torch refuses groups of other sizes. The places of parameters in the groups of two DDP
+optimizers are compared, too. A state of one element, such as ``step``, is a
 tensor with one strategy and a number with another, so its number is compared; so are
 hyperparameters, for each parameter, as param groups are not the same in every strategy.
 """
@@ -25,7 +26,7 @@ from ckptfix.storage.reading import OpenFiles
 from ckptfix.tensors.numbers import Tolerance, has_numbers, numbers_in
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
-from ckptfix.tensors.optimizers import OptimizerState, StateValue
+from ckptfix.tensors.optimizers import OptimizerState, StateValue, Strategy
 from ckptfix.tensors.parameter_names import shape_of
 from ckptfix.tensors.parameter_sources import name_optimizers, recorded_names
 from ckptfix.tensors.stored import (
@@ -224,7 +225,11 @@ def _named(
     except OperationError:
         if not (a.is_named or b.is_named):
             if _group_sizes(a) != _group_sizes(b):
-                return a, b, "parameters matched by number, as nothing names them"
+                words = (
+                    "parameters matched by number, as nothing names them; a load of one into the "
+                    "other fails, as their param groups have other sizes"
+                )
+                return a, b, words
             return (
                 a.by_position(),
                 b.by_position(),
@@ -360,6 +365,8 @@ def _pair(
                 note(key, mine[key], others[key], one.name)
             alone |= dict.fromkeys((0, key) for key in mine if key not in others)
             alone |= dict.fromkeys((1, key) for key in others if key not in mine)
+        for name, key, place, other_place in _places(a, b, parameters):
+            note(key, place, other_place, name)
     return OptimizerPair(
         a=a,
         b=b,
@@ -407,6 +414,44 @@ def _options(state: OptimizerState) -> dict[str | None, Mapping[str, Any]]:
         for group in state.groups
         for name in group.names
     }
+
+
+def _places(
+    a: OptimizerState, b: OptimizerState, parameters: Iterable[Matched]
+) -> Iterator[tuple[str, str, object, object]]:
+    """Yield parameter, what is meant, and both places, of the parameters that are at another place
+    on the other side: in another param group, or else in another order.
+
+    torch loads by position and not by number or name: it refuses groups of other sizes, or gives a
+    parameter the moments of another. Saves of FSDP and DeepSpeed are by name.
+    """
+    if not a.strategy is b.strategy is Strategy.DDP:
+        return
+    ours, theirs = (
+        {
+            name: (number, place)
+            for number, group in enumerate(state.groups, 1)
+            for place, name in enumerate(group.names, 1)
+        }
+        for state in (a, b)
+    )
+    both = [
+        (each.name, ours[each.a], theirs[each.b])
+        for each in parameters
+        if each.a in ours and each.b in theirs
+    ]
+    if not len(both) == len(ours) == len(theirs):
+        return  # a parameter that only one side lists has a difference of its own
+    moved = [
+        (name, _LISTED, f"number {left[0]}", f"number {right[0]}")
+        for name, left, right in both
+        if left[0] != right[0]
+    ]
+    yield from moved or (
+        (name, "place in its param group", left[1], right[1])
+        for name, left, right in both
+        if left != right
+    )
 
 
 def _are_values(a: StateValue, b: StateValue) -> bool:

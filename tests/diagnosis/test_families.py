@@ -251,6 +251,26 @@ def test_a_tensor_in_scattered_bytes_is_said_not_to_be_compared(tmp_path: Path) 
     assert "ckptfix diff" in note.advice
 
 
+@pytest.mark.parametrize(("broken", "sound"), [PAIRS[0], PAIRS[0][::-1]])
+def test_a_broken_link_is_passed_over_by_loaders_that_look_for_a_file(
+    tmp_path: Path, broken: str, sound: str
+) -> None:
+    """``load_checkpoint_in_model`` lists the folder, and takes the link where it is the first."""
+    write(tmp_path / sound, values(1))
+    (tmp_path / broken).symlink_to(tmp_path / "nowhere")
+    (note,) = (each for each in check(tmp_path).findings if isinstance(each, SecondFamily))
+    for loader, path in note.loads.items():
+        if str(path) == sound:
+            assert REAL[loader](tmp_path) == 1
+        else:
+            assert loader == "load_checkpoint_in_model"
+            with pytest.raises(OSError, match=r"nowhere|No such file"):
+                REAL[loader](tmp_path)
+    assert {"load_state", "transformers"} <= {
+        loader for loader, path in note.loads.items() if str(path) == sound
+    }
+
+
 def test_a_damaged_family_is_damaged_and_not_another_save(tmp_path: Path) -> None:
     for number, name in enumerate(PAIRS[0]):
         write(tmp_path / name, values(number))

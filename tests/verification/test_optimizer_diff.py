@@ -145,6 +145,54 @@ def test_numbers_in_another_order_are_compared_as_torch_loads_them(
     assert verify(a, against=moved).status == 1
 
 
+def test_groups_at_other_positions_are_different(saved: Path, tmp_path: Path) -> None:
+    """torch refuses the load, as it goes by position, while each number had its own values."""
+
+    def regroup(state: dict[str, Any]) -> None:
+        moved_on = state["param_groups"][0]["params"][1:]
+        state["param_groups"][0]["params"] = state["param_groups"][0]["params"][:1]
+        state["param_groups"][1]["params"] = [*moved_on, *state["param_groups"][1]["params"]]
+
+    def reverse(state: dict[str, Any]) -> None:
+        regroup(state)
+        state["param_groups"].reverse()
+
+    a = make_ddp(tmp_path / "a", saved, regroup)
+    b = make_ddp(tmp_path / "b", saved, reverse)
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(6)]
+    optimizer = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}])
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        optimizer.load_state_dict(torch.load(b / "optimizer.bin", weights_only=True))
+    report = diff(a, b)
+    assert (report.status, report.verdict) == (1, "different")
+    (found,) = report.optimizers
+    assert "a load of one into the other fails" in found.names
+    assert [(each.name, each.a, each.b, each.parameters) for each in found.differences] == [
+        ("param group", "number 1", "number 2", ("0",)),
+        ("param group", "number 2", "number 1", ("1", "2", "3", "4", "5")),
+    ]
+    assert found.values_in_words.endswith("72 of 78 values equal")
+    assert verify(a, against=b).status == 1
+
+
+def test_named_parameters_at_other_places_of_their_group_are_different(
+    saved: Path, tmp_path: Path
+) -> None:
+    """torch loads by position, also where the names are recorded."""
+
+    def reverse(state: dict[str, Any]) -> None:
+        with_names(state)
+        for key in ("params", "param_names"):
+            state["param_groups"][1][key].reverse()
+
+    a = make_ddp(tmp_path / "a", saved, with_names)
+    report = diff(a, make_ddp(tmp_path / "b", saved, reverse))
+    assert (report.status, changed(report)) == (1, [])
+    places = [(each.name, each.a, each.b) for each in report.optimizers[0].differences]
+    name = "place in its param group"
+    assert places == [(name, 1, 3), (name, 3, 1)]
+
+
 def moment(state: dict[str, Any]) -> None:
     state["state"][1]["exp_avg_sq"][2, 3] += 1
 
@@ -181,7 +229,14 @@ def moved(state: dict[str, Any]) -> None:
         ),
         (one_lost, [("1.exp_avg", Outcome.ONLY_A)], {}),
         (hyperparameter, [], {"betas": ((0.8, 0.9), (0.8, 0.91), ("3", "4", "5"))}),
-        (moved, [], {"weight_decay": (0.1, 0.0, ("2",))}),
+        (
+            moved,
+            [],
+            {
+                "weight_decay": (0.1, 0.0, ("2",)),
+                "param group": ("number 1", "number 2", ("2",)),
+            },
+        ),
     ],
 )
 def test_every_difference_is_found(
@@ -198,7 +253,7 @@ def test_every_difference_is_found(
     } == values
     assert (report.status, report.verdict) == (1, "different")
     found = report.as_json()["optimizers"][0]
-    assert found["values"] == 72
+    assert found["values"] == 72 + ("param group" in values)
     assert len(found["differences"]) == len(values)
 
 
