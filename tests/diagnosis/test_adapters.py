@@ -68,6 +68,10 @@ def behind(prefix: str) -> Callable[[Tensors], Tensors]:
     return renamed(lambda key: prefix + key)
 
 
+def instead(prefix: str) -> Callable[[Tensors], Tensors]:
+    return renamed(lambda key: prefix + key.removeprefix("base_model.model."))
+
+
 def bare(tensors: Tensors) -> Tensors:
     return {key.removeprefix("base_model.model."): each for key, each in tensors.items()}
 
@@ -110,6 +114,20 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str, tuple[str, str]]] = 
     # transformers loads both, and a script that adapts an adapted model the second.
     "without the prefix": (bare, "0 of 8", ("dead-adapter", "note")),
     "with the prefix twice": (behind("base_model.model."), "0 of 8", ("dead-adapter", "note")),
+    # No base has such keys.
+    "with DDP around the base model": (
+        instead("base_model.module.model."),
+        "0 of 8",
+        DEAD,
+    ),
+    "with a compiled base model": (instead("base_model._orig_mod.model."), "0 of 8", DEAD),
+    "with module before the base": (
+        instead("base_model.model.module."),
+        "0 of 8",
+        ("dead-adapter", "note"),
+    ),
+    "without base_model": (instead("model."), "0 of 8", ("dead-adapter", "note")),
+    "with another name": (instead("_base_model.model."), "0 of 8", ("dead-adapter", "warning")),
     "empty": (lambda tensors: {}, "0 of 8", INCOMPLETE),
     "of ZeRO-3": (empty_tensors, "RuntimeError", INCOMPLETE),
     "of another rank": (narrowed, "RuntimeError", ("mismatched-adapter", "error")),
@@ -469,6 +487,15 @@ def test_a_variant_of_lora_is_healthy(kind: str, tmp_path: Path) -> None:
     }
     lora(tmp_path, **settings[kind])
     assert verdict(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["module.base_model", "base_model.module", "base_model._orig_mod.x"]
+)
+def test_odd_keys_with_wrappers_are_judged(key: str, tmp_path: Path) -> None:
+    tensors = lora(tmp_path)
+    write(tmp_path, {**tensors, key: torch.ones(1)})
+    assert check(tmp_path).status in (0, 1)
 
 
 def test_an_adapter_next_to_one_that_no_load_reads(tmp_path: Path) -> None:

@@ -204,6 +204,58 @@ def test_keys_that_transformers_loads_stay_unless_asked_for(name: str, tmp_path:
     assert check(tmp_path).findings == ()
 
 
+RESTORED = [
+    "with DDP around the base model",
+    "with a compiled base model",
+    "with module before the base",
+    "without base_model",
+]
+
+
+@pytest.mark.parametrize("name", RESTORED)
+def test_a_repair_restores_what_peft_loads(name: str, tmp_path: Path) -> None:
+    """Of ``model.model.layers`` the whole prefix was written, where ``base_model.`` was lost: PEFT
+    loaded nothing, and ``check`` was clean.
+    """
+    tensors = lora(tmp_path)
+    write(tmp_path, DAMAGES[name][0](tensors))
+    repair(tmp_path, policy=ALLOWED)
+    assert live(tmp_path, tensors) == "8 of 8"
+    assert check(tmp_path).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("begin", "task", "is_offered"),
+    [
+        ("model.model.layers.", "CAUSAL_LM", False),
+        ("model.layers.", "CAUSAL_LM", True),
+        ("model.layers.", None, False),
+        ("model.transformer.h.", "CAUSAL_LM", False),
+        ("transformer.h.", "CAUSAL_LM", True),
+        ("_base_model.model.model.layers.", "CAUSAL_LM", False),
+    ],
+)
+def test_no_repair_is_offered_where_the_class_of_the_base_is_not_known(
+    begin: str, task: str | None, is_offered: bool, tmp_path: Path
+) -> None:
+    tensors = lora(tmp_path)
+    write(
+        tmp_path,
+        {
+            key.replace("base_model.model.model.layers.", begin): each
+            for key, each in tensors.items()
+        },
+    )
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config |= {"auto_mapping": None, "task_type": task, "base_model_name_or_path": "some/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (finding,) = check(tmp_path).findings
+    assert "load_adapter of transformers may load them" in str(finding)
+    assert finding.severity.value == "note"
+    assert ("--allow dead-adapter" in finding.advice) == is_offered
+    assert bool(repair(tmp_path, policy=ALLOWED).steps) == is_offered
+
+
 class _FabricModule(torch.nn.Module):  # type: ignore[misc]
     """What ``setup`` of Lightning's Fabric puts around a model."""
 

@@ -126,6 +126,49 @@ class ForeignAdapter(DoubtfulAdapter, frozen=True):
     )
 
 
+class PerhapsForeignAdapter(ForeignAdapter, frozen=True):
+    """The same where the class of the base is not known, or has other keys."""
+
+    effect = (
+        "PeftModel.from_pretrained leaves {tensors} unused, load_adapter of transformers may load "
+        "them"
+    )
+
+
+class UnplacedAdapter(PerhapsForeignAdapter, frozen=True):
+    """The same where nothing shows how much of the prefix the keys lost, so that a repair could
+    write keys that PEFT does not find either.
+    """
+
+    action = Action.TELL
+    option = ""
+
+    @property
+    def advice(self) -> str:
+        """Advice to save again, as the keys of the base are not known."""
+        return (
+            f"{self.reason}; no repair is offered, as the folder does not show the names of the "
+            "base's modules: save the adapter again with save_pretrained, or put "
+            "'base_model.model.' before the names that the base has"
+        )
+
+
+class StrayAdapter(UnplacedAdapter, frozen=True):
+    """Keys that the class of the base does not have, behind whatever prefix."""
+
+    severity = Severity.WARNING
+    effect = "PEFT and load_adapter of transformers leave {tensors} unused"
+
+    @property
+    def advice(self) -> str:
+        """Advice to save again."""
+        return (
+            f"{self.reason}; the class of the base in adapter_config.json has no such modules: save "
+            "the adapter again with save_pretrained, or put 'base_model.model.' before the names "
+            "that the base has"
+        )
+
+
 class AdapterOfWrapped(DoubtfulAdapter, frozen=True):
     """Keys with wrappers inside, as of a base that was wrapped before it was adapted."""
 

@@ -7,67 +7,36 @@ RuntimeError.
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import takewhile
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import weights_names
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import (
-    PRIVATE_WRAPPERS,
-    WRAPPERS,
-    KeyMap,
-    adapter_name,
     dotted,
-    is_of_adapter,
-    without_adapter_name,
 )
 from ckptfix.checkpoint.load_inputs import Config, Load
 from ckptfix.checkpoint.model_configs import ADAPTER
 from ckptfix.diagnosis.findings.base import Explained, Finding, Told
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.load_faults import (
-    AdapterOfWrapped,
     DeadAdapter,
-    DoubtfulAdapter,
     DoubtfulParts,
-    ForeignAdapter,
     IncompleteAdapter,
     MismatchedAdapter,
-    NamedAdapter,
     NewAdapter,
     PassedOver,
-    SeveralAdapters,
     UngatheredParts,
     UnneededParts,
     UntrainedAdapter,
-    UnusedAdapter,
 )
 from ckptfix.diagnosis.findings.misplaced import EmptyExport, UnknownState, WrongState
+from ckptfix.diagnosis.loads.adapter_keys import BASE, PROMPT, PROMPTS, AdapterKeys
 from ckptfix.diagnosis.optimizer_values import FEW_STEPS
 from ckptfix.wording import count_of, list_names, series
-
-BASE: tuple[str, ...] = ("base_model", "model")
-"""Segments before every key of an adapter: the attributes of ``PeftModel`` and of its tuner."""
-
-_WRAPPERS = WRAPPERS | {"_forward_module"}
-"""Segments that wrappers add to keys, Lightning's ``_FabricModule`` too."""
-
-_CLASSES_OF_MODULE = (
-    "DistributedDataParallel",
-    "DataParallel",
-    "FullyShardedDataParallel",
-    "DeepSpeedEngine",
-)
-"""Wrappers whose segment is ``module``, a name that a script's own class may use, too."""
-
-_PROMPTS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
-_PROMPT = "prompt_embeddings"
-"""The one key of an adapter that trains prompts. It has no prefix."""
 
 _MARKS = {
     "LORA": "lora_", "ADALORA": "lora_", "LOHA": "hada_", "LOKR": "lokr_", "IA3": "ia3_",
@@ -148,7 +117,7 @@ def judge_adapter(load: Load) -> Iterator[Told]:
     have.
     """
     kind = str(load.config["peft_type"])
-    names = _Names(load, kind)
+    names = AdapterKeys(load, kind)
     if load.is_whole and not load.tensors:
         yield _empty(load, "it holds no tensors", "PEFT loads nothing, and warns")
         yield from (Explained(UnknownState, file) for file in load.files)
@@ -178,7 +147,7 @@ def judge_adapter(load: Load) -> Iterator[Told]:
     ]
     if names.are_several:
         yield f"{load.path}: ranks and missing tensors of its adapters; repair it first"
-    elif kind in _PROMPTS:
+    elif kind in PROMPTS:
         yield from _prompts(load, kind, names.expected.values())
     elif kind in _MARKS:
         # Under other names than PEFT looks for, the modules may have others, too.
@@ -213,7 +182,7 @@ def judge_halves(load: Load) -> Iterator[Finding]:
     """
     parameters = [
         parameter
-        for key, expected in _Names(load, "LORA").expected.items()
+        for key, expected in AdapterKeys(load, "LORA").expected.items()
         if (parameter := _parameter(key, expected, load.tensors[key].shape, "LORA")) is not None
     ]
     if load.is_whole:
@@ -242,167 +211,6 @@ def passed_over(load: Load, files: Iterable[Component], trained: int) -> Iterato
                 ),
             )
             return
-
-
-class _Names:
-    """The keys of an adapter as they are and as PEFT looks for them.
-
-    ``expected``: key -> the key that PEFT looks for; without the tensors of another adapter.
-    ``are_several``: the file has several adapters, and none of them is the one to load.
-    """
-
-    def __init__(self, load: Load, kind: str) -> None:
-        self._load = load
-        self._is_prompt = kind in _PROMPTS
-        is_module = _is_module_a_wrapper(load.config)
-        self._maps = {
-            key: key_map
-            for key in load.tensors
-            if (key_map := _without_wrappers(key, is_module)) is not None
-        }
-        self._bare = {
-            key: self._maps[key](key) if key in self._maps else key for key in load.tensors
-        }
-        self._names = {
-            key: name
-            for key, bare in self._bare.items()
-            if not self._is_prompt and (name := adapter_name(bare))
-        }
-        unnamed = {key: bare for key, bare in self._bare.items() if key not in self._names}
-        named = {
-            key: without_adapter_name(self._bare[key], name) for key, name in self._names.items()
-        }
-        self._has_unnamed = any(map(is_of_adapter, unnamed.values()))
-        self._collides = not set(unnamed.values()).isdisjoint(named.values())
-        self.are_several = len(set(self._names.values())) > 1 and not self._collides
-        self.expected = unnamed if self._collides or self.are_several else {**unnamed, **named}
-
-    def findings(self) -> Iterator[Finding]:
-        """Yield the findings about keys that PEFT does not look for."""
-        if not self._maps and not self._names:
-            yield from self._foreign()
-            return
-        maps = Counter(self._maps.values())
-        key_map = maps.most_common(1)[0][0] if maps else KeyMap(remove=())
-        names = tuple(sorted(set(self._names.values())))
-        dead = [key for key in self._load.tensors if key in self._maps or key in self._names]
-        facts: dict[str, Any] = {
-            "path": self._load.path,
-            "tensors": len(dead),
-            "total": len(self._load.tensors),
-            "key": dead[0],
-            "expected": without_adapter_name(self._bare[dead[0]], self._names.get(dead[0], "")),
-            "remove": key_map.remove,
-            "insert": key_map.insert,
-            "inner": key_map.inner,
-            "names": names,
-        }
-        if self._collides and not maps:
-            yield UnusedAdapter(**facts)
-        elif self.are_several:
-            yield SeveralAdapters(**facts)
-        elif len(maps) > 1:
-            reason = "its keys begin with several wrappers, and a repair removes one of them"
-            yield DoubtfulAdapter(**facts, reason=reason)
-        elif key_map.inner or (
-            key_map.insert and not self._load.config.get("base_model_name_or_path")
-        ):
-            # PEFT records the name of a base that is not wrapped itself when it is adapted.
-            reason = "a script that wraps its base before it adds the adapter finds these keys"
-            yield AdapterOfWrapped(**facts, reason=reason)
-        elif self._load.states_of in ("save_state", "script"):
-            resumes = (
-                "load hook of the" if self._load.states_of == "save_state" else "resume by the"
-            )
-            reason = f"a {resumes} script may look for these keys"
-            yield DoubtfulAdapter(**facts, reason=reason)
-        elif self._names and self._has_unnamed:
-            reason = "only some of the keys have a name, so they may be of two adapters"
-            yield DoubtfulAdapter(**facts, reason=reason)
-        elif names == ("default",) and not maps:
-            yield NamedAdapter(**facts)
-        else:
-            yield DeadAdapter(**facts)
-
-    def _foreign(self) -> Iterator[Finding]:
-        """Yield a note about keys that lack the prefix of PEFT or have it twice: transformers loads
-        them.
-        """
-        keys = list(self._load.tensors)
-        prefix = dotted(BASE)
-        if self._is_prompt or not keys:
-            return
-        remove: tuple[str, ...] = ()
-        if not any(key.startswith("base_model.") for key in keys):
-            if not any(map(is_of_adapter, keys)):
-                return
-            expected = prefix + keys[0]
-        elif all(key.startswith(prefix * 2) for key in keys):
-            remove, expected = BASE * 2, keys[0].removeprefix(prefix)
-        else:
-            return
-        yield ForeignAdapter(
-            path=self._load.path,
-            tensors=len(keys),
-            total=len(keys),
-            key=keys[0],
-            expected=expected,
-            remove=remove,
-            insert=BASE,
-            reason=(
-                f"a script that adds {prefix!r} itself, or loads into an adapted model, finds "
-                "these keys"
-            ),
-        )
-
-
-def _is_module_a_wrapper(config: Config) -> bool:
-    """Return whether ``module`` before every module of the base is a wrapper, by what PEFT says
-    about the base.
-
-    PEFT records the name of a model of transformers, of which no class has such a module, or else
-    the class.
-    """
-    of_base = config.get("auto_mapping")
-    if isinstance(of_base, dict):
-        return of_base.get("base_model_class") in _CLASSES_OF_MODULE
-    return bool(config.get("base_model_name_or_path"))
-
-
-def _without_wrappers(key: str, is_module: bool) -> KeyMap | None:
-    """Return what takes the wrappers off a key of PEFT, and out of it; None where it has none.
-
-    ``is_module``: ``module`` is a wrapper where the base begins, too. Elsewhere a module of the
-    base may have the name.
-    """
-    segments = key.split(".")
-    if _WRAPPERS.isdisjoint(segments):
-        return None
-    at = next((at for at, segment in enumerate(segments) if segment not in _WRAPPERS), 0)
-    before, rest = tuple(segments[:at]), segments[at:]
-    if rest[0] != "base_model":
-        return KeyMap(remove=before) if before and rest == [_PROMPT] else None
-    wrappers = _WRAPPERS if is_module else _WRAPPERS - {"module"}
-    inside = (
-        tuple(takewhile(wrappers.__contains__, rest[len(BASE) : -1]))
-        if tuple(rest[:2]) == BASE
-        else ()
-    )
-    if not PRIVATE_WRAPPERS.isdisjoint(rest[len(BASE) + len(inside) : -1]):
-        before, inside = (
-            tuple(segment for segment in chain if segment not in PRIVATE_WRAPPERS)
-            for chain in (before, inside)
-        )
-        is_inner = True
-    else:
-        is_inner = False
-    if not (before or inside or is_inner):
-        return None
-    return KeyMap(
-        remove=(*before, *BASE, *inside) if inside else before,
-        insert=BASE if inside else (),
-        inner=is_inner,
-    )
 
 
 def _parameter(key: str, expected: str, shape: tuple[int, ...], kind: str) -> _Parameter | None:
@@ -447,11 +255,11 @@ def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
 
 def _prompts(load: Load, kind: str, keys: Iterable[str]) -> Iterator[Finding]:
     """Yield the findings about the embeddings of prompts."""
-    if _PROMPT not in set(keys):
+    if PROMPT not in set(keys):
         if load.is_whole:
             yield IncompleteAdapter(
                 path=load.path,
-                lacks=f"it has no {_PROMPT}",
+                lacks=f"it has no {PROMPT}",
                 effect="PEFT fails with KeyError",
                 remedy=(
                     "copy the adapter again from where it came, or save it again with "
@@ -459,14 +267,14 @@ def _prompts(load: Load, kind: str, keys: Iterable[str]) -> Iterator[Finding]:
                 ),
             )
         return
-    shape = load.tensors[_PROMPT].shape if _PROMPT in load.tensors else ()
+    shape = load.tensors[PROMPT].shape if PROMPT in load.tensors else ()
     count = load.config.get("num_virtual_tokens")
     # Models with an encoder and a decoder have the tokens twice.
     if type(count) is int and len(shape) == 2 and shape[0] not in (count, 2 * count):
         yield MismatchedAdapter(
             path=load.path,
             modules=1,
-            module=_PROMPT,
+            module=PROMPT,
             rank=shape[0],
             expected=count,
             setting="num_virtual_tokens",
@@ -479,7 +287,7 @@ def _prompts(load: Load, kind: str, keys: Iterable[str]) -> Iterator[Finding]:
         yield IncompleteAdapter(
             path=load.path,
             lacks=(
-                f"{_PROMPT} has {count_of(shape[1], 'column')} (expected {width}, as token_dim"
+                f"{PROMPT} has {count_of(shape[1], 'column')} (expected {width}, as token_dim"
                 f"{' and num_layers' if kind == 'PREFIX_TUNING' else ''} of adapter_config.json says)"
             ),
             effect="PEFT fails with 'size mismatch'",
