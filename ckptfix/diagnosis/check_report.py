@@ -16,6 +16,7 @@ from ckptfix.diagnosis.findings.incomplete import LeftoverSave, StagingFolder
 from ckptfix.diagnosis.left_out import OF_ONE_SAVE
 from ckptfix.diagnosis.loads.outcome import LoadOutcome
 from ckptfix.diagnosis.understood import Understood
+from ckptfix.diagnosis.wrong_states import OF_KEYS
 from ckptfix.reports import Serialized, items
 from ckptfix.storage.files import AnyPath, absolute, is_symlink, relative
 from ckptfix.storage.paths import command
@@ -31,7 +32,7 @@ from ckptfix.wording import (
     unchecked_lines,
 )
 
-GENERIC = ("values of tensors", "checksums of ", "local headers of ", OF_ONE_SAVE)
+GENERIC = ("values of tensors", "checksums of ", "local headers of ", OF_ONE_SAVE, OF_KEYS)
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
 
 _DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, _NOT_RESUMABLE, CLEAN = VERDICTS = (

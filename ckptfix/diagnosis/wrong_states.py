@@ -425,11 +425,19 @@ def unread_states(case: Case) -> Iterator[str]:
             yield f"whether {path} lost its {key!r}: it is {holds}"
 
 
+OF_KEYS = "keys and shapes against the model of the script"
+"""Beginning of the sentence about what no file of a checkpoint shows."""
+
+
 def unchecked_weights(case: Case) -> Iterator[str]:
-    """Yield in words what of the weights in a folder of ``save_state`` only the script's model
-    shows.
-    """
+    """Yield in words what of the weights that a script loads only its model shows."""
     folder = case.folder
+    is_loaded = folder.is_save_state and any(
+        component.name.load_order is not None for component in folder.components
+    )
+    if is_loaded or any(file.state_dicts for _, file in _files_of_scripts(folder)):
+        # A layer whose keys alone begin with "module.", or without one of its buffers.
+        yield f"{OF_KEYS}; the load compares them"
     if case.is_file or not folder.is_save_state:
         return
     has_optimizer = any(component.role is Role.OPTIMIZER for component in folder.components)
