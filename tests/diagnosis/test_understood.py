@@ -65,7 +65,8 @@ def test_a_healthy_save_of_one_model(folder: Path) -> None:
         == f"{folder}: no error found (4 files, 4 tensors, 33.8 KiB)\n  model      "
         "model.safetensors: 4 tensors, F32, 332 B\n  optimizer  optimizer.bin (Adam or "
         "AdamW): 4 parameters\n  saved by   2 processes\nnot checked: values of tensors, "
-        "checksums of tensor records in torch zip files, whether all files are of one save; "
+        "checksums of tensor records in torch zip files, whether all files are of one save, "
+        "keys and shapes against the model of the script; "
         f"for details: ckptfix check -v {folder}"
     )
 
@@ -74,7 +75,7 @@ def test_verbose_lists_what_was_not_checked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["check", "-v", str(folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[-3:] == [
+    assert capsys.readouterr().out.splitlines()[-4:] == [
         (
             "not checked: values of tensors (NaN, zeros, flipped bits); ckptfix verify --data "
             "reads them"
@@ -85,13 +86,15 @@ def test_verbose_lists_what_was_not_checked(
         ),
         (
             "not checked: whether all files are of one save: most saves list no files, so an "
-            "exchanged file or a missing last one leaves no trace unless each save is sealed when it is written"
+            "exchanged file or a missing last one leaves no trace unless each save is sealed when "
+            "it is written"
         ),
+        "not checked: keys and shapes against the model of the script; the load compares them",
     ]
     assert run(["repair", str(folder)]) == 0
     assert capsys.readouterr().out.count("not checked") == 1
     assert run(["repair", "-v", str(folder)]) == 0
-    assert capsys.readouterr().out.count("not checked") == 3
+    assert capsys.readouterr().out.count("not checked") == 4
     assert run(["check", "-v", "-q", str(folder)]) == 2
     assert "--verbose and --quiet contradict each other" in capsys.readouterr().err
 
