@@ -19,13 +19,16 @@ from tests.diagnosis.test_adapters import DAMAGES, and_another, behind, several
 from tests.tiny_adapters import (
     NAME,
     Tensors,
+    bert,
     copied,
+    gpt2,
     live,
     llama,
     lora,
     peft,
     renamed,
     saved,
+    t5,
     with_name,
     write,
 )
@@ -204,6 +207,21 @@ def test_keys_that_transformers_loads_stay_unless_asked_for(name: str, tmp_path:
     assert check(tmp_path).findings == ()
 
 
+def bare_llama() -> Any:
+    return llama().model
+
+
+def live_in_transformers(root: Path, tensors: Tensors, base: Callable[[], Any]) -> int:
+    """Return how many tensors ``load_adapter`` of transformers brings to life."""
+    model = base()
+    model.load_adapter(str(root))
+    values = list(model.state_dict().values())
+    return sum(
+        any(each.shape == value.shape and torch.equal(each, value) for value in values)
+        for each in tensors.values()
+    )
+
+
 RESTORED = [
     "with DDP around the base model",
     "with a compiled base model",
@@ -222,6 +240,25 @@ def test_a_repair_restores_what_peft_loads(name: str, tmp_path: Path) -> None:
     repair(tmp_path, policy=ALLOWED)
     assert live(tmp_path, tensors) == "8 of 8"
     assert check(tmp_path).findings == ()
+
+
+@pytest.mark.parametrize("lost", ["base_model.", "base_model.model."])
+@pytest.mark.parametrize(
+    ("base", "targets"),
+    [(gpt2, ["c_attn"]), (bert, ["query"]), (t5, ["q"]), (bare_llama, ["q_proj"])],
+)
+def test_the_class_of_the_base_shows_what_its_keys_lost(
+    base: Callable[[], Any], targets: list[str], lost: str, tmp_path: Path
+) -> None:
+    """``model.layers`` of the last one lost ``base_model.`` alone."""
+    tensors = saved(tmp_path, peft.LoraConfig(r=4, target_modules=targets), base)
+    write(tmp_path, {key.removeprefix(lost): each for key, each in tensors.items()})
+    ((code, severity),) = [(each.code, each.severity.value) for each in check(tmp_path).findings]
+    loaded = live_in_transformers(tmp_path, tensors, base)
+    assert (code, severity) == ("dead-adapter", "note" if loaded else "warning")
+    repair(tmp_path, policy=ALLOWED)
+    assert load_file(tmp_path / NAME).keys() == tensors.keys()
+    assert live(tmp_path, tensors, base) == f"{len(tensors)} of {len(tensors)}"
 
 
 @pytest.mark.parametrize(

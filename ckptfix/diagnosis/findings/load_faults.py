@@ -127,7 +127,7 @@ class ForeignAdapter(DoubtfulAdapter, frozen=True):
 
 
 class PerhapsForeignAdapter(ForeignAdapter, frozen=True):
-    """The same where the class of the base is not known, or has other keys."""
+    """The same where the class of the base is not known."""
 
     effect = (
         "PeftModel.from_pretrained leaves {tensors} unused, load_adapter of transformers may load "
@@ -153,11 +153,18 @@ class UnplacedAdapter(PerhapsForeignAdapter, frozen=True):
         )
 
 
-class StrayAdapter(UnplacedAdapter, frozen=True):
-    """Keys that the class of the base does not have, behind whatever prefix."""
+class DroppedAdapter(ForeignAdapter, frozen=True):
+    """Keys that lost a part of the prefix, and that transformers does not load either."""
 
     severity = Severity.WARNING
     effect = "PEFT and load_adapter of transformers leave {tensors} unused"
+
+
+class StrayAdapter(DroppedAdapter, frozen=True):
+    """Keys that the class of the base does not have, behind whatever prefix."""
+
+    action = Action.TELL
+    option = ""
 
     @property
     def advice(self) -> str:

@@ -23,6 +23,7 @@ from ckptfix.diagnosis.findings.load_faults import (
     AdapterOfWrapped,
     DeadAdapter,
     DoubtfulAdapter,
+    DroppedAdapter,
     ForeignAdapter,
     NamedAdapter,
     PerhapsForeignAdapter,
@@ -179,8 +180,8 @@ def _lost_prefix(key: str, config: Config) -> tuple[type[ForeignAdapter], tuple[
         if _is_key_of(base, key):
             return ForeignAdapter, BASE
         if is_of_model and _is_key_of(base, key.removeprefix("model.")):
-            # transformers adds and removes the prefix of the class, whatever it is called.
-            return ForeignAdapter if base.prefix == "model" else PerhapsForeignAdapter, BASE[:1]
+            # transformers takes off the prefix of the class: of GPT-2 it is ``transformer``.
+            return ForeignAdapter if base.prefix == "model" else DroppedAdapter, BASE[:1]
         return UnplacedAdapter if base.is_renamed else StrayAdapter, ()
     has_head = config.get("task_type") in _TASKS_OF_HEADS
     is_sure = key.startswith("model.layers.") and has_head if is_of_model else True
