@@ -261,7 +261,9 @@ def find_checkpoints(path: Openable) -> Iterator[AnyPath]:
             around.pop()
         staging = sorted(here / name for name in folders if is_temporary(name))
         temporary = {one.name for one in staging}
-        folders[:] = sorted(name for name in folders if name != JOURNAL and name not in temporary)
+        folders[:] = sorted(
+            (name for name in folders if name != JOURNAL and name not in temporary), key=_by_number
+        )
         sharded = {
             name
             for name in folders
@@ -295,6 +297,13 @@ def find_checkpoints(path: Openable) -> Iterator[AnyPath]:
         yield top
     elif is_empty and not refused:
         raise UsageError(f"no checkpoint found in or below {path}")
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Return the key that sorts names as people count: ``checkpoint-4`` before ``checkpoint-12``."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)
+    ]
 
 
 def _lacks_part_of_list(folder: AnyPath, subfolders: Iterable[str]) -> bool:
