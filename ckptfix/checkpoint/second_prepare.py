@@ -522,8 +522,8 @@ class Evidence:
         By their keys entries are found at any number, so that a repair of this folder changes no
         answer. An average in a wrapper called ``module`` has the keys of a second ``prepare``, too:
         of several such models the two entries with the same place among them are compared. A
-        checkpoint with fewer or more of them shows no place. Those that differ there may be those
-        that differ here, where a repair took the rest, or another checkpoint shows the two equal.
+        checkpoint with another number of them shows no place. A later one may be that of a
+        corrected script, and then other checkpoints decide; an earlier one asks.
         """
         here = _twins(self.folder, entry)
         place = [twin.path for twin in here].index(entry.path)
@@ -544,6 +544,10 @@ class Evidence:
                     return History(doubt=may_differ)
                 elif apart and not _has_lost_models(root):
                     unclear = f"{may_differ}, which has another number of such models"
+                    if neighbour.is_earlier:
+                        # Next to a hard-updated target the script began an average: checkpoints
+                        # with both show the target equal, and this one shows it apart.
+                        return History(doubt=unclear)
                 is_moved |= (
                     neighbour.is_earlier
                     and bool(originals)

@@ -496,8 +496,12 @@ def states_under_other_keys(file: TorchFile) -> Iterator[tuple[tuple[str, ...], 
                     elif len(promised) == 1 and not before and promised.isdisjoint(kinds):
                         (expected,) = promised
                         problem = _of_another_kind(expected, content, state)
-                        # "optimized_model" promises no optimizer.
-                        is_named = content is not Content.MODEL or _names_state(key.value)
+                        # "optimized_model" promises no optimizer, and a noise scheduler may be a
+                        # module with buffers: only a copy of the model is another state.
+                        is_named = content is not Content.MODEL or (
+                            _names_state(key.value)
+                            and _is_elsewhere(file.tree.root, path[0], state)
+                        )
                         if (
                             visits.first(state)
                             and problem is not None
@@ -521,8 +525,8 @@ def _promised_by(key: str) -> frozenset[Content]:
 
 _IN_KEYS = {"optim": Content.OPTIMIZER, "sched": Content.SCHEDULER, "scaler": Content.GRAD_SCALER}
 _OF_MODELS = ("model", "model_state_dict")
-"""Parts of keys, and keys, under which scripts and libraries save a state. Under ``state_dict`` may
-be any object's.
+"""Keys under which scripts and libraries save a model; above them, parts of keys of other states.
+Under ``state_dict`` may be any object's.
 """
 
 
@@ -546,6 +550,20 @@ def _of_module(node: object) -> Content | None:
     return Content.MODEL if entries and all(is_tensor(value) for _, value in entries) else None
 
 
+def _is_elsewhere(root: object, place: str, state: object) -> bool:
+    """Return whether a key at the root of a file, other than ``place``, leads to a state dict with
+    the same keys.
+    """
+    keys = text_keys(state)
+    return any(
+        type(key) is Text
+        and key.value != place
+        and is_dict_like(value)
+        and text_keys(value) == keys
+        for key, value in pairs(root)
+    )
+
+
 def states_without_content(file: TorchFile) -> Iterator[tuple[str, str]]:
     """Yield each key at the root of a file of a script that is a model's, an optimizer's or a
     scheduler's and has nothing that torch could load, with that in words. A script may have meant
@@ -566,6 +584,8 @@ def states_without_content(file: TorchFile) -> Iterator[tuple[str, str]]:
                 child(item, "params") is not None for item in items_of(value)[:1]
             ):
                 yield key.value, "a list of param groups"
+            elif _names_state(key.value) and _of_module(value) is not None:
+                yield key.value, "the state dict of a module"
 
 
 def _may_be_of_data(root: object) -> bool:

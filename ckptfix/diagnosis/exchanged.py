@@ -25,6 +25,7 @@ from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
 from ckptfix.diagnosis.findings.misplaced import (
     ChangedEntry,
+    DeeperModel,
     LowerPrecision,
     MisplacedEntry,
     RoundedEntry,
@@ -114,13 +115,21 @@ class _Entry(NamedTuple):
         optimizer trains.
 
         It has the shapes and none of the keys; or no key ends as one of the entry, such as
-        ``state.0.exp_avg``; or it has more layers, which no optimizer would leave out alone.
+        ``state.0.exp_avg``.
         """
-        if self.shapes.keys().isdisjoint(entry.shapes):
-            have, expected = ({_last(key) for key in model.shapes} for model in (self, entry))
-            return have.isdisjoint(expected) or (
-                Counter(self.shapes.values()) == Counter(entry.shapes.values())
-            )
+        have, expected = ({_last(key) for key in model.shapes} for model in (self, entry))
+        return self.shapes.keys().isdisjoint(entry.shapes) and (
+            have.isdisjoint(expected)
+            or Counter(self.shapes.values()) == Counter(entry.shapes.values())
+        )
+
+    def is_deeper(self, entry: "_Entry") -> bool:
+        """Return whether a model has all keys of an entry, and more layers, which the same
+        optimizer cannot train: the model of another run. Or the script froze former heads, and
+        began a new one.
+        """
+        if not entry.shapes.items() <= self.shapes.items():
+            return False
         surplus = self.shapes.keys() - entry.shapes.keys()
         layers = {_DIGITS.sub("#", key) for key in entry.shapes}
         return bool(surplus) and all(
@@ -688,6 +697,13 @@ def _misplaced(
             continue
         # No script empties a model and goes on training its parameters.
         is_emptied = role is Role.MODEL and change.has_same_optimizers and not entry.shapes
+        is_deeper = (
+            role is Role.MODEL
+            and change.is_alone(role)
+            and is_newest
+            and len(near) > 1
+            and entry.is_deeper(expected)
+        )
         is_wrong = (
             is_emptied
             or is_decided
@@ -697,7 +713,8 @@ def _misplaced(
             is_wrapped and expected.keys == expected.shapes and _has_wrappers(entry.keys)
         )
         holds, wanted = entry.difference(expected)
-        yield (MisplacedEntry if is_wrong else ChangedEntry)(
+        kind = DeeperModel if is_deeper else ChangedEntry
+        yield (MisplacedEntry if is_wrong else kind)(
             path=entry.path,
             holds=holds,
             expected=f"{wanted}, as in {known_by}",

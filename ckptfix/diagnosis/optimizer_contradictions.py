@@ -5,7 +5,6 @@ A parameter without moments may be frozen. States are judged where the hyperpara
 torch's own optimizers; a subclass may do without them.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite, prod
@@ -79,16 +78,9 @@ def contradictions(one: SavedOptimizer) -> Iterator[OptimizerFinding]:
     # FSDP's rekey_optim_state_dict numbers parameters as the module does: group after group may go
     # down, no group does.
     groups = () if one.is_named or shared or unlisted or not one.values else one.groups
-    # accelerate and the Trainer save what torch numbered, from group to group. A load goes by
-    # position, and gives the parameters of exchanged groups the moments of others.
-    counts_on = not one.key and _SAVED_BY_LIBRARIES.fullmatch(one.path.name) is not None
-    unordered: list[str] = []
-    highest = -1
-    for number, group in enumerate(groups):
-        numbers = [int(name) for name in group]
-        if not _is_ascending(group) or (counts_on and min(numbers, default=highest) < highest):
-            unordered.append(str(number))
-        highest = max(highest, *numbers) if numbers else highest
+    unordered = tuple(
+        str(number) for number, group in enumerate(groups) if not _is_ascending(group)
+    )
     # torch restores what a class of its own keeps under another string, such as "global".
     strangers = tuple(key for key in one.strangers if key.isdecimal() or not one.states)
     # Several optimizers in one dict number their groups from 0 each, and have moments under strings
@@ -108,7 +100,7 @@ def contradictions(one: SavedOptimizer) -> Iterator[OptimizerFinding]:
             shared=shared,
             unlisted=unlisted,
             repeated=repeated,
-            unordered=tuple(unordered),
+            unordered=unordered,
             strangers=strangers,
             is_named=one.is_named,
         )
@@ -147,9 +139,6 @@ def _is_ascending(group: Sequence[str]) -> bool:
     """
     last_first = [int(name) for name in dict.fromkeys(reversed(group))]
     return last_first == sorted(last_first, reverse=True)
-
-
-_SAVED_BY_LIBRARIES = re.compile(r"optimizer(_\d+)?\.bin|optimizer\.pt")
 
 
 _NOT_NEGATIVE = ("eps", "weight_decay")

@@ -170,6 +170,13 @@ def diagnose_optimizers(
                 f"{count_of(len(strange), 'parameter')} of it cannot be of LoRA, such as "
                 "embeddings, which scripts save elsewhere"
             )
+        if not findings and not _counts_on(optimizer):
+            # FSDP's rekey_optim_state_dict leaves such numbers, too.
+            yield (
+                f"whether the param groups of {optimizer.path} are in their places: torch numbers "
+                "parameters from group to group, and these numbers go down; a load goes by "
+                "position, and would give parameters the moments of others"
+            )
         why = weights.why_not_compared(without_reduced(optimizer)) if not findings else ""
         if why and weights.tensors and not damaged:
             yield f"whether {optimizer.path} fits the weights: {why}"
@@ -183,6 +190,17 @@ def diagnose_optimizers(
             f"parameters; the optimizers have {parameters} parameters, and the other models "
             f"{count_of(weights.tensors, 'tensor')}"
         )
+
+
+def _counts_on(saved: SavedOptimizer) -> bool:
+    """Return whether the numbers of parameters go up from group to group."""
+    highest = -1
+    for group in () if saved.is_named or not saved.values else saved.groups:
+        numbers = [int(name) for name in group]
+        if min(numbers, default=highest) < highest:
+            return False
+        highest = max(highest, *numbers) if numbers else highest
+    return True
 
 
 def _of_other_models(

@@ -51,14 +51,15 @@ def compared(
     """Yield the parts that a checkpoint lacks and the checkpoints next to it have.
 
     ``known``: files that were reported already. ``may_be_doubled``: its script may have prepared an
-    object twice, as those of the checkpoints next to it did; of a script that does not, their
-    duplicates are not missing. A folder whose save recorded its files is not
-    compared. Between others, one of the nearest on either side must have the part: a script that
-    gains or loses an object changes all that follow. The newest and the oldest are compared with
-    the two next to them, and both must have it. States of a rank count as missing when both
-    neighbours have them: a run may go on with fewer processes. If only one neighbour exists, as for
-    the newest checkpoint, they are a note. A folder with random states of other ranks than 0 alone
-    lacks all that any checkpoint near it has. Models in sub-folders: ``_lost_from_folders``.
+    object twice; where it did not, the duplicates in earlier checkpoints are not missing here.
+
+    A folder whose save recorded its files is not compared. Between others, one of the nearest on
+    either side must have the part: a script that gains or loses an object changes all that follow.
+    The newest and the oldest are compared with the two next to them, and both must have it. States
+    of a rank count as missing when both neighbours have them: a run may go on with fewer processes.
+    If only one neighbour exists, as for the newest checkpoint, they are a note. A folder with
+    random states of other ranks than 0 alone lacks all that any checkpoint near it has. Models in
+    sub-folders: ``_lost_from_folders``.
     """
     manifest = usable_manifest(folder)
     if manifest is not None and manifest.is_of_a_save:
@@ -124,8 +125,12 @@ def compared(
         if not any(role is Role.MODEL for role, _ in own):
             yield from _lost_lora(names, near)
     missing = lacking()
-    if not may_be_doubled and any(number and role in _DOUBLED for role, number in missing):
-        parts = {save.name: without_duplicates(save, neighbours) for save in near}
+    # A script that prepares an object twice after this save did so in it.
+    later = {part for save in after for part in save.parts}
+    if not may_be_doubled and any(
+        number and role in _DOUBLED and (role, number) not in later for role, number in missing
+    ):
+        parts |= {save.name: without_duplicates(save, neighbours) for save in before}
         missing = lacking()
     examples = {part: name for save in near for part, name in parts[save.name].items()}
     is_first_or_last = (
@@ -149,7 +154,10 @@ def compared(
         files = tuple(examples[part] for part in lost if examples[part] not in known)
         is_of_trainer = PurePosixPath(TRAINER_STATE) in names or any(map(_is_of_trainer, files))
         is_alone = is_of_trainer and PurePosixPath(TRAINER_STATE) not in names
-        if is_alone and kind is IncompleteCheckpoint and lost[0] not in hidden:
+        is_lost = TRAINER_STATE not in known and all(
+            TRAINER_STATE in save.names.every for save in near
+        )
+        if is_alone and is_lost and kind is IncompleteCheckpoint and lost[0] not in hidden:
             # A resume fails without it, whatever else is missing.
             files = (TRAINER_STATE, *files)
         if files:

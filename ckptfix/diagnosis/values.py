@@ -242,7 +242,7 @@ _SQUARES = re.compile(r"(?<![^\W_])(exp_avg_sq|square_avg)(?![^\W_])")
 """In the name of a moment whose root the next step takes: Adam's and RMSprop's, with ``max_`` and
 Adafactor's ``_row`` and ``_col``.
 """
-_STEP = re.compile(r"^step(?= of )|\.step$")
+_STEP = re.compile(r"^step of ")
 _LORA = re.compile(
     r"(^|[._])lora_?(A|B|up|down|embedding_A|embedding_B|magnitude_vector)([._]|$)", re.IGNORECASE
 )

@@ -419,7 +419,7 @@ def unread_weights(case: Case) -> Iterator[str]:
 
 
 def unread_states(case: Case) -> Iterator[str]:
-    """Yield in words the states in files of scripts that no load of torch can use."""
+    """Yield in words the states in files of scripts that torch's own classes cannot load."""
     for path, file in _files_of_scripts(case.folder):
         for key, holds in states_without_content(file):
             yield f"whether {path} lost its {key!r}: it is {holds}"

@@ -563,6 +563,25 @@ def test_a_target_network_next_to_an_average_differs_elsewhere(tmp_path: Path) -
     assert repair(folders[1]).steps == ()
 
 
+def test_a_target_network_that_was_apart_before_the_average_began(tmp_path: Path) -> None:
+    """Two checkpoints with both show the target equal, and the one before them shows it apart: the
+    default repair deleted it.
+    """
+    net, target, average = Net(), Net(7), Net(9)
+    optimizer = adamw(net)
+    folders = []
+    for number in (1, 2, 3):
+        step(optimizer)
+        if number > 1:
+            target.load_state_dict(net.state_dict())
+        models = [net, wrap(target)] + [wrap(average)] * (number > 1)
+        folders.append(save(tmp_path / f"epoch_{number}", models, [optimizer]))
+    code, advice = verdict(folders[2])
+    assert code == "identical-models"
+    assert "as they may differ in epoch_1, which has another number of such models" in advice
+    assert repair(folders[2]).steps == ()
+
+
 def test_a_copy_is_not_exonerated_by_the_duplicate_that_is_gone(tmp_path: Path) -> None:
     """Nothing shows which of two entries with equal keys a repair left there."""
     net, copied, copy = Net(0), Net(1), Net(9)

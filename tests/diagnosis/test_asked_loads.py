@@ -792,6 +792,15 @@ def test_a_pipeline_is_asked_for_its_class_and_components(tmp_path: Path, damage
 
 
 @pytest.mark.slow
+def test_a_library_with_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    """The load ended with OSError: File name too long."""
+    damaged(of_diffusers("UNet2DConditionModel"), "healthy", tmp_path / "unet")
+    index = {"_class_name": "DDPMPipeline", "unet": ["y" * 5000, "Model"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert check(tmp_path, load=True).load[0].status == 1
+
+
+@pytest.mark.slow
 def test_code_of_a_pipeline_is_not_run(tmp_path: Path) -> None:
     damaged(of_diffusers("UNet2DConditionModel"), "healthy", tmp_path / "unet")
     (tmp_path / "unet" / "mine.py").write_text("raise SystemExit('it ran')")

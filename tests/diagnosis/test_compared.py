@@ -182,6 +182,18 @@ def test_a_corrected_script_saves_no_duplicates(
     assert missing([last]) == [[lost.name]]
 
 
+def test_a_lost_duplicate_between_two_others_is_missing(tmp_path: Path) -> None:
+    """The script prepared its model twice after this save, too, and needs the file."""
+    net = Net()
+    optimizer = adamw(net)
+    folders = []
+    for number in range(3):
+        step(optimizer)
+        folders.append(save_states(tmp_path / f"epoch_{number}", [net, wrap(net)], [optimizer]))
+    (folders[1] / "pytorch_model_1.bin").unlink()
+    assert missing([folders[1]]) == [["pytorch_model_1.bin"]]
+
+
 def test_an_average_that_a_script_with_duplicates_lost_is_missing(tmp_path: Path) -> None:
     first, second, _ = with_a_correction(tmp_path, has_average=True, has_optimizers=False)
     (second / "pytorch_model_2.bin").unlink()
@@ -224,7 +236,14 @@ def test_neighbours_are_read_for_duplicates_only_where_something_is_missing(
     assert read == []
     (checkpoints[1] / "optimizer_1.bin").unlink()
     assert missing(checkpoints[1:2]) == [["optimizer_1.bin", "custom_checkpoint_0.pkl"]]
-    assert read == ["checkpoint_0", "checkpoint_2"]
+    assert read == []
+    (checkpoints[2] / "optimizer_2.bin").unlink(missing_ok=True)
+    (checkpoints[2] / "optimizer_1.bin").unlink()
+    (checkpoints[1] / "optimizer_1.bin").write_bytes(
+        (checkpoints[0] / "optimizer_1.bin").read_bytes()
+    )
+    assert missing(checkpoints[2:]) == [["optimizer_1.bin"]]
+    assert sorted(read) == ["checkpoint_0", "checkpoint_1"]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

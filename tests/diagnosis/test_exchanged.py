@@ -284,27 +284,34 @@ def test_the_model_of_another_run_is_told(
     assert "(expected 4 tensors, as in 2 checkpoints next to it)" in told(root)[0][1]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        deeper,
-        lambda state: {
-            f"state.{key[0]}.{name}_of_{key[2:]}": torch.rand_like(state[key])
-            for key in state
-            for name in ("exp_avg", "exp_avg_sq")
-        },
-    ],
-    ids=["a layer more", "moments"],
-)
-def test_the_newest_model_with_other_layers_than_its_optimizer_trains_is_told(
-    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    """A script that adds layers trains them: the optimizer beside these still has the old ones."""
-    newest = saves(tmp_path, Run())[-1]
-    rewrite(newest, change)
-    assert [severity for severity, _ in told(newest)] == ["warning"]
+def moments(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return moments under the keys of an optimizer."""
+    return {
+        f"state.{key[0]}.{name}_of_{key[2:]}": torch.rand_like(state[key])
+        for key in state
+        for name in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def test_the_newest_model_with_keys_of_another_kind_is_passed_over(tmp_path: Path) -> None:
+    """The optimizer next to it still has the parameters of the model of the run."""
+    folders = saves(tmp_path, Run())
+    rewrite(folders[-1], moments)
+    assert [severity for severity, _ in told(folders[-1])] == ["warning"]
     with pytest.warns(UserWarning, match="passed over"):
-        assert latest_checkpoint(tmp_path) != newest
+        assert latest_checkpoint(tmp_path) == folders[-2]
+
+
+def test_the_newest_model_with_more_layers_than_its_optimizer_trains_is_told(
+    tmp_path: Path,
+) -> None:
+    """It is of another run. Or the script froze its first head and trains another one with the same
+    shapes: then a resume from it is right.
+    """
+    folders = saves(tmp_path, Run())
+    rewrite(folders[-1], deeper)
+    assert [severity for severity, _ in told(folders[-1])] == ["warning"]
+    assert latest_checkpoint(tmp_path) == folders[-1]
 
 
 @pytest.mark.parametrize("change", [grown, adapted])

@@ -137,6 +137,19 @@ def test_weights_under_the_key_of_another_state_are_told(key: str, tmp_path: Pat
     assert sentence.startswith(f"last.pt: {key}: it holds a model")
 
 
+@pytest.mark.parametrize("key", ["optimizer", "scheduler"])
+def test_a_module_of_its_own_under_such_a_key_is_named(key: str, tmp_path: Path) -> None:
+    """A diffusion schedule may be a module with buffers, and an optimizer may be learned."""
+    model, optimizer, scheduler = states("StepLR")
+    schedule = torch.nn.Module()
+    schedule.register_buffer("betas", torch.linspace(0, 1, 9))
+    bundle = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    path = tmp_path / "last.pt"
+    assert told(path, {**bundle, key: schedule.state_dict()}) == []
+    words = f"whether last.pt lost its '{key}': it is the state dict of a module"
+    assert words in check(path).not_checked
+
+
 @pytest.mark.parametrize("key", ["optimized_model", "optimizer_ema", "scheduled", "net"])
 def test_weights_under_another_key_may_be_meant(key: str, tmp_path: Path) -> None:
     model, optimizer, scheduler = states("StepLR")

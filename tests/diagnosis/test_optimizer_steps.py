@@ -526,10 +526,9 @@ def test_a_parameter_twice_in_a_group_is_numbered_by_its_last_position(
     assert found(save(tmp_path / "checkpoint", [model], [optimizer])) == []
 
 
-def test_fsdp_numbers_parameters_as_the_module_does(checkpoint: Path, tmp_path: Path) -> None:
+def test_fsdp_numbers_parameters_as_the_module_does(checkpoint: Path) -> None:
     """``FullyShardedDataParallel.rekey_optim_state_dict`` by number leaves ``[[2], [0, 1, 3]]``,
-    and torch loads it. A script may save that; accelerate saves what torch numbered, so that groups
-    of ``optimizer.bin`` that do not count on have changed places.
+    and torch loads it. Groups that changed places look the same.
     """
 
     def rekey(state: dict[str, Any]) -> None:
@@ -537,18 +536,14 @@ def test_fsdp_numbers_parameters_as_the_module_does(checkpoint: Path, tmp_path: 
         for group in state["param_groups"]:
             group["params"] = [(number + 2) % 6 for number in group["params"]]
 
+    words = "whether the param groups of optimizer.bin are in their places"
+    assert not any(line.startswith(words) for line in check(checkpoint).not_checked)
     rewrite(checkpoint / "optimizer.bin", rekey)
     state = torch.load(checkpoint / "optimizer.bin")
     assert [group["params"] for group in state["param_groups"]] == [[2, 3, 4, 5], [0, 1]]
     assert not fails(MAKERS["adamw"], state)
-    assert found(checkpoint) == [
-        "inconsistent-groups: optimizer.bin: param group 1 lists parameters out of order (expected "
-        "ascending numbers)"
-    ]
-    script = tmp_path / "script"
-    script.mkdir()
-    torch.save({"optimizer": state}, script / "last.pt")
-    assert found(script) == []
+    assert found(checkpoint) == []
+    assert any(line.startswith(words) for line in check(checkpoint).not_checked)
 
 
 def test_groups_that_list_no_parameter(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix import Severity, check, seal, verify
-from ckptfix.diagnosis.values import judge_values
+from ckptfix.diagnosis.values import judge_moment, judge_values
 from ckptfix.storage.files import AnyPath, on_disk
 from ckptfix.storage.reading import Piece
-from ckptfix.tensors.hashing import TensorJob, first_place, hash_all
+from ckptfix.tensors.hashing import Hashed, TensorJob, first_place, hash_all
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
+from ckptfix.tensors.scanning import Scan
 from ckptfix.tensors.stored import Contiguous, StoredTensor, Strided, Tile, Tiled
 from tests.repairs.refused import nobody_may_read
 from tests.verification.sealed import place
@@ -562,6 +563,17 @@ def test_a_step_below_zero_is_told(tmp_path: Path) -> None:
     report = verify(folder, data=True)
     assert "(F32 []) is below 0: the next step of Adam divides by 0" in str(report)
     assert report.status == 1
+
+
+def test_a_parameter_called_step_has_moments_below_zero(tmp_path: Path) -> None:
+    shutil.copytree("fixtures/accelerate-1.15.0/clean-safetensors/checkpoint", tmp_path / "c")
+    (state,) = open_optimizers(tmp_path / "c")
+    moment = next(iter(state.states.values()))["exp_avg"]
+    assert isinstance(moment, StoredTensor)
+    hashed = Hashed("", scan=Scan(is_negative=True))
+    for fqn, codes in (("exp_avg of q.step", []), ("step of q", ["nonfinite"])):
+        tensor = moment._replace(fqn=fqn)
+        assert [one.code for one in judge_moment("", tensor, hashed)] == codes
 
 
 def test_an_optimizer_that_cannot_be_opened_is_said_not_to_be_read(tmp_path: Path) -> None:

@@ -91,6 +91,17 @@ class ChangedEntry(MisplacedEntry, frozen=True):
     severity = Severity.NOTE
 
 
+class DeeperModel(MisplacedEntry, frozen=True):
+    """A model with more layers than those in checkpoints next to it, of which the optimizer is not
+    told: of another run, or of a script that froze what it had. The load may succeed.
+    """
+
+    @property
+    def resume(self) -> Resume:
+        """It succeeds in the script that saved it."""
+        return Resume.SUCCEEDS
+
+
 class RenamedState(MisplacedEntry, frozen=True):
     """A state that was saved under the name of another file of its kind, which is still there."""
 

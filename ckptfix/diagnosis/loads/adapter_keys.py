@@ -182,6 +182,9 @@ def _lost_prefix(key: str, config: Config) -> tuple[type[ForeignAdapter], tuple[
         if is_of_model and _is_key_of(base, key.removeprefix("model.")):
             # transformers takes off the prefix of the class: of GPT-2 it is ``transformer``.
             return ForeignAdapter if base.prefix == "model" else DroppedAdapter, BASE[:1]
+        if base.prefix and _is_key_of(base, f"{base.prefix}.{key}"):
+            # load_adapter of transformers adds the prefix of the class, too.
+            return ForeignAdapter, (*BASE, base.prefix)
         return UnplacedAdapter if base.is_renamed else StrayAdapter, ()
     has_head = config.get("task_type") in _TASKS_OF_HEADS
     is_sure = key.startswith("model.layers.") and has_head if is_of_model else True

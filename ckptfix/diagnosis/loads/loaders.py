@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,16 +164,16 @@ class Loaders:
             return
         answer = LoadOutcome(path=PIPELINE, library="diffusers")
         index = read_config(folder.root, PIPELINE)
-        code = [
-            f"{name}/{value[0]}.py"
-            for name, value in index.items()
-            if isinstance(value, list) and value and isinstance(value[0], str)
-            if (folder.root / name / f"{value[0]}.py").exists()
-        ]
+        code = ""
+        for name, value in index.items():
+            source = value[0] if isinstance(value, list) and value else None
+            with suppress(OSError, ValueError):  # no file has such a name
+                if isinstance(source, str) and (folder.root / name / f"{source}.py").exists():
+                    code = f"{name}/{source}.py"
         if not index or broken_config(folder.root / PIPELINE):
             yield answer._replace(refused="it cannot be read")
         elif code:
-            yield answer._replace(unchecked=f"{code[0]} is code, which is never run")
+            yield answer._replace(unchecked=f"{code} is code, which is never run")
         else:
             yield self._answer(Asked("diffusers", PIPELINE, {PIPELINE: index}, {}), answer)
 
