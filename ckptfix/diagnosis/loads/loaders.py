@@ -164,16 +164,16 @@ class Loaders:
             return
         answer = LoadOutcome(path=PIPELINE, library="diffusers")
         index = read_config(folder.root, PIPELINE)
-        code = ""
+        script = ""
         for name, value in index.items():
             source = value[0] if isinstance(value, list) and value else None
             with suppress(OSError, ValueError):  # no file has such a name
                 if isinstance(source, str) and (folder.root / name / f"{source}.py").exists():
-                    code = f"{name}/{source}.py"
+                    script = f"{name}/{source}.py"
         if not index or broken_config(folder.root / PIPELINE):
             yield answer._replace(refused="it cannot be read")
-        elif code:
-            yield answer._replace(unchecked=f"{code} is code, which is never run")
+        elif script:
+            yield answer._replace(unchecked=f"{script} is code, which is never run")
         else:
             yield self._answer(Asked("diffusers", PIPELINE, {PIPELINE: index}, {}), answer)
 
