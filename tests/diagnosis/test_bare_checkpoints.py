@@ -637,8 +637,8 @@ def test_the_command_for_each_checkpoint_of_a_run_is_named(
         assert status == 2
         after = "".join(f" {word}" for word in arguments)
         assert err.rstrip().endswith(
-            f"name one of them; next: ckptfix {verb} {place}/checkpoint-10{after}; "
-            f"ckptfix {verb} {place}/checkpoint-5{after}"
+            f"name one of them; next: ckptfix {verb} {place}/checkpoint-5{after}; "
+            f"ckptfix {verb} {place}/checkpoint-10{after}"
         )
         assert not (tmp_path / "new").exists()
     for number in (20, 25, 30):
@@ -646,7 +646,7 @@ def test_the_command_for_each_checkpoint_of_a_run_is_named(
     assert (
         said(verb, tmp_path / "run", *([tmp_path / "new"] if arguments else []))[2]
         .rstrip()
-        .endswith(f"/checkpoint-25{after}; and the same for 2 more checkpoints")
+        .endswith(f"/checkpoint-20{after}; and the same for 2 more checkpoints")
     )
 
 
