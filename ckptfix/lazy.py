@@ -1,11 +1,44 @@
-"""Public names of a package, each imported when it is first used: importing the package itself
-costs nothing.
+"""Values that are made when they are first used: public names of a package, whose import then costs
+nothing, and properties of an instance.
 """
 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
+
+_Of = TypeVar("_Of")
+_Value = TypeVar("_Value")
+
+
+class once(Generic[_Of, _Value]):
+    """Property that is computed when it is first asked for, and kept in its instance.
+
+    Before Python 3.12 ``functools.cached_property`` holds one lock for all instances while it
+    computes. Threads that read a store in turn waited for each other in ``check -r URL``, for ever.
+    Two threads that ask one instance at once may compute the same value twice here.
+    """
+
+    def __init__(self, function: Callable[[_Of], _Value]) -> None:
+        """Take the function that computes the value from the instance."""
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type[_Of], name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type[_Of]) -> "once[_Of, _Value]": ...
+
+    @overload
+    def __get__(self, instance: _Of, owner: type[_Of]) -> _Value: ...
+
+    def __get__(self, instance: _Of | None, owner: type[_Of]) -> "once[_Of, _Value] | _Value":
+        if instance is None:
+            return self
+        value = self._function(instance)
+        instance.__dict__[self._name] = value
+        return value
 
 
 def lazily(

@@ -10,7 +10,6 @@ equal in all of them, a copy is not.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import PurePosixPath
 from struct import unpack
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_partial import read_partial
 from ckptfix.formats.torch_pickle import is_optimizer, state_dicts
 from ckptfix.formats.torch_tensors import PickledTensor, is_tensor, read_tensor, storages
+from ckptfix.lazy import once
 from ckptfix.storage.files import AnyPath, FileReader
 from ckptfix.storage.reading import open_reader
 
@@ -498,7 +498,7 @@ class Evidence:
         except (FormatError, OSError):
             return False
 
-    @cached_property
+    @once
     def _are_rates_shown(self) -> bool:
         """True where schedulers are saved, and none of them can have held the learning rate at 0
         until now.
@@ -652,12 +652,12 @@ class Evidence:
             self._known[model.path] = _parameters_of(model)
         return self._known[model.path]
 
-    @cached_property
+    @once
     def _entries(self) -> int:
         roles = (Role.MODEL, Role.OPTIMIZER)
         return sum(len(entries) for role in roles for entries in self.folder.entries(role))
 
-    @cached_property
+    @once
     def optimizers(self) -> dict[PurePosixPath, OptimizerFacts]:
         """The optimizers whose state can be read, in order."""
         found: dict[PurePosixPath, OptimizerFacts] = {}

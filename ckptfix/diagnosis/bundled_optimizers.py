@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from itertools import islice
 from math import prod
 from pathlib import PurePosixPath
@@ -42,6 +41,7 @@ from ckptfix.formats.torch_pickle import (
     optimizers,
 )
 from ckptfix.formats.torch_tensors import is_tensor, read_tensor, storages
+from ckptfix.lazy import once
 from ckptfix.tensors.parameter_names import SHAPED
 from ckptfix.wording import list_names
 
@@ -186,7 +186,7 @@ class _Contents:
         self.file = file
         self.optimizers = list(islice(optimizers(file.tree.root), MAX_LIST + 1))
 
-    @cached_property
+    @once
     def models(self) -> list[PickledStateDict]:
         """The state dicts that look like a module's."""
         paths = {
@@ -194,7 +194,7 @@ class _Contents:
         }
         return [model for model in self.file.state_dicts if model.path in paths and model.tensors]
 
-    @cached_property
+    @once
     def counts(self) -> Counter[Shape] | None:
         """Count the shapes of all tensors and arrays. None where one is of an unknown kind.
 
@@ -205,11 +205,11 @@ class _Contents:
         except FormatError:
             return None
 
-    @cached_property
+    @once
     def _places(self) -> tuple[NameList, ...]:
         return name_lists(self.file.tree)
 
-    @cached_property
+    @once
     def forms(self) -> list[frozenset[tuple[str, Shape]]]:
         """The keys and shapes of each model, which its average and the file of another epoch have,
         too.
@@ -219,12 +219,12 @@ class _Contents:
             for model in self.models
         ]
 
-    @cached_property
+    @once
     def hashes(self) -> frozenset[int]:
         """The hashes of the forms. Each epoch is compared with every other one."""
         return frozenset(map(hash, self.forms))
 
-    @cached_property
+    @once
     def shapes_by_key(self) -> dict[str, set[Shape]]:
         """The shapes of each key in the models, without wrappers."""
         shapes: dict[str, set[Shape]] = {}
@@ -233,7 +233,7 @@ class _Contents:
                 shapes.setdefault(bare(tensor.fqn), set()).add(tensor.shape)
         return shapes
 
-    @cached_property
+    @once
     def matrices(self) -> Counter[Shape]:
         """Count the shapes of matrices in the models. Buffers of indices are left out."""
         return Counter(
@@ -243,7 +243,7 @@ class _Contents:
             if _is_matrix(tensor.shape) and not tensor.dtype.startswith(("I", "U", "BOOL"))
         )
 
-    @cached_property
+    @once
     def is_whole(self) -> bool:
         """Return whether the models surely have all keys of their modules.
 

@@ -1,7 +1,6 @@
 """A case: what every rule of a diagnosis is given, and what the rules before it told."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cached_property
 from pathlib import PurePosixPath
 from typing import NamedTuple, TypeAlias
 
@@ -42,6 +41,7 @@ from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, MissingRank
 from ckptfix.diagnosis.findings.misplaced import UnknownState, WrongState
 from ckptfix.diagnosis.findings.sharded import IndexMismatch, MissingShard
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
+from ckptfix.lazy import once
 from ckptfix.storage.comparing import Digests
 from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.parallel import Progress
@@ -175,12 +175,12 @@ class Case:
         """True where a file is judged alone, without those next to it."""
         return self.folder.only is not None
 
-    @cached_property
+    @once
     def sharded(self) -> tuple[DcpFolder, ...]:
         """The DCP folders."""
         return scan_dcp_folders(self.folder)
 
-    @cached_property
+    @once
     def deepspeed(self) -> tuple[DeepSpeedState, ...]:
         """The checkpoints of DeepSpeed, each with its findings."""
         return diagnose_deepspeed(
@@ -191,45 +191,45 @@ class Case:
             executor=self.executor,
         )
 
-    @cached_property
+    @once
     def evidence(self) -> Evidence:
         """Evidence of the objects that the script prepared: the folder without the files of
         DeepSpeed, its manifest, and the checkpoints next to it.
         """
         return Evidence(without_deepspeed(self.folder), self.manifest, self.neighbours)
 
-    @cached_property
+    @once
     def manifest(self) -> Manifest | None:
         """The manifest of the save, None without one that can be used."""
         return usable_manifest(self.folder.root)
 
-    @cached_property
+    @once
     def groups(self) -> tuple[ModelFiles, ...]:
         """The files of each model, without those of DeepSpeed."""
         return group_files(self.evidence.folder)
 
-    @cached_property
+    @once
     def existing(self) -> frozenset[PurePosixPath]:
         """Every file of the folder, of whatever kind."""
         return frozenset((*self.folder.strays, *(one.path for one in self.folder.components)))
 
-    @cached_property
+    @once
     def optimizers(self) -> tuple[SavedOptimizer, ...]:
         """The optimizers in files and DCP folders of their own."""
         return tuple(saved_optimizers(self.folder, self.sharded))
 
-    @cached_property
+    @once
     def bundles(self) -> tuple[Bundle, ...]:
         """The files of scripts that hold optimizers next to other things."""
         return tuple(bundles_of(self.folder, self.unreliable))
 
-    @cached_property
+    @once
     def every_optimizer(self) -> tuple[SavedOptimizer, ...]:
         """All optimizers, also those in files of scripts."""
         bundled = (saved for bundle in self.bundles for saved in bundle.optimizers)
         return (*self.optimizers, *bundled)
 
-    @cached_property
+    @once
     def trainer(self) -> TrainerProgress:
         """The record of ``trainer_state.json``, where it is one of this folder."""
         if self.is_file or PurePosixPath(TRAINER_STATE) not in self.folder.strays:

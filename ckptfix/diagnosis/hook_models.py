@@ -9,7 +9,6 @@ this one which keys a model has: they follow from its config.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import PurePosixPath
 
 from msgspec.structs import replace
@@ -34,6 +33,7 @@ from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
 from ckptfix.diagnosis.siblings import without_average
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.tensor import TensorInfo
+from ckptfix.lazy import once
 from ckptfix.storage.files import AnyPath, store_of
 from ckptfix.tensors.parameter_names import SHAPED
 from ckptfix.wording import count_of
@@ -53,14 +53,14 @@ class HookModel:
         self.folder = folder
         self.findings = findings
 
-    @cached_property
+    @once
     def keys(self) -> dict[str, Shape]:
         """The keys of its weights with their shapes, none where a file of a library cannot be
         read.
         """
         return {tensor.fqn: tensor.shape for tensor in self._tensors}
 
-    @cached_property
+    @once
     def dtypes(self) -> dict[str, str]:
         """The same keys with their dtypes."""
         return {tensor.fqn: tensor.dtype for tensor in self._tensors}
@@ -81,7 +81,7 @@ class HookModel:
         """The first file of its weights."""
         return self.path / next(filter(_is_of_library, self.folder.components)).path
 
-    @cached_property
+    @once
     def config(self) -> ConfigOfModel | None:
         """Its config as far as keys follow from it."""
         return config_of_model(self.folder.root)

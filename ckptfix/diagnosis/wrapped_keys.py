@@ -1,7 +1,6 @@
 """Wrappers in keys: single, nested or inner ones, and the keys that a correct script would have."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ from ckptfix.diagnosis.findings.duplicates import (
     WrapperPrefix,
 )
 from ckptfix.diagnosis.findings.incomplete import FlatParameters
+from ckptfix.lazy import once
 
 STATE_DICT = "state dict"
 """The kind of a place with the keys of tensors."""
@@ -264,7 +264,7 @@ class _Verdicts:
             )
         return self._unwrapped[key]
 
-    @cached_property
+    @once
     def _by_names(self) -> dict[frozenset[str], list[tuple[ModelFiles, NameScope]]]:
         by_names: dict[frozenset[str], list[tuple[ModelFiles, NameScope]]] = {}
         for group, scope in self._places:
