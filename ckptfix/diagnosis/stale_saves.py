@@ -47,7 +47,6 @@ from ckptfix.diagnosis.findings.stale import (
     DoubtfulSave,
     DoubtfulShard,
     LaterState,
-    OldOptimizer,
     OldShard,
     StaleSave,
 )
@@ -292,10 +291,6 @@ def _judged(
         )
         if same_weights and (same_optimizers or has_no_optimizer) and are_equal_counters:
             yield CopiedSave(path=path, save=before.name, state=state, sampled=is_sampled)
-        # optimizer.bin and scheduler.bin of the epoch before were called clean.
-        is_older = known and are_equal_counters and weights and not same_weights
-        if same_optimizers and is_older and any(_moved_shapes(folder, sharded)):
-            yield OldOptimizer(path=path, save=before.name, state=state, sampled=is_sampled)
     if not moved:
         return
     steps = now.counters[moved] - then.counters[moved]

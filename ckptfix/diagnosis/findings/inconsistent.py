@@ -740,7 +740,7 @@ class DeadScaler(Finding, frozen=True, kw_only=True):
         return (
             "the load takes it without an error: copy the file from an older checkpoint, or write "
             'a new one: torch.save(torch.amp.GradScaler("cpu").state_dict(), "scaler.pt"). If '
-            "gradients were NaN or infinite, look for such weights: ckptfix verify DIR --data"
+            "gradients were NaN or infinite, the weights may be, too"
         )
 
 

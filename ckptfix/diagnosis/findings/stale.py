@@ -147,30 +147,6 @@ class CopiedSave(StaleSave, frozen=True):
         return "nothing was trained between the two: one of them is enough"
 
 
-class OldOptimizer(StaleSave, frozen=True):
-    """An optimizer of an earlier save, with its steps and its schedule, next to other weights.
-
-    An average that a script put in the place of the weights looks the same.
-    """
-
-    severity = Severity.NOTE
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path}: optimizer state of {self.save}, no step later, next to other weights"
-            f"{self._compared}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to copy one save again."""
-        return (
-            "a resume would give these weights the moments of an earlier step: copy all files of "
-            f"one save again, or resume from {self.save}. If the script changed the weights "
-            "without a step, as by an average in their place, ignore this"
-        )
-
-
 class UnmarkedSave(InterruptedSave, frozen=True, kw_only=True):
     """A save without the file that its library writes last. ``known_by``: a checkpoint of the run
     that has it.
