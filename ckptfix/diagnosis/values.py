@@ -242,7 +242,6 @@ _SQUARES = re.compile(r"(?<![^\W_])(exp_avg_sq|square_avg)(?![^\W_])")
 """In the name of a moment whose root the next step takes: Adam's and RMSprop's, with ``max_`` and
 Adafactor's ``_row`` and ``_col``.
 """
-_STEP = re.compile(r"^step of ")
 _LORA = re.compile(
     r"(^|[._])lora_?(A|B|up|down|embedding_A|embedding_B|magnitude_vector)([._]|$)", re.IGNORECASE
 )
@@ -386,7 +385,7 @@ def judge_moment(label: str, tensor: StoredTensor, hashed: Hashed) -> Iterator[V
             "holds numbers below 0, though it is a mean of squares: its root, and the weight after "
             "the next step, are NaN"
         )
-    if not problem and scan.is_negative and _STEP.search(tensor.fqn):
+    if not problem and scan.is_negative and tensor.fqn.startswith("step of "):
         problem = "is below 0: the next step of Adam divides by 0, or takes a root of it"
     if problem:
         words = f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) {problem}"

@@ -623,7 +623,8 @@ def _ranks(
         expected = (patterns or {}).get(pattern_of(module), rank)
         if type(expected) is int and parameter.shape[dimension] != expected:
             wrong.setdefault(module, (parameter.shape[dimension], expected))
-    for module, (has, expected) in list(wrong.items())[:1]:
+    if wrong:
+        module, (has, expected) = next(iter(wrong.items()))
         yield MismatchedAdapter(
             path=load.path,
             modules=len(wrong),
