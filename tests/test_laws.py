@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckptfix import Keys, Policy, check, repair, undo
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.keys import WRAPPERS
+from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import RolledBackError
 from ckptfix.repairs.receipt import RepairReceipt
 from tests.repairs.builders import RANDOM_STATES, write_safetensors

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckptfix import Keys, Policy, check, repair, undo
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.sharded import IndexMismatch
 from ckptfix.errors import RolledBackError
 from tests.repairs.builders import RANDOM_STATES, snapshot, write_safetensors

@@ -13,15 +13,11 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import (
-    NOT_STATES,
-    TRAINER_STATE,
-    names_weights,
-    parse_dcp_name,
-    parse_file_name,
-    split_number,
-)
+from ckptfix.checkpoint.filenames import TRAINER_STATE, names_weights, parse_file_name
+from ckptfix.checkpoint.folder_names import split_number
 from ckptfix.checkpoint.neighbours import Neighbours
+from ckptfix.checkpoint.rank_names import parse_dcp_name
+from ckptfix.checkpoint.roles import NOT_STATES
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.files import AnyPath, folders_in, is_file, is_of_listing, names_in
 from ckptfix.storage.reading import read_start

@@ -15,15 +15,9 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from ckptfix.checkpoint.filenames import (
-    DcpPart,
-    FolderName,
-    Role,
-    parse_dcp_name,
-    parse_file_name,
-    parse_folder_name,
-)
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, NameScope, Problem, ProblemKind
+from ckptfix.checkpoint.folder_names import FolderName, parse_folder_name
 from ckptfix.checkpoint.keys import (
     KeyMap,
     common_wrappers,
@@ -31,6 +25,8 @@ from ckptfix.checkpoint.keys import (
     leading_wrappers,
     without_private_wrappers,
 )
+from ckptfix.checkpoint.rank_names import DcpPart, parse_dcp_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import (
     BeyondLimits,
     FormatError,

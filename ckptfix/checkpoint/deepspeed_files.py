@@ -13,13 +13,9 @@ from pathlib import PurePosixPath
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import (
-    DeepSpeedName,
-    DeepSpeedPart,
-    parse_deepspeed_folder_name,
-    parse_deepspeed_name,
-)
 from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder_names import parse_deepspeed_folder_name
+from ckptfix.checkpoint.rank_names import DeepSpeedName, DeepSpeedPart, parse_deepspeed_name
 from ckptfix.errors import OperationError
 from ckptfix.storage.files import AnyPath, names_in, relative, walk
 from ckptfix.storage.reading import read_start

@@ -16,15 +16,10 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import (
-    FORMATS_OF_MODELS,
-    OF_ONE_RANK,
-    FileName,
-    Role,
-    describe_folder_name,
-    parse_file_name,
-)
+from ckptfix.checkpoint.filenames import FORMATS_OF_MODELS, FileName, parse_file_name
+from ckptfix.checkpoint.folder_names import describe_folder_name
 from ckptfix.checkpoint.keys import common_wrappers
+from ckptfix.checkpoint.roles import OF_ONE_RANK, Role
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import (

@@ -20,24 +20,23 @@ from typing import NamedTuple
 from ckptfix.checkpoint.filenames import (
     MARK_OF_COPY,
     MODEL_STEMS,
-    NOT_STATES,
     STEMS_OF_LIBRARIES,
     TRAINER_STATE,
     WEIGHT_KINDS,
     FileName,
-    Role,
     Stems,
     copied_state,
     is_copy_of,
     nearly_state,
-    parse_deepspeed_folder_name,
     parse_file_name,
-    parse_folder_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
+from ckptfix.checkpoint.folder_names import parse_deepspeed_folder_name, parse_folder_name
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of_names, may_hold_weights
 from ckptfix.checkpoint.neighbours import Neighbours
-from ckptfix.checkpoint.state_contents import Content, content_of, may_be_state
+from ckptfix.checkpoint.roles import NOT_STATES, Role
+from ckptfix.checkpoint.state_contents import content_of, may_be_state
+from ckptfix.checkpoint.state_kinds import Content
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.files import AnyPath, is_dir

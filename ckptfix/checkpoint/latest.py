@@ -13,25 +13,22 @@ from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import is_empty
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
-from ckptfix.checkpoint.entries import group_files
 from ckptfix.checkpoint.filenames import (
-    ACCELERATE,
-    FAMILIES,
-    NOT_STATES,
-    TRAINER,
     TRAINER_STATE,
     FileName,
-    Role,
-    checkpoint_number,
-    describe_folder_name,
-    family_of,
-    is_of_macos,
-    parse_dcp_name,
     parse_file_name,
-    parse_folder_name,
     random_states_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, ProblemKind, scan_folder
+from ckptfix.checkpoint.folder_names import (
+    ACCELERATE,
+    FAMILIES,
+    TRAINER,
+    checkpoint_number,
+    describe_folder_name,
+    family_of,
+    parse_folder_name,
+)
 from ckptfix.checkpoint.manifest import (
     NotAsSaved,
     not_as_saved,
@@ -40,13 +37,13 @@ from ckptfix.checkpoint.manifest import (
     unexplained,
 )
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, lost_models, may_hold_weights
+from ckptfix.checkpoint.model_files import group_files
 from ckptfix.checkpoint.placeholders import files_with_placeholders
-from ckptfix.checkpoint.state_contents import (
-    is_weights_file,
-    state_problem,
-    weights_without_tensors,
-)
+from ckptfix.checkpoint.rank_names import parse_dcp_name
+from ckptfix.checkpoint.roles import NOT_STATES, Role, is_of_macos
+from ckptfix.checkpoint.state_contents import state_problem
 from ckptfix.checkpoint.trainer_folders import trainer_problem
+from ckptfix.checkpoint.weights_contents import is_weights_file, weights_without_tensors
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex

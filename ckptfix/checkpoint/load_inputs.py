@@ -11,18 +11,12 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below
-from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import (
-    LORA,
-    NOT_STATES,
-    STEMS_OF_LIBRARIES,
-    TRAINER_STATE,
-    Role,
-    parse_file_name,
-)
+from ckptfix.checkpoint.filenames import LORA, STEMS_OF_LIBRARIES, TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.loading_order import SAFE, kind_of, loaders_of
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, read_config
+from ckptfix.checkpoint.model_files import ModelFiles
+from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.files import AnyPath

@@ -9,8 +9,9 @@ fails, because it looks for an index first.
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE, FileName, ModelName, Role, parse_file_name
+from ckptfix.checkpoint.filenames import TRAINER_STATE, FileName, ModelName, parse_file_name
 from ckptfix.checkpoint.keys import is_computed
+from ckptfix.checkpoint.roles import Role
 
 SAFE, SAFE_INDEX, BIN, BIN_INDEX = ".safetensors", ".safetensors.index", ".bin", ".bin.index"
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from msgspec import Struct, convert, field
 from msgspec.structs import asdict
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import FormatError, JournalError
 from ckptfix.storage.files import AnyPath, names_in, stat_of
 from ckptfix.storage.journal import State, TransactionInfo, transactions

@@ -13,15 +13,10 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.filenames import (
-    NOT_STATES,
-    TRAINER_STATE,
-    is_of_macos,
-    is_one_of_several,
-    parse_dcp_name,
-    parse_file_name,
-    weights_names,
-)
+from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name, weights_names
+from ckptfix.checkpoint.folder_names import is_one_of_several
+from ckptfix.checkpoint.rank_names import parse_dcp_name
+from ckptfix.checkpoint.roles import NOT_STATES, is_of_macos
 from ckptfix.storage.files import AnyPath, names_in, walk
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import read_start

@@ -17,19 +17,18 @@ from typing import NamedTuple, TypeVar, cast
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import (
-    FileName,
-    Role,
+from ckptfix.checkpoint.filenames import FileName, parse_file_name
+from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
+from ckptfix.checkpoint.folder_names import (
     counts_saves,
     describe_folder_name,
     family_of,
     is_one_of_several,
-    parse_file_name,
     parse_folder_name,
     split_number,
 )
-from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
+from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.files import AnyPath, Openable, StorePath, absolute, folders_next_to, names_in
 from ckptfix.storage.opened import opened_part

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
-from ckptfix.checkpoint.filenames import NOT_STATES, Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.load_inputs import SAMPLE, SAMPLED
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights
+from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.checkpoint.second_prepare import LEAST_RATE
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import DTYPE_BITS

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_wrapped_again
 from ckptfix.checkpoint.manifest import (
@@ -28,6 +27,7 @@ from ckptfix.checkpoint.manifest import (
 )
 from ckptfix.checkpoint.neighbours import Neighbours, parts_of
 from ckptfix.checkpoint.pairing import Pairing, differing_tensors, first_unequal, pair_up
+from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs

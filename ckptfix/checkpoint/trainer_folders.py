@@ -11,18 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import (
-    TRAINER,
-    TRAINER_STATE,
-    Role,
-    checkpoint_number,
-    parse_file_name,
-    parse_folder_name,
-    weights_names,
-)
+from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name, weights_names
+from ckptfix.checkpoint.folder_names import TRAINER, checkpoint_number, parse_folder_name
 from ckptfix.checkpoint.hidden_files import hidden_from_trainer
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, broken_config
+from ckptfix.checkpoint.roles import Role
 from ckptfix.storage.files import AnyPath, absolute, names_in
 from ckptfix.storage.paths import JOURNAL, leads_nowhere, unreadable
 from ckptfix.storage.reading import read_start

@@ -7,7 +7,8 @@ from pathlib import PurePath
 
 import click
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.cli.report import Report
 from ckptfix.cli.several_paths import (
     check_verbosely,

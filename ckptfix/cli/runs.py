@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.completion_markers import run_of, tracker_problem
-from ckptfix.checkpoint.filenames import family_of
+from ckptfix.checkpoint.folder_names import family_of
 from ckptfix.checkpoint.latest import (
     Candidate,
     judge,

@@ -10,13 +10,9 @@ from typing import ClassVar, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import (
-    FileName,
-    Role,
-    is_file_of_parts,
-    parse_file_name,
-    parse_folder_name,
-)
+from ckptfix.checkpoint.filenames import FileName, is_file_of_parts, parse_file_name
+from ckptfix.checkpoint.folder_names import parse_folder_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.conversion.destination import (
     check_paths,
     ensure_apart,

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.conversion.migration_plan import PlannedExtra, source_of
 from ckptfix.conversion.target_names import LeftOut, OtherFiles, StateNames
 from ckptfix.errors import FormatError, OperationError

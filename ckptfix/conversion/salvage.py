@@ -13,10 +13,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
-from ckptfix.checkpoint.entries import ModelFiles, group_files
 from ckptfix.checkpoint.filenames import model_file
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import REPORT
+from ckptfix.checkpoint.model_files import ModelFiles, group_files
 from ckptfix.conversion.proving import prove_copy, prove_model
 from ckptfix.conversion.salvage_models import JudgedFolder, Models, absent, judge
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, SalvagePlan, Sealed
@@ -28,11 +28,7 @@ from ckptfix.diagnosis.file_damage import diagnose_deepspeed
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.damaged import MalformedFile
 from ckptfix.diagnosis.findings.duplicates import EntryGap
-from ckptfix.diagnosis.findings.incomplete import (
-    IncompleteCheckpoint,
-    LostTag,
-    MissingRank,
-)
+from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, LostTag, MissingRank
 from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from ckptfix.diagnosis.output import check_output
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target

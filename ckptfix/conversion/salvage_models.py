@@ -10,11 +10,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import belongs
-from ckptfix.checkpoint.entries import ModelFiles, group_files, model_position
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.entries import model_position
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import REPORT
+from ckptfix.checkpoint.model_files import ModelFiles, group_files
 from ckptfix.checkpoint.rank_parts import parts_problem
+from ckptfix.checkpoint.roles import Role
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, Sealed, TensorLocation, stems_of
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import dcp_problems

@@ -12,16 +12,13 @@ from typing import NamedTuple
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import (
-    Role,
-    index_name,
-    model_file,
-    parse_file_name,
-    parse_folder_name,
-)
+from ckptfix.checkpoint.filenames import index_name, model_file, parse_file_name
 from ckptfix.checkpoint.folder import Component, ProblemKind
+from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.manifest import read_manifest
-from ckptfix.checkpoint.state_contents import Content, state_problem
+from ckptfix.checkpoint.roles import Role
+from ckptfix.checkpoint.state_contents import state_problem
+from ckptfix.checkpoint.state_kinds import Content
 from ckptfix.diagnosis.contents import Recorded
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import FormatError

@@ -9,8 +9,9 @@ from pathlib import PurePosixPath
 
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import NameScope
+from ckptfix.checkpoint.folder_names import describe_folder_name, parse_folder_name
 from ckptfix.checkpoint.keys import collapse, common_wrappers, dotted, is_nested
 from ckptfix.checkpoint.manifest import Manifest, not_as_saved, unexplained
 from ckptfix.conversion.checksums import Part, combined, damaged

@@ -11,8 +11,9 @@ from pathlib import Path, PurePosixPath
 
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_file_name
+from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.checkpoint.roles import Role
 from ckptfix.conversion.migration_plan import (
     MigrationPlan,
     Options,

@@ -19,14 +19,13 @@ from msgspec import Struct, field
 from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
 from ckptfix.checkpoint.filenames import (
     FileName,
-    dcp_model_folder,
     is_file_of_parts,
     model_file,
     parse_file_name,
-    parse_folder_name,
-    parse_rank_file_name,
     random_states_name,
 )
+from ckptfix.checkpoint.folder_names import dcp_model_folder, parse_folder_name
+from ckptfix.checkpoint.rank_names import parse_rank_file_name
 from ckptfix.checkpoint.trainer_folders import trainer_step
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.files import AnyPath, is_symlink, relative, stat_of, walk

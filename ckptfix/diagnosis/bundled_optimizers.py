@@ -20,9 +20,11 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
-from ckptfix.checkpoint.state_contents import Content, is_surely_of_optimizer, problem_of_optimizer
+from ckptfix.checkpoint.roles import Role
+from ckptfix.checkpoint.state_kinds import Content, is_surely_of_optimizer
+from ckptfix.checkpoint.training_states import problem_of_optimizer
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import MismatchedMoments, UnsavedParameters
 from ckptfix.diagnosis.findings.misplaced import EFFECTS_ON_TORCH, UnknownState

@@ -5,12 +5,13 @@ from pathlib import PurePosixPath
 from typing import NamedTuple, TypeAlias
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
-from ckptfix.checkpoint.entries import ModelFiles, group_files
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.manifest import Manifest, usable_manifest
+from ckptfix.checkpoint.model_files import ModelFiles, group_files
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.checkpoint.pairing import Pairing, first_unequal
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.diagnosis.bundled_optimizers import Bundle, bundles_of

@@ -12,32 +12,31 @@ from msgspec.structs import replace
 from ckptfix.checkpoint.dcp import holds_dcp
 from ckptfix.checkpoint.downloads import half_downloads
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
-from ckptfix.checkpoint.filenames import (
-    NOT_STATES,
-    Role,
-    family_of,
-)
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
+from ckptfix.checkpoint.folder_names import family_of
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, lists_models, may_hold_weights
 from ckptfix.checkpoint.neighbours import Siblings
+from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.check_report import (
     GENERIC,
     CheckReport,
 )
-from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
+from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.file_damage import LeftRecord
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
-    InterruptedSave,
-    LeftoverSave,
     MissingFile,
     NestedCheckpoint,
+)
+from ckptfix.diagnosis.findings.interrupted import (
+    InterruptedSave,
+    LeftoverSave,
     Salvaged,
     StagingFolder,
 )
@@ -48,6 +47,7 @@ from ckptfix.diagnosis.next_to_it import missing_here
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, understand
 from ckptfix.diagnosis.unfinished_copies import half_downloaded, unmarked
+from ckptfix.diagnosis.unresumable import STATES_ALONE
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.executor import THREADS, Executor

@@ -8,11 +8,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.filenames import OF_ONE_RANK
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.roles import OF_ONE_RANK
 from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
-from ckptfix.diagnosis.findings.incomplete import LeftoverSave, StagingFolder
+from ckptfix.diagnosis.findings.interrupted import LeftoverSave, StagingFolder
 from ckptfix.diagnosis.left_out import OF_ONE_SAVE
 from ckptfix.diagnosis.loads.outcome import LoadOutcome
 from ckptfix.diagnosis.understood import Understood

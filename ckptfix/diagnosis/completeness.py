@@ -3,7 +3,7 @@ interrupted copy.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -12,33 +12,17 @@ from ckptfix.checkpoint.dcp import DcpFolder, is_empty, rank_of
 from ckptfix.checkpoint.deepspeed_files import LATEST, tag_problem
 from ckptfix.checkpoint.filenames import (
     STEMS_OF_LIBRARIES,
-    TRAINER,
-    TRAINER_STATE,
-    Role,
-    checkpoint_number,
-    family_of,
-    model_file,
-    parse_deepspeed_folder_name,
     parse_file_name,
-    parse_folder_name,
     random_states_name,
-    weights_names,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.hidden_files import (
-    HiddenFile,
-    Loader,
-    has_weights_of,
-    hidden_configs,
-    hidden_files,
+from ckptfix.checkpoint.folder_names import (
+    family_of,
+    parse_deepspeed_folder_name,
+    parse_folder_name,
 )
-from ckptfix.checkpoint.latest import (
-    gone_since_upload,
-    holds_weights,
-    is_bare,
-    judge,
-    numbered,
-)
+from ckptfix.checkpoint.hidden_files import HiddenFile, Loader, hidden_configs, hidden_files
+from ckptfix.checkpoint.latest import gone_since_upload, holds_weights, is_bare, judge, numbered
 from ckptfix.checkpoint.manifest import (
     REPORT,
     Manifest,
@@ -46,74 +30,48 @@ from ckptfix.checkpoint.manifest import (
     not_as_saved,
     read_losses,
     read_manifest,
-    read_migrated,
     unexplained,
 )
 from ckptfix.checkpoint.model_configs import (
-    ADAPTER,
     CONFIG,
-    GENERATION,
-    NO_OBJECT,
-    PIPELINE,
     LostModel,
-    broken_config,
-    broken_lists,
-    components_of_other_classes,
-    is_empty_config,
-    library_of,
     lost_model,
     lost_models,
     may_hold_weights,
-    read_config,
 )
 from ckptfix.checkpoint.neighbours import Neighbours, parts_of
-from ckptfix.checkpoint.trainer_folders import (
-    MissingState,
-    adapter_without_config,
-    lost_weights,
-    missing_among,
-    random_states,
-)
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Finding, Unreadable
-from ckptfix.diagnosis.findings.config_faults import LostAdapter
 from ckptfix.diagnosis.findings.damaged import FOLDER, NotATensorFile
 from ckptfix.diagnosis.findings.incomplete import (
     ConfiglessModel,
     IncompleteCheckpoint,
-    InterruptedSave,
-    LeftoverSave,
     LostConfig,
     LostModelFiles,
     LostTag,
     MissingFile,
-    RandomStatesLeftOut,
-    Salvaged,
     UnreadFolder,
     UnreadTag,
 )
+from ckptfix.diagnosis.findings.interrupted import InterruptedSave, LeftoverSave, Salvaged
 from ckptfix.diagnosis.findings.weight_faults import MissingModel
-from ckptfix.diagnosis.saved_optimizers import saved_optimizers
 from ckptfix.diagnosis.siblings import under_name_of_trainer
 from ckptfix.diagnosis.target import holds_checkpoint, save_inside
+from ckptfix.diagnosis.trainer_completeness import incomplete_of_trainer
 from ckptfix.diagnosis.unfinished_copies import interrupted
 from ckptfix.diagnosis.unread_shards import unchecked_shards
+from ckptfix.diagnosis.unresumable import (
+    keys_lost_by_migration,
+    only_empty_tensors,
+    only_for_fsdp,
+    paths_of_states,
+    unresumable,
+)
 from ckptfix.errors import FormatError
-from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.files import AnyPath, absolute, is_listed, lexists, names_in, walk
-from ckptfix.storage.paths import MANIFEST, command, leads_nowhere, unreadable
+from ckptfix.storage.paths import MANIFEST, command, unreadable
 from ckptfix.tensors.opening import is_checkpoint
-
-_RESUMED = (Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE)
-"""Roles that the Trainer starts anew in silence when their file is missing (``_load_rng_state`` and
-the like).
-"""
-
-_FOREIGN = (CONFIG, ADAPTER, PIPELINE, TRAINER_STATE)
-"""Files next to weights that a library exported on purpose, so that the folder is not a
-``save_state`` one.
-"""
 
 
 def incomplete(
@@ -132,7 +90,7 @@ def incomplete(
     A manifest may list a scheduler without its optimizer: ``migrate`` leaves DeepSpeed's optimizer
     out.
     """
-    parts = parts_of(_paths(folder))
+    parts = parts_of(paths_of_states(folder))
     names = (component.name for component in folder.components if component.name.is_of_save_state)
     ranks = {name.rank for name in names if name.rank is not None}
     roles = {role for role, _ in parts}
@@ -151,7 +109,7 @@ def incomplete(
             )
     # A script that prepares the scheduler alone may save its optimizer itself: the checkpoints next
     # to it decide.
-    is_of_script = bool(under_name_of_trainer("optimizer.bin", _paths(folder)))
+    is_of_script = bool(under_name_of_trainer("optimizer.bin", paths_of_states(folder)))
     if Role.SCHEDULER in roles and not (Role.OPTIMIZER in roles or is_of_script or has_deepspeed):
         name = next(name for (role, _), name in parts.items() if role is Role.SCHEDULER)
         lost = name.replace("scheduler", "optimizer")
@@ -168,7 +126,7 @@ def incomplete(
     if (
         not ranks
     ):  # random states of Accelerate: save_state wrote the folder, whatever else a script put there
-        yield from _incomplete_of_trainer(folder, hidden, has_deepspeed=has_deepspeed)
+        yield from incomplete_of_trainer(folder, hidden, has_deepspeed=has_deepspeed)
 
 
 def _writers(states: Iterable[DcpFolder]) -> dict[int, str]:
@@ -179,364 +137,6 @@ def _writers(states: Iterable[DcpFolder]) -> dict[int, str]:
         for path in state.named
         if path in state.files and (rank := rank_of(path)) is not None
     }
-
-
-_ADAPTER_WEIGHTS, *_ = weights_names("peft")
-_DEFAULTS = "from_pretrained takes default settings for generation without an error"
-
-_READ_BY = {
-    CONFIG: ("from_pretrained fails", "the Trainer and from_pretrained fail"),
-    ADAPTER: ("PeftModel.from_pretrained fails", "PeftModel.from_pretrained fails"),
-    GENERATION: (_DEFAULTS, _DEFAULTS),
-}
-"""The loads that fail without a config, and with one that is not JSON (transformers 5.23, peft
-0.21).
-"""
-
-
-def _lacks_type(config: AnyPath) -> bool:
-    """Return whether an object in a config does not say of which type an adapter is. PEFT raises
-    KeyError, also for a name in small letters: all 45 of PEFT 0.21 are in capitals.
-    """
-    values = read_config(config.parent, config.name)
-    kind = values.get("peft_type")
-    return is_empty_config(config) or (
-        bool(values) and (not isinstance(kind, str) or kind != kind.upper())
-    )
-
-
-def _incomplete_of_trainer(
-    folder: CheckpointFolder, hidden: Sequence[HiddenFile], *, has_deepspeed: bool
-) -> Iterator[Finding]:
-    """Yield the states that transformers' Trainer writes together with those that exist
-    (``Trainer._save_checkpoint``).
-
-    Weights and ``training_args.bin`` alone are an export, or a checkpoint of ``save_only_model``:
-    nothing is missing. Nor is it from the states of ranks alone that a node other than the first
-    has on a disk of its own.
-    """
-    # Also the names of sub-folders.
-    names = [path.name for path in (*_paths(folder), *folder.strays)]
-    is_of_library = any(
-        one.name.is_of_library or one.name.is_of_trainer for one in folder.components
-    )
-    of_diffusers = STEMS_OF_LIBRARIES["diffusers"][".bin"]
-    models = (one.name.model for one in folder.components)
-    stems = {model.stem for model in models if model is not None}
-    is_of_diffusers = not stems.isdisjoint(of_diffusers)
-    is_of_peft = not stems.isdisjoint(STEMS_OF_LIBRARIES["peft"][".bin"])
-    for name, (without, with_wrong) in _READ_BY.items() if is_of_library else ():
-        nowhere = leads_nowhere(folder.root / name) if name in names else ""
-        broken = nowhere or (broken_config(folder.root / name) if name in names else "")
-        effect = without if nowhere else with_wrong
-        # diffusers always writes the class. PyTorchModelHubMixin writes {} for a model without
-        # arguments.
-        if (
-            not broken
-            and name == CONFIG in names
-            and is_of_diffusers
-            and is_empty_config(folder.root / name)
-        ):
-            broken, effect = (
-                "an empty object",
-                "from_pretrained makes a model of the default sizes",
-            )
-        if name == GENERATION and broken == NO_OBJECT:
-            effect = "from_pretrained fails"
-        # Other libraries write a config of that name, too, next to weights of another name.
-        if (
-            not broken
-            and name == ADAPTER in names
-            and is_of_peft
-            and _lacks_type(folder.root / name)
-        ):
-            broken = "without a 'peft_type' of PEFT"
-        if broken:
-            yield IncompleteCheckpoint(
-                path=PurePosixPath(name),
-                missing=(name,),
-                known_by="it cannot be read",
-                of_trainer=True,
-                problem=f"{broken}, so {effect}",
-                is_wrong=True,
-            )
-    wrong_lists = list(broken_lists(folder.root))
-    if PIPELINE in names:
-        wrong_lists += [(PIPELINE, why) for why in components_of_other_classes(folder.root)]
-    for name, why in wrong_lists:
-        path = PurePosixPath(name)
-        yield IncompleteCheckpoint(
-            path=path, missing=(name,), known_by=why, problem=why, is_wrong=True
-        )
-    is_hidden = any(file.wanted in (CONFIG, ADAPTER) for file in hidden)
-    own = {one.name.role: one.path.name for one in folder.components if one.name.is_of_trainer}
-    parts = parts_of(_paths(folder))
-    weights = _weights_lost_by_trainer(folder, own, names)
-    if weights is not None:
-        yield weights
-    elif (own or not parts) and (adapter := adapter_without_config(names)) and not is_hidden:
-        yield IncompleteCheckpoint(
-            path=PurePosixPath(ADAPTER),
-            missing=(ADAPTER,),
-            known_by=f"{adapter} is there",
-            of_trainer=bool(own),
-        )
-    # The weights of an adapter that was merged are often deleted without its config.
-    if (
-        {CONFIG, ADAPTER} <= set(names)
-        and has_weights_of(CONFIG, names)
-        and not has_weights_of(ADAPTER, names)
-        and library_of(read_config(folder.root, ADAPTER)) == "peft"
-        and not is_hidden
-        and not any(_ADAPTER_WEIGHTS in name for name in names)
-    ):
-        yield LostAdapter(
-            path=PurePosixPath(_ADAPTER_WEIGHTS),
-            missing=(_ADAPTER_WEIGHTS,),
-            known_by=f"{ADAPTER} is there",
-        )
-    # ``save_pretrained`` writes both configs.
-    if (
-        GENERATION in names
-        and CONFIG not in names
-        and has_weights_of(CONFIG, names)
-        and not is_hidden
-    ):
-        yield IncompleteCheckpoint(
-            path=PurePosixPath(CONFIG), missing=(CONFIG,), known_by=f"{GENERATION} is there"
-        )
-    states = {role: name for (role, _), name in parts.items() if role in _RESUMED}
-    if not states or not own.keys() & {Role.RNG_STATE, Role.TRAINING_ARGUMENTS}:
-        return
-    there = own.get(Role.RNG_STATE) or next(iter(states.values()))
-    ranks = {one.name.rank for one in folder.components if one.name.role is Role.RNG_STATE}
-    numbered = {rank for rank in ranks if rank is not None}
-    if (
-        ranks
-        and not ranks & {None, 0}
-        and states.keys() == {Role.RNG_STATE}
-        and (Role.MODEL, 0) not in parts
-    ):
-        return
-    gap = tuple(
-        random_states(rank) for rank in range(max(numbered, default=0)) if rank not in ranks
-    )
-    if gap:
-        yield _lost_by_trainer(gap, there, by_rank=True)
-    if renamed := _renamed_random_states(folder):
-        yield IncompleteCheckpoint(
-            path=PurePosixPath(random_states(None)),
-            missing=(random_states(None),),
-            known_by=f"{renamed} was saved under this name, by a run of one process",
-            of_trainer=True,
-            misnamed=renamed,
-        )
-    lost = () if Role.RNG_STATE in states else (random_states(None),)
-    found = missing_among(names, lost, has_deepspeed=has_deepspeed)
-    # A scheduler without its optimizer is no sign of the Trainer alone, and has been reported.
-    known = {Role.OPTIMIZER} if Role.SCHEDULER in states else set()
-    if not ranks and read_migrated(folder.root).lacks_random_states:
-        known.add(Role.RNG_STATE)
-        name = random_states(None)
-        yield RandomStatesLeftOut(
-            path=PurePosixPath(name),
-            missing=(name,),
-            known_by="ckptfix migrate left it out, as it is of another number of processes",
-            of_trainer=True,
-        )
-    missing = [one.name for one in sorted(found, key=_as_said) if one.role not in known]
-    if all(path.name != TRAINER_STATE for path in folder.strays):
-        missing.insert(0, TRAINER_STATE)
-    if missing:
-        yield _lost_by_trainer(tuple(missing), there)
-
-
-def _renamed_random_states(folder: CheckpointFolder) -> str:
-    """Return the only random states of the Trainer where they are those of a single process with a
-    rank, else "".
-
-    ``torch.save`` writes the name of the file into it. With one process the Trainer reads
-    ``rng_state.pth`` alone, and without it goes on with new random states
-    (``Trainer._load_rng_state``, transformers 5.23).
-    """
-    states = [
-        one for one in folder.components if one.role is Role.RNG_STATE and one.name.is_of_trainer
-    ]
-    if len(states) != 1 or states[0].name.rank is None:
-        return ""
-    content = states[0].content
-    container = content.container if isinstance(content, TorchFile) else None
-    is_of_one = isinstance(container, TorchZip) and f"{container.root}.pth" == random_states(None)
-    return str(states[0].path) if is_of_one else ""
-
-
-def _weights_lost_by_trainer(
-    folder: CheckpointFolder, own: Mapping[Role, str], names: Collection[str]
-) -> IncompleteCheckpoint | None:
-    """Return the finding about a checkpoint or an export of the Trainer without weights, None for
-    any other folder.
-
-    ``own``: the states that the Trainer alone writes. It saves its arguments together with the
-    weights, even in an export; a script may keep arguments of its own under that name, and an
-    optimizer away from its model.
-    """
-    ranks = {one.name.rank for one in folder.components if one.name.role is Role.RNG_STATE}
-    if own.keys() == {Role.RNG_STATE} and not ranks & {None, 0}:
-        return None  # the states of ranks on the disk of another node
-    is_saved_by_trainer = len(own) > 1 or (own and not {*_FOREIGN}.isdisjoint(names))
-    if not is_saved_by_trainer or holds_weights(folder.root, names):
-        return None
-    shown = next(role for role in (*_RESUMED, Role.TRAINING_ARGUMENTS) if role in own)
-    lost = lost_weights(names)
-    return IncompleteCheckpoint(
-        path=PurePosixPath(lost),
-        missing=(lost,),
-        known_by=f"{own[shown]} is there, and no file with weights",
-        of_trainer=True,
-    )
-
-
-def broken_trainer_state(case: Case) -> Iterator[Finding | str]:
-    """Yield a ``trainer_state.json`` from which the Trainer cannot resume, though all weights may
-    be intact.
-
-    Next to random states of Accelerate it is a file of a script, whatever it holds. Its values are
-    only judged where the name of the folder or another file is the Trainer's.
-    """
-    folder, trainer = case.folder, case.trainer
-    yield from trainer.unchecked
-    name = absolute(folder.root).name
-    is_of_trainer = checkpoint_number(name, TRAINER) is not None or any(
-        one.name.is_of_trainer for one in folder.components
-    )
-    if not folder.is_save_state and (trainer.is_broken or (trainer.is_wrong and is_of_trainer)):
-        yield IncompleteCheckpoint(
-            path=PurePosixPath(TRAINER_STATE),
-            missing=(TRAINER_STATE,),
-            known_by="it cannot be read" if trainer.is_broken else "its values are wrong",
-            of_trainer=True,
-            problem=trainer.problem,
-            is_wrong=trainer.is_wrong,
-        )
-
-
-def _as_said(state: MissingState) -> int:
-    return (Role.RNG_STATE, Role.OPTIMIZER, Role.SCHEDULER).index(state.role)
-
-
-def _lost_by_trainer(
-    missing: tuple[str, ...], there: str, *, by_rank: bool = False
-) -> IncompleteCheckpoint:
-    return IncompleteCheckpoint(
-        path=PurePosixPath(missing[0]),
-        missing=missing,
-        known_by=f"{there} is there",
-        by_rank=by_rank,
-        of_trainer=True,
-    )
-
-
-def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:
-    """Yield in words what a folder without an error lacks to resume a run, if it may not be meant
-    to.
-    """
-    roles = {role for role, _ in parts_of(_paths(folder))}
-    has_other_name = False
-    for role, wanted in ((Role.OPTIMIZER, "optimizer.bin"), (Role.SCHEDULER, "scheduler.bin")):
-        under = under_name_of_trainer(wanted, _paths(folder))
-        if Role.MODEL in roles and role not in roles and under:
-            has_other_name = True
-            yield (
-                f"{role.value}: load_state does not look for {under!r}, and fails for a script "
-                "that prepares one"
-            )
-    if has_deepspeed or Role.OPTIMIZER in roles or has_other_name:
-        return
-    if Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
-        yield "optimizers: none is saved here; load_state fails for a script that prepares one"
-    elif Role.MODEL in roles and not _is_foreign(folder):
-        yield (
-            "resuming a run: weights alone, not a save_state checkpoint; load_state needs the "
-            "states of the run, too"
-        )
-    elif Role.RNG_STATE in roles:
-        yield STATES_ALONE
-
-
-def _only_for_fsdp(folder: CheckpointFolder) -> Iterator[IncompleteCheckpoint]:
-    """Yield a finding for each model that ``load_state`` finds with FSDP alone, next to optimizers
-    of a run without it.
-
-    With FSDP, accelerate saves every optimizer by the keys of its parameters (1.0 to 1.15,
-    ``save_fsdp_optimizer``).
-    """
-    names = [one.name for one in folder.components if one.name.load_order is not None]
-    others = {name.index for name in names if name.stem != _FSDP_STEM}
-    alone = [name for name in names if name.stem == _FSDP_STEM and name.index not in others]
-    if not (alone and folder.is_save_state):
-        return
-    optimizers = [one for one in saved_optimizers(folder, ()) if any(one.groups)]
-    if not optimizers or any(one.is_named for one in optimizers):
-        return
-    for name in alone:
-        wanted = str(model_file(".safetensors", name.index))
-        read = f"{name} is there, which load_state reads with FSDP alone"
-        words = f"{read}, and {optimizers[0].path} is of a run without it"
-        yield IncompleteCheckpoint(path=PurePosixPath(wanted), missing=(wanted,), known_by=words)
-
-
-_FSDP_STEM = "pytorch_model_fsdp"
-
-
-def _only_empty_tensors(folder: CheckpointFolder) -> Iterator[str]:
-    """Yield in words that a model with one tensor without elements may have had more of them.
-
-    accelerate takes them for tensors that share their memory, which begins at address 0, and saves
-    the first of them in safetensors alone (1.0 to 1.15, ``clean_state_dict_for_safetensors``).
-    ``load_state`` misses the others.
-    """
-    for component in folder.components if folder.is_save_state else ():
-        if component.name.suffix == ".safetensors" and component.name.load_order is not None:
-            empty = [tensor.fqn for tensor in component.tensors if 0 in tensor.shape]
-            if len(empty) == 1:
-                yield (
-                    f"tensors without elements: {component.path} has {empty[0]!r}; of several, "
-                    "save_state keeps only the first one in safetensors, and load_state fails "
-                    "(safe_serialization=False keeps all)"
-                )
-
-
-def _keys_lost_by_migration(folder: CheckpointFolder) -> Iterator[str]:
-    """Yield in words that a migrated model may lack the second key of tied weights.
-
-    A ``.bin`` of one key opens as any other, and stock ``load_state`` fails with a missing key.
-    """
-    if folder.only is None and read_migrated(folder.root).may_lack_keys:
-        yield (
-            "tied weights: migrate wrote this model from safetensors files, which leave out the "
-            "second key; load_state fails if the model ties weights"
-        )
-
-
-def lost_step(folder: CheckpointFolder) -> str | None:
-    """Return in words that a ``save_state`` folder has no random states, which it always writes,
-    None for others.
-    """
-    roles = {role for role, _ in parts_of(_paths(folder))}
-    if not {Role.MODEL, Role.OPTIMIZER} <= roles or Role.RNG_STATE in roles or _is_foreign(folder):
-        return None
-    return (
-        "random states: none saved; load_state loads the rest, without the random generators and "
-        "the step"
-    )
-
-
-STATES_ALONE = "weights: only states of ranks are here, as on a node whose disk is its own"
-"""Said of a folder without the files of rank 0, unless a checkpoint next to it has them."""
-
-
-def _is_foreign(folder: CheckpointFolder) -> bool:
-    return any(path.name in _FOREIGN for path in folder.strays)
 
 
 SAVE_TIME = 30 * 60
@@ -645,10 +245,6 @@ def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Find
         )
 
 
-def _paths(folder: CheckpointFolder) -> list[PurePosixPath]:
-    return [*(component.path for component in folder.components), *folder.subfolders]
-
-
 def diagnose_save(case: Case) -> Iterator[Finding | str | Unreadable]:
     """Compare a folder with the files that its save wrote."""
     folder = case.folder
@@ -690,12 +286,12 @@ def diagnose_save(case: Case) -> Iterator[Finding | str | Unreadable]:
         hidden = tuple(hidden_files(folder, case.neighbours))
         findings += incomplete(folder, case.sharded, manifest, hidden, has_deepspeed=has_deepspeed)
         findings += _misnamed(folder, hidden)
-        findings += _only_for_fsdp(folder)
+        findings += only_for_fsdp(folder)
         yield from (f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain)
         if not (missing or losses or findings):
             yield from unresumable(folder, has_deepspeed=has_deepspeed)
-    yield from _only_empty_tensors(folder)
-    yield from _keys_lost_by_migration(folder)
+    yield from only_empty_tensors(folder)
+    yield from keys_lost_by_migration(folder)
     yield from findings
 
 
@@ -769,7 +365,7 @@ def _modelless(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterato
     }
     roles |= {one.path: one.role for one in folder.components if not one.name.is_of_trainer}
     optimizer = next((path for path, role in roles.items() if role is Role.OPTIMIZER), None)
-    names = [path.name for path in (*_paths(folder), *folder.strays)]
+    names = [path.name for path in (*paths_of_states(folder), *folder.strays)]
     if optimizer is not None and not holds_weights(folder.root, names):
         yield MissingModel(path=optimizer)
 

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from ckptfix.checkpoint.dcp import DATA_SUFFIX
 from ckptfix.checkpoint.downloads import OF_THE_CLIENT
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries, single_entry
-from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, scan_folder
+from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.manifest import (
     Manifest,
     ManifestEntry,
@@ -22,6 +23,7 @@ from ckptfix.checkpoint.manifest import (
     usable_manifest,
 )
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
+from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc

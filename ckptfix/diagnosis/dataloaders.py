@@ -9,16 +9,12 @@ checkpoints next to it do.
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
-from ckptfix.checkpoint.state_contents import (
-    content_of,
-    holds_no_tensor,
-    is_of_torchdata,
-    state_problem,
-    workers_of_loader,
-)
+from ckptfix.checkpoint.roles import Role
+from ckptfix.checkpoint.state_contents import content_of, state_problem
+from ckptfix.checkpoint.training_states import is_of_torchdata, workers_of_loader
+from ckptfix.checkpoint.weights_contents import holds_no_tensor
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.formats.torch_file import TorchFile

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, OPTIMIZER_STATE, DcpFolder, rank_of
-from ckptfix.checkpoint.filenames import parse_folder_name
 from ckptfix.checkpoint.folder import Component, NameScope
+from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
     PRIVATE_WRAPPERS,
@@ -42,11 +42,11 @@ from ckptfix.diagnosis.findings.duplicates import (
 from ckptfix.diagnosis.findings.incomplete import (
     FlatParameters,
     IncompleteTensor,
-    InterruptedSave,
     MismatchedNames,
     MissingRank,
     UndecidedNames,
 )
+from ckptfix.diagnosis.findings.interrupted import InterruptedSave
 from ckptfix.diagnosis.findings.sharded import MissingShard, StrayShard
 from ckptfix.diagnosis.wrapped_keys import STATE_DICT, nested_evidence
 from ckptfix.errors import FormatError

@@ -9,8 +9,6 @@ from pathlib import PurePosixPath
 from msgspec import Struct
 
 from ckptfix.checkpoint.dcp import DcpFolder, numbered_folders
-from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import (
     adapters_without_config,
@@ -18,9 +16,11 @@ from ckptfix.checkpoint.load_inputs import (
     lora_of_diffusers,
 )
 from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.checkpoint.model_files import ModelFiles
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.diagnosis.case import DAMAGED_CONTENT, DAMAGED_HEADERS, Case, Rule, Verdicts
-from ckptfix.diagnosis.completeness import broken_trainer_state, diagnose_save
+from ckptfix.diagnosis.completeness import diagnose_save
 from ckptfix.diagnosis.dataloaders import unjudged_loaders, unjudged_scalers
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items
 from ckptfix.diagnosis.empty_optimizers import (
@@ -44,13 +44,8 @@ from ckptfix.diagnosis.findings.duplicates import (
     IdenticalModels,
     IdenticalStates,
 )
-from ckptfix.diagnosis.findings.sharded import (
-    IndexMismatch,
-    LeftoverIndex,
-    SecondFamily,
-    StaleFamily,
-    UndecidedIndex,
-)
+from ckptfix.diagnosis.findings.sharded import IndexMismatch, LeftoverIndex, UndecidedIndex
+from ckptfix.diagnosis.findings.stored_twice import SecondFamily, StaleFamily
 from ckptfix.diagnosis.indexes import diagnose_shards
 from ckptfix.diagnosis.left_out import (
     unchecked_bundles,
@@ -79,6 +74,7 @@ from ckptfix.diagnosis.schedules import (
     diagnose_progress,
     diagnose_schedules,
 )
+from ckptfix.diagnosis.trainer_completeness import broken_trainer_state
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.diagnosis.wrong_states import (
     diagnose_dead_scalers,

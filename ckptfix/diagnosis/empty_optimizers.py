@@ -16,9 +16,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckptfix.checkpoint.dcp import scan_dcp_folders
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, counts_saves
+from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder_names import counts_saves
 from ckptfix.checkpoint.neighbours import Neighbours
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.inconsistent import EmptyOptimizer, LostMoments
 from ckptfix.diagnosis.findings.misplaced import PerhapsUncounted, UncountedSteps

@@ -10,7 +10,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import numbered_folders, rank_of
-from ckptfix.checkpoint.filenames import FORMATS_OF_MODELS, Role
+from ckptfix.checkpoint.filenames import FORMATS_OF_MODELS
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, prepared
 from ckptfix.checkpoint.pairing import (
@@ -22,6 +22,7 @@ from ckptfix.checkpoint.pairing import (
     pair_up,
     signature,
 )
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.case import Case, Verdict
 from ckptfix.diagnosis.findings.base import Finding

@@ -11,18 +11,19 @@ safetensors 0.8 and torch 2.13), and the headers of up to four checkpoints are r
 differ.
 """
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import common_wrappers, inner_wrappers
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
+from ckptfix.checkpoint.roles import Role
+from ckptfix.diagnosis.compared_entries import ComparedEntry, sizes_of_groups
 from ckptfix.diagnosis.findings.misplaced import (
     ChangedEntry,
     DeeperModel,
@@ -46,229 +47,6 @@ _ROLES = (Role.MODEL, Role.OPTIMIZER)
 
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 """Files of PEFT, which the Trainer saves in place of the model."""
-
-
-class _Entry(NamedTuple):
-    """A model or an optimizer by its headers.
-
-    ``keys``: key -> shape; ``shapes`` and ``dtypes``: by bare keys; ``saved``: None for a model.
-    """
-
-    path: PurePosixPath
-    keys: dict[str, Shape]
-    shapes: dict[str, Shape]
-    dtypes: dict[str, str]
-    saved: SavedOptimizer | None
-
-    def is_alike(self, entry: "_Entry") -> bool:
-        """Return whether two entries can be of one model or optimizer. Moments that only one has
-        decide nothing.
-        """
-        if self.saved is None or entry.saved is None:
-            return self.shapes == entry.shapes and len(self.keys) == len(entry.keys)
-        have, expected = self.saved, entry.saved
-        if _lacking(have, expected) or _sizes(have) != _sizes(expected):
-            return False
-        if self.has_other_numbers(entry):
-            return False
-        return not self.is_of_other_variant(entry) and all(
-            shape == shape_there
-            for name, states in have.states.items()
-            for state, shape in states.items()
-            if (shape_there := expected.states.get(name, {}).get(state)) is not None
-            and shape is not None
-        )
-
-    def has_other_numbers(self, entry: "_Entry") -> bool:
-        """Return whether param groups have the numbers of others: torch counts on from group to
-        group, and loads by position.
-        """
-        if self.saved is None or entry.saved is None or self.saved.is_named or entry.saved.is_named:
-            return False
-        return [*map(frozenset, self.saved.groups)] != [*map(frozenset, entry.saved.groups)]
-
-    def is_reordered(self, entry: "_Entry") -> bool:
-        """Return whether param groups count on in an entry, as torch numbers them, and not here."""
-        if self.saved is None or entry.saved is None or not self.has_other_numbers(entry):
-            return False
-        return _counts_on(entry.saved) and not _counts_on(self.saved)
-
-    def is_of_other_variant(self, entry: "_Entry") -> bool:
-        """Return whether one of two optimizers is AMSGrad and the other is not."""
-        if self.saved is None or entry.saved is None:
-            return False
-        have, expected = _maxima(self.saved), _maxima(entry.saved)
-        return bool(have and expected) and have.isdisjoint(expected)
-
-    def has_nothing_of(self, entry: "_Entry") -> bool:
-        """Return whether a model is another one than that of an entry, and not a later form of it.
-
-        A model that grew or was compiled has most of its keys or shapes, as has one with adapters.
-        """
-        shapes, expected = Counter(self.shapes.values()), Counter(entry.shapes.values())
-        return self.shapes.items().isdisjoint(entry.shapes.items()) and (
-            2 * (shapes & expected).total() < expected.total()
-        )
-
-    def is_of_another(self, entry: "_Entry") -> bool:
-        """Return whether a model cannot be a later form of an entry, whose parameters the same
-        optimizer trains.
-
-        It has the shapes and none of the keys; or no key ends as one of the entry, such as
-        ``state.0.exp_avg``.
-        """
-        have, expected = ({_last(key) for key in model.shapes} for model in (self, entry))
-        return self.shapes.keys().isdisjoint(entry.shapes) and (
-            have.isdisjoint(expected)
-            or Counter(self.shapes.values()) == Counter(entry.shapes.values())
-        )
-
-    def is_deeper(self, entry: "_Entry") -> bool:
-        """Return whether a model has all keys of an entry, and more layers, which the same
-        optimizer cannot train: the model of another run. Or the script froze former heads, and
-        began a new one.
-        """
-        if not entry.shapes.items() <= self.shapes.items():
-            return False
-        surplus = self.shapes.keys() - entry.shapes.keys()
-        layers = {_DIGITS.sub("#", key) for key in entry.shapes}
-        return bool(surplus) and all(
-            _DIGITS.search(key) and _DIGITS.sub("#", key) in layers for key in surplus
-        )
-
-    def is_shuffled(self, entry: "_Entry") -> bool:
-        """Return whether an optimizer has the groups and the moments of an entry, and gives them to
-        others.
-        """
-        if self.saved is None or entry.saved is None or _sizes(self.saved) != _sizes(entry.saved):
-            return False
-        have, expected = (
-            Counter(tuple(sorted(_shapes(states).items())) for states in saved.states.values())
-            for saved in (self.saved, entry.saved)
-        )
-        return have == expected
-
-    def is_partly_wrapped(self, entry: "_Entry") -> bool:
-        """Return whether some keys begin with a wrapper that none has in an entry: no save wraps a
-        part of a model.
-        """
-        wrapped = sum(key.startswith("module.") for key in self.keys)
-        # A model with "weight" may have gained a module of the name "module": "module.weight" is no
-        # wrapped key then.
-        is_distinct = len(self.keys) == len(self.shapes)
-        return 0 < wrapped < len(self.keys) and entry.keys == entry.shapes and is_distinct
-
-    def is_wrapped_unlike(self, entry: "_Entry") -> bool:
-        """Return whether wrappers in the keys are all that differs."""
-        are_copies = all(self.shapes[bare(key)] == shape for key, shape in self.keys.items())
-        return self.shapes == entry.shapes and self.keys != entry.keys and are_copies
-
-    def difference(self, entry: "_Entry") -> tuple[str, str]:
-        """Return in words what this one has, and what the other entry of its number has."""
-        wrapped = sorted(self.keys.keys() - entry.keys.keys())
-        # A file may have a tensor both with and without a wrapper.
-        if self.is_wrapped_unlike(entry) and wrapped:
-            key_there = next(name for name in entry.keys if bare(name) == bare(wrapped[0]))
-            words = f"{len(wrapped)} of {count_of(len(self.keys), 'key')}"
-            return f"{words} with other wrappers, such as {wrapped[0]!r}", repr(key_there)
-        if self.saved is None or entry.saved is None:
-            strange = len(self.keys.items() - entry.keys.items())
-            words = f", {strange} of them with other keys or shapes" if strange else ""
-            return f"{count_of(len(self.keys), 'tensor')}{words}", count_of(
-                len(entry.keys), "tensor"
-            )
-        have, expected = self.saved, entry.saved
-        if _sizes(have) != _sizes(expected):
-            return _groups(have), _groups(expected)
-        if lacking := _lacking(have, expected):
-            return f"param groups without {list_names(lacking)}", "param groups with these options"
-        if self.has_other_numbers(entry):
-            return _numbers(have), _numbers(expected)
-        if self.is_of_other_variant(entry):
-            kept, left_out = "moments with max_exp_avg_sq", "moments without max_exp_avg_sq"
-            return (kept, left_out) if True in _maxima(have) else (left_out, kept)
-        count = sum(
-            any(
-                _shapes(expected.states.get(name, {})).get(state, shape) != shape
-                for state, shape in own
-            )
-            for name, own in (
-                (name, _shapes(states).items()) for name, states in have.states.items()
-            )
-        )
-        return (
-            f"moments of other shapes for {count_of(count, 'parameter')}",
-            "the shapes of its parameters",
-        )
-
-
-_DIGITS = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
-"""Number of a layer in a key."""
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-_OF_SCHEDULERS = frozenset(
-    (
-        "initial_lr",
-        "max_lr",
-        "min_lr",
-        "base_momentum",
-        "max_momentum",
-        "initial_momentum",
-        "swa_lr",
-    )
-)
-"""Options that schedulers of torch add to param groups. No step of an optimizer reads them."""
-
-
-def _lacking(have: SavedOptimizer, expected: SavedOptimizer) -> list[str]:
-    """Return the options that an optimizer lacks. A load keeps options too many, as a newer torch
-    adds them.
-    """
-    return sorted(expected.options - have.options - _OF_SCHEDULERS)
-
-
-def _maxima(saved: SavedOptimizer) -> set[bool]:
-    """Return whether parameters with the moments of Adam have those of AMSGrad, too."""
-    return {
-        "max_exp_avg_sq" in states for states in saved.states.values() if "exp_avg_sq" in states
-    }
-
-
-def _sizes(saved: SavedOptimizer) -> list[int]:
-    return [len(group) for group in saved.groups]
-
-
-def _groups(saved: SavedOptimizer) -> str:
-    sizes = _sizes(saved)
-    of_each = (
-        ""
-        if len(sizes) < 2
-        else f" ({', '.join(map(str, sizes[:8]))}{', ...' if len(sizes) > 8 else ''})"
-    )
-    return (
-        f"{count_of(len(sizes), 'param group')} with {count_of(sum(sizes), 'parameter')}{of_each}"
-    )
-
-
-def _counts_on(saved: SavedOptimizer) -> bool:
-    numbers = [int(number) for group in saved.groups for number in sorted(group, key=int)]
-    return numbers == sorted(numbers)
-
-
-def _numbers(saved: SavedOptimizer) -> str:
-    first = [group[0] for group in saved.groups if group]
-    return (
-        f"param groups that begin with the numbers {', '.join(first[:8])}"
-        f"{', ...' if len(first) > 8 else ''}"
-    )
-
-
-def _shapes(states: Mapping[str, Shape | None]) -> dict[str, Shape]:
-    return {state: shape for state, shape in states.items() if shape is not None}
 
 
 class _Neighbour(NamedTuple):
@@ -353,7 +131,7 @@ def diagnose_exchanged(
         yield from _rounded(own, known)
 
 
-_Compared = tuple[Role, list[_Entry], list[tuple[bool, list[_Entry]]]]
+_Compared = tuple[Role, list[ComparedEntry], list[tuple[bool, list[ComparedEntry]]]]
 """A role, the own entries, and of each checkpoint next to it whether it is an earlier one, and its
 entries.
 """
@@ -577,11 +355,11 @@ def _record_sizes(records: Sequence[ZipRecord]) -> list[tuple[str, int]]:
     return [(record.name, record.size) for record in records]
 
 
-def _entries(folder: CheckpointFolder, paths: Collection[PurePosixPath]) -> list[_Entry]:
+def _entries(folder: CheckpointFolder, paths: Collection[PurePosixPath]) -> list[ComparedEntry]:
     """Return the models or optimizers in these files, none where one cannot be read."""
     saved = {one.path: one for one in saved_optimizers(folder, ())}
     entries = [
-        _Entry(
+        ComparedEntry(
             one.path,
             {tensor.fqn: tensor.shape for tensor in one.tensors},
             {bare(tensor.fqn): tensor.shape for tensor in one.tensors},
@@ -639,8 +417,8 @@ def _is_in_order(folder: CheckpointFolder) -> bool:
 
 def _misplaced(
     role: Role,
-    own: Sequence[_Entry],
-    near: Sequence[tuple[bool, Sequence[_Entry]]],
+    own: Sequence[ComparedEntry],
+    near: Sequence[tuple[bool, Sequence[ComparedEntry]]],
     change: _Change,
     effect: str,
 ) -> Iterator[MisplacedEntry]:
@@ -723,12 +501,12 @@ def _misplaced(
         )
 
 
-def _effect(entry: _Entry, expected: _Entry, effect: str) -> str:
+def _effect(entry: ComparedEntry, expected: ComparedEntry, effect: str) -> str:
     if entry.is_of_other_variant(expected):
         return _OF_VARIANT
     if entry.saved is None or expected.saved is None:
         return effect
-    is_loaded = _sizes(entry.saved) == _sizes(expected.saved)
+    is_loaded = sizes_of_groups(entry.saved) == sizes_of_groups(expected.saved)
     return _OF_NUMBERS if is_loaded and entry.has_other_numbers(expected) else effect
 
 
@@ -750,7 +528,7 @@ _BY_TRAINER = {
 
 
 def _rounded(
-    own: Sequence[_Entry], near: Sequence[tuple[bool, Sequence[_Entry]]]
+    own: Sequence[ComparedEntry], near: Sequence[tuple[bool, Sequence[ComparedEntry]]]
 ) -> Iterator[RoundedEntry]:
     for number, entry in enumerate(own):
         there = [(is_earlier, entries[number].dtypes) for is_earlier, entries in near]

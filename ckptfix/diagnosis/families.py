@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import FileName, ModelName, parse_file_name
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.checkpoint.loading_order import (
@@ -28,16 +27,12 @@ from ckptfix.checkpoint.loading_order import (
     loads,
     model_names,
 )
+from ckptfix.checkpoint.model_files import ModelFiles
 from ckptfix.checkpoint.pairing import Files
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Finding, Instead, as_kind
-from ckptfix.diagnosis.findings.sharded import (
-    IndexMismatch,
-    PartialFamily,
-    SecondFamily,
-    StaleFamily,
-    UndecidedIndex,
-)
+from ckptfix.diagnosis.findings.sharded import IndexMismatch, UndecidedIndex
+from ckptfix.diagnosis.findings.stored_twice import PartialFamily, SecondFamily, StaleFamily
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.comparing import (
     Run,

@@ -24,11 +24,6 @@ from ckptfix.checkpoint.deepspeed_files import (
     stray_states,
     universal_paths,
 )
-from ckptfix.checkpoint.filenames import (
-    NOT_STATES,
-    DeepSpeedPart,
-    Role,
-)
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
     Component,
@@ -38,6 +33,8 @@ from ckptfix.checkpoint.folder import (
     is_unreadable,
     scan_folder,
 )
+from ckptfix.checkpoint.rank_names import DeepSpeedPart
+from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     CompressedRecord,
@@ -51,12 +48,7 @@ from ckptfix.diagnosis.findings.damaged import (
     UncheckedFile,
 )
 from ckptfix.diagnosis.findings.incomplete import MissingRank
-from ckptfix.diagnosis.findings.sharded import (
-    CountedStates,
-    RefusedStates,
-    StrayStates,
-    UsedStates,
-)
+from ckptfix.diagnosis.findings.sharded import CountedStates, RefusedStates, StrayStates, UsedStates
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import CkptfixError, OperationError
 from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, SafetensorsFile, has_converted_lines

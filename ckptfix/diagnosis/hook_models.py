@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.filenames import LORA, Role
+from ckptfix.checkpoint.filenames import LORA
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import (
@@ -24,6 +24,7 @@ from ckptfix.checkpoint.model_configs import (
     may_hold_weights,
 )
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.exchanged import rounded
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters

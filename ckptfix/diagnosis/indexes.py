@@ -11,16 +11,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from contextlib import suppress
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.entries import ModelFiles, Replacement
 from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable, scan_file
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
 from ckptfix.checkpoint.loading_order import kind_of
 from ckptfix.checkpoint.model_configs import CONFIG
+from ckptfix.checkpoint.model_files import ModelFiles, Replacement
 from ckptfix.checkpoint.rank_parts import begins_inside
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Explained, Finding, as_kind
-from ckptfix.diagnosis.findings.incomplete import InterruptedSave
+from ckptfix.diagnosis.findings.interrupted import InterruptedSave
 from ckptfix.diagnosis.findings.sharded import (
     BlockingIndex,
     ForeignIndex,

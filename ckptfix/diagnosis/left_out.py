@@ -8,14 +8,15 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.dcp import is_empty, is_of_checkpoint
 from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.downloads import is_of_client
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, ProblemKind, is_unreadable
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.model_configs import PIPELINE
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis import bundled_optimizers
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Unreadable
-from ckptfix.diagnosis.findings.incomplete import InterruptedSave
+from ckptfix.diagnosis.findings.interrupted import InterruptedSave
 from ckptfix.diagnosis.findings.sharded import MissingShard
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import is_of_checkpoint
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.neighbours import Neighbours
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.dataloaders import exchanged_loaders
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.exchanged import diagnose_exchanged, other_objects, surplus_objects

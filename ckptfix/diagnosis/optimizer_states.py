@@ -19,14 +19,15 @@ from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.entries import shapes_of
-from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component
 from ckptfix.checkpoint.keys import common_wrappers, is_flat_name
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.run_states import parameter_names
 from ckptfix.checkpoint.second_prepare import BUFFERS
-from ckptfix.checkpoint.state_contents import may_hide_weights
+from ckptfix.checkpoint.weights_contents import may_hide_weights
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import (
     MismatchedMoments,

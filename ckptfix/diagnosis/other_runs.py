@@ -25,9 +25,10 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_file_name
+from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import Candidate, time_of
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.samples import (
     are_equal,
     are_equal_by_etags,

@@ -8,8 +8,9 @@ from enum import Enum
 from msgspec import Struct
 
 from ckptfix.checkpoint.deepspeed_files import UNIVERSAL, is_deepspeed_file
-from ckptfix.checkpoint.filenames import Role, parse_rank_file_name
 from ckptfix.checkpoint.folder import Component
+from ckptfix.checkpoint.rank_names import parse_rank_file_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     ScriptPickle,

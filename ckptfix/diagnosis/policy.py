@@ -5,7 +5,8 @@ from enum import Enum
 
 from msgspec import Struct, field
 
-from ckptfix.checkpoint.filenames import NUMBERED, Role
+from ckptfix.checkpoint.filenames import NUMBERED
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.base import Action
 from ckptfix.errors import UsageError
 

@@ -7,14 +7,11 @@ from itertools import islice
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import MissingRankError
-from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import (
-    Role,
-    WorldRankName,
-    parse_file_name,
-    parse_world_rank_name,
-)
+from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.model_files import ModelFiles
+from ckptfix.checkpoint.rank_names import WorldRankName, parse_world_rank_name
 from ckptfix.checkpoint.rank_parts import absent_files, begins_inside, parts_problem
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import DAMAGED_HEADERS, Case
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import MalformedFile, UnloadablePickle, UnsafePickle

@@ -8,7 +8,8 @@ from functools import partial
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.filenames import FAMILIES, TRAINER_STATE, family_of
+from ckptfix.checkpoint.filenames import TRAINER_STATE
+from ckptfix.checkpoint.folder_names import FAMILIES, family_of
 from ckptfix.checkpoint.latest import (
     HALF_REPAIRED,
     UNFINISHED,

@@ -11,9 +11,9 @@ from typing import Any
 from msgspec import Struct, field
 
 from ckptfix.checkpoint.dcp import FLATTENED, DcpFolder, optimizers_in
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import WRAPPERS
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.optimizer_kinds import (
     COMMON_OPTIONS,
     MOMENTS,

@@ -20,7 +20,6 @@ from math import isfinite
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import (
     Neighbour,
@@ -29,9 +28,11 @@ from ckptfix.checkpoint.neighbours import (
     next_to_it,
     scanned,
 )
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.second_prepare import KEYS_OF_EVERY_SCHEDULE
-from ckptfix.checkpoint.state_contents import Content, holds_no_tensor
+from ckptfix.checkpoint.state_kinds import Content
 from ckptfix.checkpoint.trainer_folders import trainer_progress
+from ckptfix.checkpoint.weights_contents import holds_no_tensor
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, UnusableRates

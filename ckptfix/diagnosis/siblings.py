@@ -10,13 +10,11 @@ from ckptfix.checkpoint.filenames import (
     LORA,
     TRAINER_STATE,
     WEIGHT_KINDS,
-    Role,
     name_of_trainer,
-    parse_deepspeed_folder_name,
     parse_file_name,
-    parse_folder_name,
     weights_names,
 )
+from ckptfix.checkpoint.folder_names import parse_deepspeed_folder_name, parse_folder_name
 from ckptfix.checkpoint.manifest import taken_by_repairs, usable_manifest
 from ckptfix.checkpoint.neighbours import (
     CONFIGS,
@@ -29,6 +27,7 @@ from ckptfix.checkpoint.neighbours import (
     names_of,
     parts_of,
 )
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.equal_entries import diagnose_models, diagnose_states, renumbered
 from ckptfix.diagnosis.findings.base import Finding

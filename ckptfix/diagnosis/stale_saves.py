@@ -25,11 +25,12 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
-from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.load_inputs import SAMPLED
 from ckptfix.checkpoint.model_configs import config_of_model
 from ckptfix.checkpoint.neighbours import Neighbours
+from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.checkpoint.samples import (
     Piece,
     are_equal,

@@ -14,13 +14,9 @@ from ckptfix.checkpoint.completion_markers import missing_marker
 from ckptfix.checkpoint.dcp import belongs, holds_dcp, is_of_checkpoint
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folders, is_deepspeed_file
 from ckptfix.checkpoint.downloads import half_downloads, may_be_download
-from ckptfix.checkpoint.filenames import (
-    describe_folder_name,
-    parse_file_name,
-    parse_folder_name,
-    split_number,
-)
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.folder_names import describe_folder_name, parse_folder_name, split_number
 from ckptfix.checkpoint.latest import OF_ARCHIVES, cut_upload, family_holds, holds_files, is_bare
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.model_configs import (

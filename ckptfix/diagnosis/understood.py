@@ -15,15 +15,16 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import TRAINER_STATE, Role
+from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, ModelConfig, read_model_config
-from ckptfix.diagnosis.completeness import lost_step
+from ckptfix.checkpoint.model_files import ModelFiles
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
 from ckptfix.diagnosis.optimizer_kinds import name_of
+from ckptfix.diagnosis.unresumable import lost_step
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, count_of, few, human_size, line, series

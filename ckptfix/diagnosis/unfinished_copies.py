@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.completion_markers import missing_marker
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, is_of_checkpoint
 from ckptfix.checkpoint.downloads import HalfDownload
-from ckptfix.checkpoint.filenames import NOT_STATES, TRAINER_STATE, names_weights, parse_file_name
+from ckptfix.checkpoint.filenames import TRAINER_STATE, names_weights, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.latest import UNFINISHED, cut_upload
 from ckptfix.checkpoint.model_configs import (
@@ -22,7 +22,8 @@ from ckptfix.checkpoint.model_configs import (
     may_hold_weights,
 )
 from ckptfix.checkpoint.neighbours import Neighbours
-from ckptfix.diagnosis.findings.incomplete import HalfDownloaded, InterruptedSave, SpareDownload
+from ckptfix.checkpoint.roles import NOT_STATES
+from ckptfix.diagnosis.findings.interrupted import HalfDownloaded, InterruptedSave, SpareDownload
 from ckptfix.diagnosis.findings.stale import PerhapsUnmarked, UnmarkedSave
 from ckptfix.storage.files import AnyPath, lies_in, names_in
 from ckptfix.storage.markers import UPLOAD

@@ -8,11 +8,12 @@ load hook reads it. Configs next to the shards show that, or the other checkpoin
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.filenames import FileName, Role, model_file
+from ckptfix.checkpoint.filenames import FileName, model_file
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, GENERATION
 from ckptfix.checkpoint.neighbours import Neighbours, is_loaded_model
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.incomplete import UnreadShards
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from msgspec import Struct
 
 from ckptfix.checkpoint.dcp import scan_dcp_folders
-from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component, scan_folder
+from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.keys import is_flat_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import ChangedError

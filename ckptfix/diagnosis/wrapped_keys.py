@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.entries import ModelFiles, shapes_of
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.entries import shapes_of
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import (
     KeyMap,
@@ -18,6 +18,8 @@ from ckptfix.checkpoint.keys import (
     prepared,
 )
 from ckptfix.checkpoint.model_configs import CONFIG, is_pretrained, library_of_names
+from ckptfix.checkpoint.model_files import ModelFiles
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Finding

@@ -7,31 +7,26 @@ from contextlib import suppress
 from math import isfinite
 from pathlib import PurePosixPath
 
+from ckptfix.checkpoint.bundled_states import (
+    problems_inside,
+    states_under_other_keys,
+    states_without_content,
+)
 from ckptfix.checkpoint.dcp import flattened_optimizers, optimizers_in
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
-from ckptfix.checkpoint.filenames import (
-    LORA,
-    TRAINER_STATE,
-    FolderName,
-    Role,
-    parse_file_name,
-    parse_folder_name,
-)
+from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.folder_names import FolderName, parse_folder_name
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
 from ckptfix.checkpoint.placeholders import files_with_placeholders, remedy_for_placeholders
-from ckptfix.checkpoint.state_contents import (
+from ckptfix.checkpoint.roles import Role
+from ckptfix.checkpoint.state_contents import content_of, state_problem
+from ckptfix.checkpoint.state_kinds import Content, StateProblem
+from ckptfix.checkpoint.weights_contents import (
     NO_TENSORS,
-    Content,
-    StateProblem,
-    content_of,
     holds_no_tensor,
     is_weights_file,
     may_hide_weights,
-    problems_inside,
-    state_problem,
-    states_under_other_keys,
-    states_without_content,
     weights_without_tensors,
 )
 from ckptfix.diagnosis.case import DAMAGED_CONTENT, Case

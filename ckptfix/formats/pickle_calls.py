@@ -13,7 +13,6 @@ pickler writes: there, one of them does.
 """
 
 import codecs
-import re
 from collections.abc import Mapping, Sequence
 from operator import mul
 from typing import Any
@@ -22,7 +21,6 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_arrays import (
     ARRAY_RULES,
     RAW_OBJECTS,
-    SCALARS,
     problem_of_array_states,
     problem_of_instance,
 )
@@ -43,33 +41,41 @@ from ckptfix.formats.pickle_kinds import (
     members,
     noun,
 )
+from ckptfix.formats.pickle_parameters import (
+    ATTRIBUTES,
+    DEVICE,
+    DEVICES,
+    DTYPE,
+    FLAG,
+    FLAG_OR_NONE,
+    HOOKS,
+    INT64,
+    LAYOUT,
+    MADE_OF,
+    METADATA,
+    NUMBER,
+    OFFSET,
+    PLAIN_DTYPE,
+    SIZES,
+    STORAGE,
+    STRIDES,
+    TENSOR,
+    TENSOR_OR_NONE,
+    TEXT,
+    are_pairs,
+    can_be_a_tuple,
+    is_class_of_tensors,
+    is_device,
+    is_dtensor,
+    is_empty,
+    is_layout,
+    is_quantizer,
+    make_a_size,
+    make_bytes,
+)
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, pairs
-from ckptfix.formats.torch_tensors import (
-    PickledStorage,
-    read_storage,
-    read_tensor,
-)
+from ckptfix.formats.torch_tensors import PickledStorage, read_storage, read_tensor
 
-_DEVICES = re.compile(
-    r"(?:cpu|cuda|hip|mps|meta|xpu|hpu|mtia|maia|xla|lazy|ipu|ve|fpga|vulkan|opencl|opengl|ideep|mkldnn|privateuseone"
-    r"|npu|mlu|musa|gcu|sdaa|ort|neuron|openreg|spyre|tpu)(?::(?:0|[1-9][0-9]*))?"
-)
-"""Places where a storage was: the device types of ``c10/core/DeviceType.h``, and known names of its
-private one.
-"""
-
-_LAYOUTS = frozenset(
-    f"torch.{name}"
-    for name in (
-        "strided",
-        "sparse_coo",
-        "sparse_csr",
-        "sparse_csc",
-        "sparse_bsr",
-        "sparse_bsc",
-        "jagged",
-    )
-) | {"torch._mkldnn"}
 _CALLED_STORAGES = frozenset(
     {("torch.storage", "TypedStorage"), ("torch.storage", "UntypedStorage")}
 )
@@ -97,11 +103,6 @@ _LOOKS = 8
 """
 
 _FEW = 16
-_INT64 = 1 << 63
-_SYMBOLS = 1 << 62
-"""torch takes smaller numbers than its negative for symbols (``c10/core/SymInt.h``), and refuses
-them as strides.
-"""
 
 _ENCODINGS = frozenset({"latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"})
 """Encodings that are tried, those which picklers write: others take time that grows with the square
@@ -109,11 +110,6 @@ of a text.
 """
 
 _MAX_WRAPPED = 8
-_READ_ONLY_TEXT = """
-    T _base _version device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse itemsize
-    layout name nbytes ndim output_nr shape"""
-_READ_ONLY = frozenset(_READ_ONLY_TEXT.split())
-"""Attributes of every tensor that cannot be set."""
 
 _REBUILD_V2 = ("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_PARAMETER = ("torch._utils", "_rebuild_parameter")
@@ -138,7 +134,7 @@ def ensure_calls(
             )
         for node in tree.persistent:
             _, storage = read_storage(node)
-            if not _DEVICES.fullmatch(storage.location):
+            if not DEVICES.fullmatch(storage.location):
                 raise FormatError(
                     f"a storage was saved on {storage.location!r:.80}, which torch does not know"
                 )
@@ -216,7 +212,7 @@ def _unusual(tree: PickleTree) -> Sequence[Node]:
                 continue
         unusual.append(node)
     is_plain = {*map(type, numbers)} <= {int}
-    is_plain = is_plain and min(numbers, default=0) >= 0 and max(numbers, default=0) < _INT64
+    is_plain = is_plain and min(numbers, default=0) >= 0 and max(numbers, default=0) < INT64
     return unusual if is_plain else tree.calls
 
 
@@ -242,7 +238,7 @@ def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
     make.
     """
     function, args = function_of(node.head), node.args
-    if node.kind is not Kind.NEW_EX and not _can_be_a_tuple(args):
+    if node.kind is not Kind.NEW_EX and not can_be_a_tuple(args):
         return "with arguments that are not a tuple"
     if function is None:
         is_instance = type(node.head) is Node and node.head.kind is Kind.NEW
@@ -290,14 +286,6 @@ def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
     return rule.problem(args, pickle) if rule.problem is not None else ""
 
 
-def _can_be_a_tuple(args: Any) -> bool:
-    if type(args) is tuple or kind_of(args) == "torch.Size":
-        return True
-    # A named tuple is made from its values, and gets no state.
-    is_made = type(args) is Node and args.kind is Kind.NEW and not args.states
-    return is_made and not kind_of(args) and type(args.args) is tuple and bool(args.args)
-
-
 def _problem_of_states(function: tuple[str, str], states: list[Any]) -> str:
     kinds = {kind_of(state) for state in states}
     if function == _ORDERED_DICT:
@@ -330,161 +318,10 @@ def _problem_of_class(args: tuple[Any, ...], *, is_sparse: bool) -> str:
         else {"tuple", "list", "torch.Size", "tensor", "storage", "bytearray"}
     )
     is_sized = all(
-        kind == "int" and 0 <= value < _INT64 for kind, value in zip(kinds, args, strict=True)
+        kind == "int" and 0 <= value < INT64 for kind, value in zip(kinds, args, strict=True)
     )
     is_right = is_sized or "" in kinds or (len(args) == 1 and kinds[0] in data)
     return "" if is_right else "with something else than sizes or data"
-
-
-def _are_numbers(value: Any) -> bool:
-    """Return whether a value can be strides: numbers, or nothing for those of a contiguous
-    tensor.
-    """
-    if value is None:
-        return True
-    numbers = members(value)
-    if kind_of(value) != "torch.Size" and not {kind_of(number) for number in numbers} <= {"int"}:
-        return False
-    return all(type(number) is not int or -_SYMBOLS <= number < _INT64 for number in numbers)
-
-
-def _are_sizes(value: Any) -> bool:
-    return _are_numbers(value) and all(
-        type(size) is not int or size >= 0 for size in members(value)
-    )
-
-
-def _are_of_kinds(value: Any, *kinds: str) -> bool:
-    return {kind_of(member) for member in members(value)} <= {"", *kinds}
-
-
-def _make_a_size(value: Any) -> bool:
-    # The numbers in a tensor or a storage are not read.
-    if kind_of(value) in ("bytes", "bytearray", "tensor", "storage"):
-        return True
-    kinds = {kind_of(size) for size in members(value) if not _is_scalar_of_numpy(size)}
-    return kinds <= {"int", "bool"}
-
-
-def _is_scalar_of_numpy(value: Any) -> bool:
-    return type(value) is Node and value.kind is Kind.CALL and function_of(value.head) in SCALARS
-
-
-def _is_empty(value: Any) -> bool:
-    if kind_of(value) in ITERABLE:
-        return not members(value)
-    return value is None or (type(value) in (int, bool) and not value)
-
-
-def _are_flags(value: Any) -> bool:
-    """Return whether ``torch._utils.set_tensor_metadata`` takes a value."""
-    if _is_empty(value):
-        return True
-    flags = (value.entries or ())[1::2] if type(value) is Node else ()
-    is_dict = kind_of(value) in MAPPINGS and _are_of_kinds(value, "str")
-    return is_dict and {kind_of(flag) for flag in flags} <= {"bool", "int"}
-
-
-def _are_attributes(value: Any) -> bool:
-    """Return whether ``torch._utils._set_obj_state`` takes a state."""
-    parts = value if type(value) is tuple else (value,)
-    if type(value) is tuple and len(value) != 2:
-        return False
-    for part in parts:
-        is_dict = kind_of(part) in MAPPINGS and _are_of_kinds(part, "str")
-        if is_dict and any(key.value in _READ_ONLY for key in members(part) if type(key) is Text):
-            return False
-        if not (is_dict or not kind_of(part) or _is_empty(part)):
-            return False
-    return True
-
-
-def _are_pairs(value: Any) -> bool:
-    kinds = [] if kind_of(value) in MAPPINGS else [(kind_of(pair), pair) for pair in members(value)]
-    return all(not kind or (kind in ITERABLE and count(pair) == 2) for kind, pair in kinds)
-
-
-def _make_bytes(value: Any) -> bool:
-    """Return whether ``bytearray`` takes a value."""
-    kind = kind_of(value)
-    if kind in ("int", "bool"):
-        return bool(0 <= value < _INT64)
-    if kind in ("bytes", "bytearray", "str", "storage", "tensor"):
-        return True
-    numbers = [member for member in members(value) if kind_of(member) not in ("", "tensor")]
-    return all(type(number) in (int, bool) and 0 <= number < 256 for number in numbers)
-
-
-def _is_quantizer(value: Any) -> bool:
-    """Return whether a value describes a quantized tensor as ``torch._utils._rebuild_qtensor``
-    takes it.
-    """
-    scheme, *numbers = members(value) or (None,)
-    kinds = [kind_of(number) for number in numbers]
-    match scheme.head[1] if type(scheme) is Node and kind_of(scheme) == "torch.qscheme" else "":
-        case "per_tensor_affine":
-            return len(kinds) == 2 and kinds[0] in ("", "float", "int") and kinds[1] in ("", "int")
-        case "per_channel_affine" | "per_channel_affine_float_qparams":
-            return (
-                len(kinds) == 3
-                and {*kinds[:2]} <= {"", "tensor", "list"}
-                and kinds[2] in ("", "int")
-            )
-        case _:
-            return not kind_of(scheme)
-
-
-def _is_class_of_tensors(value: Any) -> bool:
-    return function_of(value) in (
-        DTENSOR,
-        ("torch", "Tensor"),
-        ("torch.nn.parameter", "Parameter"),
-    )
-
-
-def _is_dtensor(value: Any) -> bool:
-    return function_of(value) == DTENSOR
-
-
-def _is_plain_dtype(value: Any) -> bool:
-    return value is None or not value.head[1].startswith(("qint", "quint"))
-
-
-def _is_device(value: Any) -> bool:
-    return type(value) is not Text or _DEVICES.fullmatch(value.value) is not None
-
-
-def _is_layout(value: Any) -> bool:
-    return type(value) is Text and value.value in _LAYOUTS
-
-
-_CALL, _GLOBAL = (Kind.CALL,), (Kind.GLOBAL,)
-_STORAGE = Parameter("a storage", ("storage",))
-_OFFSET = Parameter("a number from 0", ("int",), lambda value: 0 <= value < _INT64)
-_SIZES = Parameter("a tuple of 64-bit numbers from 0", ("tuple", "torch.Size", "list"), _are_sizes)
-_STRIDES = Parameter(
-    "a tuple of 64-bit numbers", ("tuple", "torch.Size", "list", "None"), _are_numbers
-)
-_FLAG = Parameter("a bool", ("bool",))
-_FLAG_OR_NONE = Parameter("a bool", ("bool", "None"))
-_DTYPE = Parameter("a torch.dtype", ("torch.dtype", "None"), None, _GLOBAL)
-_PLAIN_DTYPE = Parameter(
-    "a torch.dtype without a scale", ("torch.dtype", "None"), _is_plain_dtype, _GLOBAL
-)
-_TENSOR = Parameter("a tensor", ("tensor",), None, _CALL)
-_TENSOR_OR_NONE = Parameter("a tensor", ("tensor", "None"), None, _CALL)
-_LAYOUT = Parameter("a torch.layout", ("torch.layout",))
-_DEVICE = Parameter("a device that torch knows", ("torch.device", "str", "None"), _is_device)
-_METADATA = Parameter(
-    "a dict of flags", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_flags
-)
-_ATTRIBUTES = Parameter(
-    "a dict of attributes",
-    ("tuple", "None", "int", "list", "bool", *MAPPINGS),
-    _are_attributes,
-    _CALL,
-)
-_HOOKS = Parameter("anything", None)
 
 
 def _can_have_gradients(tensor: Any) -> bool:
@@ -520,7 +357,7 @@ def _with_strides(args: tuple[Any, ...]) -> tuple[Any, ...]:
     contiguous.
     """
     sizes = members(args[2])
-    if not _is_empty(args[3]) or len(sizes) >= _MANY_DIMENSIONS:
+    if not is_empty(args[3]) or len(sizes) >= _MANY_DIMENSIONS:
         return args
     strides: list[int] = []
     step = 1
@@ -621,7 +458,7 @@ def _of_type(args: tuple[Any, ...], pickle: Pickle) -> str:
         ]
         if len(both) == 2 and both[0] != both[1]:
             return f"for a {both[0][1]:.80} made as a {both[1][1]:.80}"
-    if not _is_dtensor(args[1]):
+    if not is_dtensor(args[1]):
         return ""
     parts = args[3] if type(args[3]) is tuple else (args[3],)
     attributes = {
@@ -724,87 +561,82 @@ def _of_device(args: tuple[Any, ...], pickle: Pickle) -> str:
     if len(args) == 2 and kind_of(name) in ("int", "torch.device"):
         return f"with a wrong argument 1 (expected a str, found {noun(kind_of(name))})"
     is_indexed = type(name) is Text and ":" in name.value
-    is_wrong = type(index) is int and (is_indexed or not 0 <= index < _INT64)
+    is_wrong = type(index) is int and (is_indexed or not 0 <= index < INT64)
     return "with an index that is not one" if is_wrong else ""
 
 
-_TEXT = Parameter("a str", ("str",))
-_NUMBER = Parameter("a number", ("int", "float", "bool", "complex"))
-_MADE_OF = ("None", "tensor", "storage", *ITERABLE)
-_TENSOR_PARAMETERS = (_STORAGE, _OFFSET, _SIZES, _STRIDES, _FLAG, _HOOKS)
-_PARAMETER_PARAMETERS = (_TENSOR_OR_NONE, _FLAG, _HOOKS)
-_DEVICE_PARAMETERS = (_PLAIN_DTYPE, _DEVICE, _FLAG)
+_TENSOR_PARAMETERS = (STORAGE, OFFSET, SIZES, STRIDES, FLAG, HOOKS)
+_PARAMETER_PARAMETERS = (TENSOR_OR_NONE, FLAG, HOOKS)
+_DEVICE_PARAMETERS = (PLAIN_DTYPE, DEVICE, FLAG)
 
 _RULES: Mapping[tuple[str, str], Rule] = {
-    ("collections", "OrderedDict"): Rule((Parameter("pairs", ITERABLE, _are_pairs),), 0, _of_pairs),
-    ("collections", "Counter"): Rule((Parameter("what can be counted", _MADE_OF),), 0, _of_members),
-    ("builtins", "set"): Rule((Parameter("what can be in a set", _MADE_OF[1:]),), 0, _of_members),
+    ("collections", "OrderedDict"): Rule((Parameter("pairs", ITERABLE, are_pairs),), 0, _of_pairs),
+    ("collections", "Counter"): Rule((Parameter("what can be counted", MADE_OF),), 0, _of_members),
+    ("builtins", "set"): Rule((Parameter("what can be in a set", MADE_OF[1:]),), 0, _of_members),
     ("builtins", "bytearray"): Rule(
         (
-            Parameter("bytes", ("int", "bool", *_MADE_OF[1:]), _make_bytes),
+            Parameter("bytes", ("int", "bool", *MADE_OF[1:]), make_bytes),
             Parameter("an encoding", ("str",)),
-            _TEXT,
+            TEXT,
         ),
         0,
         _of_bytearray,
     ),
     ("builtins", "complex"): Rule(
-        (Parameter("a number", ("int", "float", "bool", "complex", "str")), _NUMBER),
+        (Parameter("a number", ("int", "float", "bool", "complex", "str")), NUMBER),
         0,
         _of_complex,
     ),
-    ("_codecs", "encode"): Rule((_TEXT, _TEXT, _TEXT), 1, _of_encoded),
-    ("torch", "Size"): Rule((Parameter("numbers", _MADE_OF[1:], _make_a_size),), 0),
+    ("_codecs", "encode"): Rule((TEXT, TEXT, TEXT), 1, _of_encoded),
+    ("torch", "Size"): Rule((Parameter("numbers", MADE_OF[1:], make_a_size),), 0),
     ("torch", "device"): Rule(
         (
             # torch takes the number of a device of the machine, too, and writes none.
-            Parameter("a device that torch knows", ("str", "torch.device"), _is_device),
+            Parameter("a device that torch knows", ("str", "torch.device"), is_device),
             Parameter("an index", ("int", "None")),
         ),
         1,
         _of_device,
     ),
     ("torch.serialization", "_get_layout"): Rule(
-        (Parameter("the name of a layout", ("str",), _is_layout),), 1
+        (Parameter("the name of a layout", ("str",), is_layout),), 1
     ),
-    ("torch.nn.parameter", "Parameter"): Rule((_TENSOR_OR_NONE, _FLAG), 0, _of_parameter),
+    ("torch.nn.parameter", "Parameter"): Rule((TENSOR_OR_NONE, FLAG), 0, _of_parameter),
     ("torch._utils", "_rebuild_tensor"): Rule(_TENSOR_PARAMETERS[:4], 4, _of_tensor),
-    _REBUILD_V2: Rule((*_TENSOR_PARAMETERS, _METADATA), 6, _of_tensor),
+    _REBUILD_V2: Rule((*_TENSOR_PARAMETERS, METADATA), 6, _of_tensor),
     _REBUILD_V3: Rule(
-        (*_TENSOR_PARAMETERS[:4], _FLAG_OR_NONE, _HOOKS, _DTYPE, _METADATA), 7, _of_tensor_v3
+        (*_TENSOR_PARAMETERS[:4], FLAG_OR_NONE, HOOKS, DTYPE, METADATA), 7, _of_tensor_v3
     ),
     _REBUILD_PARAMETER: Rule(_PARAMETER_PARAMETERS, 3, _of_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Rule(
-        (*_PARAMETER_PARAMETERS, _ATTRIBUTES), 4, _of_parameter
+        (*_PARAMETER_PARAMETERS, ATTRIBUTES), 4, _of_parameter
     ),
     ("torch._utils", "_rebuild_qtensor"): Rule(
         (
-            *(_STORAGE, _OFFSET, _SIZES, _SIZES),
-            Parameter(
-                "a scheme of quantization with its numbers", ("tuple", "list"), _is_quantizer
-            ),
-            *(_FLAG, _HOOKS),
+            *(STORAGE, OFFSET, SIZES, SIZES),
+            Parameter("a scheme of quantization with its numbers", ("tuple", "list"), is_quantizer),
+            *(FLAG, HOOKS),
         ),
         7,
         _of_quantized_tensor,
     ),
     ("torch._utils", "_rebuild_sparse_tensor"): Rule(
-        (_LAYOUT, Parameter("a tuple of tensors", ("tuple", "list"))), 2, _of_sparse_tensor
+        (LAYOUT, Parameter("a tuple of tensors", ("tuple", "list"))), 2, _of_sparse_tensor
     ),
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): Rule(
-        (_PLAIN_DTYPE, _SIZES, _SIZES, _FLAG_OR_NONE), 4, _of_meta_tensor
+        (PLAIN_DTYPE, SIZES, SIZES, FLAG_OR_NONE), 4, _of_meta_tensor
     ),
-    ("torch._utils", "_rebuild_nested_tensor"): Rule((_TENSOR,) * 4, 4, _of_nested_tensor),
+    ("torch._utils", "_rebuild_nested_tensor"): Rule((TENSOR,) * 4, 4, _of_nested_tensor),
     _WRAPPER: Rule(
         (
-            Parameter("a class of its own", (KNOWN_GLOBAL,), _is_dtensor, (Kind.GLOBAL, Kind.CALL)),
-            _DTYPE,
-            _SIZES,
-            _STRIDES,
-            _OFFSET,
-            _LAYOUT,
-            _DEVICE,
-            _FLAG,
+            Parameter("a class of its own", (KNOWN_GLOBAL,), is_dtensor, (Kind.GLOBAL, Kind.CALL)),
+            DTYPE,
+            SIZES,
+            STRIDES,
+            OFFSET,
+            LAYOUT,
+            DEVICE,
+            FLAG,
         ),
         8,
     ),
@@ -814,7 +646,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
         _of_device_tensor,
     ),
     ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): Rule(
-        (_TENSOR, *_DEVICE_PARAMETERS), 4, _of_device_tensor
+        (TENSOR, *_DEVICE_PARAMETERS), 4, _of_device_tensor
     ),
     _FROM_TYPE: Rule(
         (
@@ -822,11 +654,11 @@ _RULES: Mapping[tuple[str, str], Rule] = {
             Parameter(
                 "a class of tensors",
                 (KNOWN_GLOBAL,),
-                _is_class_of_tensors,
+                is_class_of_tensors,
                 (Kind.GLOBAL, Kind.CALL),
             ),
             Parameter("a tuple", ("tuple", "list", "torch.Size")),
-            _ATTRIBUTES,
+            ATTRIBUTES,
         ),
         4,
         _of_type,

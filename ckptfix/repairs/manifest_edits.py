@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder, new_paths, scan_dcp_folders
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
-from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
+from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint, read_manifest
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata, model_names

@@ -10,8 +10,7 @@ from pathlib import PurePosixPath
 from msgspec import Struct
 
 from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import ModelName, Role, parse_file_name
+from ckptfix.checkpoint.filenames import ModelName, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
@@ -20,7 +19,9 @@ from ckptfix.checkpoint.keys import (
     common_wrappers,
     without_private_wrappers,
 )
+from ckptfix.checkpoint.model_files import ModelFiles
 from ckptfix.checkpoint.pairing import strip_wrappers
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.dcp_folders import is_flat
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import GAPLESS_ROLES, Numbered, renumbered
@@ -41,13 +42,8 @@ from ckptfix.diagnosis.findings.duplicates import (
     WrapperPrefix,
 )
 from ckptfix.diagnosis.findings.load_faults import DeadAdapter, SeveralAdapters, UnusedKeys
-from ckptfix.diagnosis.findings.sharded import (
-    IndexMismatch,
-    LeftoverIndex,
-    SecondFamily,
-    StaleFamily,
-    UndecidedIndex,
-)
+from ckptfix.diagnosis.findings.sharded import IndexMismatch, LeftoverIndex, UndecidedIndex
+from ckptfix.diagnosis.findings.stored_twice import SecondFamily, StaleFamily
 from ckptfix.diagnosis.policy import Keys, Policy
 from ckptfix.diagnosis.wrapped_keys import NAMED_ROLES, ScopeKey, scope_key
 from ckptfix.formats.safetensors_file import METADATA_KEY, SafetensorsFile

@@ -7,15 +7,10 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.filenames import (
-    FileName,
-    FolderName,
-    Role,
-    model_file,
-    parse_file_name,
-    parse_folder_name,
-)
+from ckptfix.checkpoint.filenames import FileName, model_file, parse_file_name
+from ckptfix.checkpoint.folder_names import FolderName, parse_folder_name
 from ckptfix.checkpoint.keys import fitting
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.check import with_below
 from ckptfix.diagnosis.check_report import CheckReport, status_of
 from ckptfix.diagnosis.findings.base import Finding, finding_lines, salvage_lines

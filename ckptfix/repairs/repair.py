@@ -26,7 +26,7 @@ from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.check import interrupted, interrupted_inside, models_below, resume_problem
 from ckptfix.diagnosis.check_report import GENERIC, CheckReport
-from ckptfix.diagnosis.completeness import STATES_ALONE, judge_bare
+from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import (
@@ -37,6 +37,7 @@ from ckptfix.diagnosis.next_to_it import missing_here
 from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
+from ckptfix.diagnosis.unresumable import STATES_ALONE
 from ckptfix.errors import ChangedError, FileChangedError, OperationError, UsageError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.pickle_stream import paused_gc

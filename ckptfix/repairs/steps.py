@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.keys import KeyMap, fitting
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import Numbered
 from ckptfix.diagnosis.findings.base import Finding

@@ -10,8 +10,9 @@ from pathlib import PurePosixPath
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DATA_SUFFIX, METADATA_UNFINISHED, belongs
-from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder_names import parse_folder_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import ItemReader, KnownItem, SavedTensor, dcp_problems
 from ckptfix.formats.dcp_metadata import (

@@ -16,12 +16,10 @@ from ckptfix.tensors.zero_partitions import (
     ModelStates,
     OptimizerStates,
     ensure_one_save,
-    from_groups,
-    from_shares,
-    frozen_shares,
     read_models,
     read_optimizer_states,
 )
+from ckptfix.tensors.zero_tensors import from_groups, from_shares, frozen_shares
 
 
 def deepspeed_weights(

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import DcpFileName, DcpPart
+from ckptfix.checkpoint.rank_names import DcpFileName, DcpPart
 from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.dcp_metadata import MAX_METADATA, METADATA_NAME, MODEL_KEY
 from ckptfix.formats.pickle_stream import paused_gc

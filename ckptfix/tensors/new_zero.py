@@ -15,17 +15,17 @@ take the old run's for the new one's.
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct
 
 from ckptfix.checkpoint.deepspeed_files import LATEST, LATEST_UNIVERSAL, UNIVERSAL
-from ckptfix.checkpoint.filenames import DeepSpeedName, DeepSpeedPart
+from ckptfix.checkpoint.rank_names import DeepSpeedName, DeepSpeedPart
 from ckptfix.errors import OperationError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.reading import OpenFiles
 from ckptfix.storage.recipes import Literal
-from ckptfix.tensors.joined import Converted, Stretch, Zeros, cut, joined
+from ckptfix.tensors.joined import Converted, Stretch, Zeros, joined
 from ckptfix.tensors.new_files import NewStates, NewTensor, OutputFile
 from ckptfix.tensors.new_torch_files import Call, Global, torch_file, with_new_tensors
 from ckptfix.tensors.optimizer_files import PARAMS, note_unread
@@ -41,24 +41,32 @@ from ckptfix.tensors.optimizers import (
 )
 from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, Weights
 from ckptfix.tensors.universal import GLOBAL_STATE, WEIGHT
+from ckptfix.tensors.zero_shares import (
+    ORDERED_DICT,
+    SUB_GROUP_SIZE,
+    WIDTH,
+    FlatShare,
+    Shape,
+    fragments_of,
+    ordered,
+    partition_size,
+    share_of,
+    sizes_of,
+    spans_of,
+    stage_of,
+    stretch_of,
+    sub_groups,
+)
 from ckptfix.tensors.zero_states import BUFFERS, DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
-SUB_GROUP_SIZE = 1_000_000_000
-"""Elements of a rank after which ZeRO-3 begins another sub-group, where the configuration does not
-say it.
-"""
-
 _VERSION = "0.18.2"
 _LONGEST = 255  # bytes of a name that file systems take
-_MASTER, _WIDTH = "F32", 4
+_MASTER = "F32"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _EXACT = frozenset({"F32", "F16", "BF16"})
 _PREFIX = {"BF16": "bf16_"}
 _CONFIGS = {"BF16": "bf16", "F16": "fp16"}
-_ORDERED_DICT = Global("collections", "OrderedDict")
-_SIZE = Global("torch", "Size")
-_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 _SCALER = Call(
     function=Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     state={"cur_scale": 1.0, "dynamic": False},
@@ -79,8 +87,6 @@ _OF_THE_SAVE = frozenset(
 )
 LOSS_SCALER, DYNAMIC_SCALE = _SCALERS = "loss_scaler", "dynamic_loss_scale"
 """The entries of an optimizer's file of DeepSpeed about the scale of the loss."""
-
-Shape = tuple[int, ...]
 
 
 def dynamic_scaler(
@@ -156,18 +162,6 @@ class _Group(Struct, frozen=True, kw_only=True):
     shapes: Mapping[str, Shape]
     moments: tuple[str, ...]
     shared: Mapping[str, StateValue]
-
-
-class _Flat(NamedTuple):
-    """A flat tensor of one rank: how many elements it has, and where they come from."""
-
-    numel: int
-    parts: tuple[Stretch | Zeros, ...]
-
-    def padded(self, numel: int) -> "_Flat":
-        """Return it with zeros up to ``numel`` fp32 elements."""
-        missing = (numel - self.numel) * _WIDTH
-        return _Flat(numel, (*self.parts, Zeros(missing)) if missing else self.parts)
 
 
 def module_dtype(new: NewStates, fqn: str) -> str | None:
@@ -423,18 +417,18 @@ class _Plan:
         versions = {
             module: {"version": version} for module, version in self._weights.versions.items()
         }
-        metadata = {"_metadata": _ordered(versions)} if versions else None
+        metadata = {"_metadata": ordered(versions)} if versions else None
         has_frozen = self._strategy is not Strategy.ZERO1 and (
             rank is None or self._strategy is Strategy.ZERO3
         )
         content = {
-            "module": Call(function=_ORDERED_DICT, items=module, state=metadata),
+            "module": Call(function=ORDERED_DICT, items=module, state=metadata),
             "buffer_names": [name for name in module if name in self._buffers],
             "optimizer": None,
             "param_shapes": [
-                _shapes(flat) for group in self._groups for flat in self._flats(group)
+                sizes_of(flat) for group in self._groups for flat in self._flats(group)
             ],
-            "frozen_param_shapes": _shapes(self._frozen) if has_frozen else None,
+            "frozen_param_shapes": sizes_of(self._frozen) if has_frozen else None,
             "shared_params": dict(self._ties) if not rank else {},
             "frozen_param_fragments": self._fragments(rank) if has_frozen else None,
             "lr_scheduler": None,
@@ -470,13 +464,13 @@ class _Plan:
                 continue
             stored = self._named[name]
             dtype = self._dtype if stored.dtype in _FLOATS else stored.dtype
-            share = _share(
+            share = share_of(
                 stored.layout, prod(shape), DTYPE_BITS[stored.dtype] // 8, rank, self._ranks
             )
             layout = joined(share.parts)
             cut_out = StoredTensor(name, stored.dtype, (share.numel,), layout)
             items[name] = self._tensor(f"rank{rank}/frozen/{name}", cut_out, dtype)
-        return _ordered(items)
+        return ordered(items)
 
     def _kept_model_states(self) -> dict[str, Any]:
         """Return the entries of the source's own model states that go on: counters, a scheduler,
@@ -526,10 +520,10 @@ class _Plan:
                 members.append(len(masters))
                 masters.append(self._flat_tensor(f"{key}/{WEIGHT}", master))
                 paddings.append(size - master.numel)
-                mappings.append(_mapping(shapes, rank, size))
+                mappings.append(fragments_of(shapes, rank, size))
             listed.append(self._options(number, group, members))
         base = {"state": states, "param_groups": listed}
-        optimizer: dict[str, Any] = {**self._global(), "zero_stage": _stage(self._strategy)}
+        optimizer: dict[str, Any] = {**self._global(), "zero_stage": stage_of(self._strategy)}
         if self._strategy is Strategy.ZERO3:
             optimizer |= {
                 "partition_count": self._ranks,
@@ -566,26 +560,26 @@ class _Plan:
             return sum(-(-prod(shape) // self._ranks) for shape in shapes.values())
         return partition_size(sum(map(prod, shapes.values())), self._ranks)
 
-    def _flat(self, state: str, shapes: Mapping[str, Shape], rank: int) -> _Flat:
+    def _flat(self, state: str, shapes: Mapping[str, Shape], rank: int) -> FlatShare:
         """Return the part that a rank has of the masters or moments of parameters."""
         if self._strategy is Strategy.ZERO3:
             shares = [
-                _share(self._in_fp32(name, state), prod(shape), _WIDTH, rank, self._ranks)
+                share_of(self._in_fp32(name, state), prod(shape), WIDTH, rank, self._ranks)
                 for name, shape in shapes.items()
             ]
-            return _Flat(
+            return FlatShare(
                 sum(one.numel for one in shares),
                 tuple(part for one in shares for part in one.parts),
             )
         begin = rank * self._size(shapes)
         end = min(begin + self._size(shapes), sum(map(prod, shapes.values())))
         parts: list[Stretch | Zeros] = []
-        for name, start, stop in _spans(shapes):
+        for name, start, stop in spans_of(shapes):
             first, last = max(begin, start), min(end, stop)
             if first < last:
                 layout = self._in_fp32(name, state)
-                parts.append(_stretch(layout, (first - start) * _WIDTH, (last - start) * _WIDTH))
-        return _Flat(max(end - begin, 0), tuple(parts))
+                parts.append(stretch_of(layout, (first - start) * WIDTH, (last - start) * WIDTH))
+        return FlatShare(max(end - begin, 0), tuple(parts))
 
     def _in_fp32(self, name: str, state: str) -> Layout | None:
         """Return a parameter's master or moment, None where it has no such moment, which is zeros
@@ -606,7 +600,7 @@ class _Plan:
             )
         return Converted(stored.layout, stored.dtype, _MASTER)
 
-    def _flat_tensor(self, key: str, flat: _Flat) -> NewTensor:
+    def _flat_tensor(self, key: str, flat: FlatShare) -> NewTensor:
         stored = StoredTensor(key, _MASTER, (flat.numel,), joined(flat.parts))
         return self._tensor(key, stored, _MASTER)
 
@@ -706,7 +700,7 @@ class _Plan:
         layout = self._in_fp32(name, state)
         shape = self._trained[name]
         if layout is None:
-            layout = joined([Zeros(prod(shape) * _WIDTH)])
+            layout = joined([Zeros(prod(shape) * WIDTH)])
         key = f"{name}/{state}"
         return self._tensor(key, StoredTensor(key, _MASTER, shape, layout), _MASTER)
 
@@ -733,42 +727,6 @@ class _Plan:
         return with_new_tensors(value, key, self.sources)
 
 
-def partition_size(numel: int, ranks: int) -> int:
-    """Return the elements of a partition of ZeRO-1 or 2: all together are a multiple of twice the
-    number of ranks.
-    """
-    return -(-numel // (2 * ranks)) * 2
-
-
-def sub_groups(
-    shapes: Mapping[str, Shape], ranks: int, size: int = SUB_GROUP_SIZE
-) -> list[Mapping[str, Shape]]:
-    """Return the sub-groups of a param group of ZeRO-3: each is full once a rank has ``size``
-    elements of it.
-    """
-    shares = {name: -(-prod(shape) // ranks) for name, shape in shapes.items()}
-    if size >= sum(shares.values()):
-        return [shapes] if shapes else []
-    found: list[Mapping[str, Shape]] = []
-    current: dict[str, Shape] = {}
-    filled = 0
-    for name, shape in shapes.items():
-        current[name] = shape
-        filled += shares[name]
-        if filled >= size:
-            found.append(current)
-            current, filled = {}, 0
-    return [*found, current] if current else found
-
-
-def _spans(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, int, int]]:
-    """Yield where each parameter begins and ends in the flat tensor of them all."""
-    start = 0
-    for name, shape in shapes.items():
-        yield name, start, start + prod(shape)
-        start += prod(shape)
-
-
 def _is_folder(name: str) -> bool:
     """Return whether a name leads to a folder below another one, and no other name leads to the
     same one.
@@ -780,47 +738,3 @@ def _is_folder(name: str) -> bool:
         return all(len(part.encode()) <= _LONGEST for part in path.parts)
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
-
-
-def _mapping(shapes: Mapping[str, Shape], rank: int, size: int) -> Call:
-    """Return where the parameters lie in a rank's partition, for ``ds_to_universal.py``."""
-    items: dict[str, Call] = {}
-    for name, start, stop in _spans(shapes):
-        first, last = max(rank * size, start), min((rank + 1) * size, stop)
-        if first < last:
-            place = {"numel": last - first, "start": first - rank * size}
-            items[name] = Call(function=_FRAGMENT, state=place, new=True)
-    return _ordered(items)
-
-
-def _share(layout: Layout | None, numel: int, width: int, rank: int, ranks: int) -> _Flat:
-    """Return a rank's share of a parameter under ZeRO-3. ``layout``: None for zeros."""
-    share = -(-numel // ranks)
-    first, last = min(rank * share, numel), min((rank + 1) * share, numel)
-    padding = Zeros((share - (last - first)) * width)
-    return _Flat(share, (_stretch(layout, first * width, last * width), padding))
-
-
-def _stretch(layout: Layout | None, begin: int, end: int) -> Stretch | Zeros:
-    """Return the bytes ``begin`` to ``end`` of a layout, None for zeros."""
-    if layout is None:
-        return Zeros(end - begin)
-    # Converts no more than these.
-    if isinstance(layout, Converted) and isinstance(layout.layout, Contiguous):
-        before, after = DTYPE_BITS[layout.source] // 8, DTYPE_BITS[layout.target] // 8
-        run = cut(layout.layout, begin // after * before, end // after * before)
-        return Stretch(Converted(run, layout.source, layout.target), 0, end - begin)
-    return Stretch(layout, begin, end)
-
-
-def _ordered(items: Mapping[str, Any]) -> Call:
-    return Call(function=_ORDERED_DICT, items=items)
-
-
-def _shapes(shapes: Mapping[str, Shape]) -> Call:
-    return _ordered({name: Call(function=_SIZE, args=(shape,)) for name, shape in shapes.items()})
-
-
-def _stage(strategy: Strategy) -> Call:
-    stage = {Strategy.ZERO1: 1, Strategy.ZERO2: 2, Strategy.ZERO3: 3}[strategy]
-    return Call(function=Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), args=(stage,))

@@ -12,21 +12,15 @@ from ckptfix.checkpoint.deepspeed_files import (
     deepspeed_paths,
     is_deepspeed_file,
 )
-from ckptfix.checkpoint.entries import Entry, all_state_dicts, group_files, model_entries
-from ckptfix.checkpoint.filenames import (
-    NOT_STATES,
-    TRAINER_STATE,
-    FileName,
-    ModelName,
-    Role,
-    is_one_of_several,
-    parse_file_name,
-    parse_folder_name,
-    parse_rank_file_name,
-)
+from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
+from ckptfix.checkpoint.filenames import TRAINER_STATE, FileName, ModelName, parse_file_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
+from ckptfix.checkpoint.folder_names import is_one_of_several, parse_folder_name
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, MODULES, PIPELINE
+from ckptfix.checkpoint.model_files import group_files
+from ckptfix.checkpoint.rank_names import parse_rank_file_name
+from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.files import AnyPath, Openable, names_in

@@ -5,7 +5,9 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs
 from ckptfix.checkpoint.deepspeed_files import deepspeed_below
-from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.folder_names import parse_folder_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.storage.files import AnyPath, Openable, names_in
 from ckptfix.storage.paths import existing
 from ckptfix.tensors.dcp_optimizers import dcp_optimizers

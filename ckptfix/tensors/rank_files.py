@@ -20,7 +20,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.deepspeed_files import AGAIN, MissingRankError
-from ckptfix.checkpoint.filenames import Role, parse_rank_file_name
+from ckptfix.checkpoint.rank_names import parse_rank_file_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import coverage_problem
 from ckptfix.formats.dcp_metadata import DcpTensor

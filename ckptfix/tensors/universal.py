@@ -23,7 +23,8 @@ from ckptfix.storage.files import AnyPath, names_in
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.single_files import record_checksums, tensor_of
 from ckptfix.tensors.stored import Contiguous, StoredTensor, Weights
-from ckptfix.tensors.zero_partitions import Shapes, read_states_file, state_fqn
+from ckptfix.tensors.zero_partitions import Shapes, read_states_file
+from ckptfix.tensors.zero_tensors import state_fqn
 
 WEIGHT, STEP = "fp32", "step"
 GLOBAL_STATE = UNIVERSAL / "optimizer_state.pt"

@@ -29,17 +29,14 @@ from ckptfix.tensors.zero_partitions import (
     ModelStates,
     OptimizerStates,
     Shapes,
-    cut_group,
-    cut_shares,
     ensure_one_save,
     flat_of,
-    from_groups,
     optimizer_states,
     read_models,
     read_states_file,
-    state_fqn,
     undealt,
 )
+from ckptfix.tensors.zero_tensors import cut_group, cut_shares, from_groups, state_fqn
 
 MODEL_STATES = "model_states"
 """The entry of ``OptimizerState.extra`` for what DeepSpeed's model states hold next to the model.

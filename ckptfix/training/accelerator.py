@@ -13,7 +13,7 @@ from ckptfix.training import guard
 from ckptfix.training.guard import OnReprepare, Settings, guard_of
 from ckptfix.training.loading.load_report import LoadPolicy, Requirement
 from ckptfix.training.ranks import timeout_of
-from ckptfix.training.resuming import positions
+from ckptfix.training.resuming import loader_positions, positions
 from ckptfix.training.resuming.guarded_load import load_state
 from ckptfix.training.saving.checked_saves import checks_saves, forget
 from ckptfix.training.saving.save_state import save_model, save_state
@@ -117,7 +117,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Between epochs, and for a loader with ``use_stateful_dataloader``, it is the loader itself.
         ``dataloader``: what ``prepare`` returned. Its ``iteration`` is the number of that epoch.
         """
-        return positions.resume_dataloader(self, dataloader)
+        return loader_positions.resume_dataloader(self, dataloader)
 
 
 def _of_the_base(name: str) -> Callable[[accelerate.Accelerator], Callable[..., Any]]:
@@ -188,7 +188,7 @@ def patch_accelerate(
                 name,
                 _in_front(name, original, _of_the_patch(name, original)),
             )
-    accelerate.Accelerator.resume_dataloader = positions.resume_dataloader
+    accelerate.Accelerator.resume_dataloader = loader_positions.resume_dataloader
     patch_dispatch(mode)
     patch_trainer()
 
@@ -206,7 +206,7 @@ def unpatch_accelerate() -> None:
         if getattr(getattr(accelerate.Accelerator, name), "__wrapped__", None) is original:
             setattr(accelerate.Accelerator, name, original)
     _ORIGINALS.clear()
-    if vars(accelerate.Accelerator).get("resume_dataloader") is positions.resume_dataloader:
+    if vars(accelerate.Accelerator).get("resume_dataloader") is loader_positions.resume_dataloader:
         del accelerate.Accelerator.resume_dataloader
     for accelerator, its_guard in list(guard.GUARDS.items()):
         if not isinstance(accelerator, Accelerator):

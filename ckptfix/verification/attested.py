@@ -16,8 +16,9 @@ from pathlib import Path, PurePosixPath
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import parse_file_name, parse_rank_file_name
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.checkpoint.rank_names import parse_rank_file_name
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, TensorLocation
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import OperationError, UsageError

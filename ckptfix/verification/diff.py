@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any
 
-from ckptfix.checkpoint.filenames import Role, parse_deepspeed_folder_name, parse_file_name
+from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.folder_names import parse_deepspeed_folder_name
 from ckptfix.checkpoint.model_configs import is_pretrained
+from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS

@@ -6,7 +6,7 @@ from functools import partial
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.filenames import ModelName, parse_file_name, parse_rank_file_name
+from ckptfix.checkpoint.filenames import ModelName, parse_file_name
 from ckptfix.checkpoint.keys import (
     KeyMap,
     collisions,
@@ -15,6 +15,7 @@ from ckptfix.checkpoint.keys import (
     inner_wrappers,
     without_private_wrappers,
 )
+from ckptfix.checkpoint.rank_names import parse_rank_file_name
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
 
 _SHOWN = 3

@@ -22,12 +22,8 @@ from ckptfix.diagnosis.contents import (
 )
 from ckptfix.diagnosis.file_damage import LeftRecord
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity
-from ckptfix.diagnosis.findings.incomplete import (
-    IncompleteCheckpoint,
-    InterruptedSave,
-    SpareDownload,
-    StagingFolder,
-)
+from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
+from ckptfix.diagnosis.findings.interrupted import InterruptedSave, SpareDownload, StagingFolder
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.values import ValueFinding, judge_moment, judge_values, trained_for
 from ckptfix.errors import CkptfixError, UsageError

@@ -29,9 +29,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto
 
 from ckptfix import check
-from ckptfix.checkpoint.entries import group_files
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.load_inputs import Load, loads_of
+from ckptfix.checkpoint.model_files import group_files
 from ckptfix.devices.reload.oracle import ask
 from ckptfix.diagnosis.loads.loaders import Asked
 from ckptfix.diagnosis.loads.outcome import LoadOutcome

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ckptfix.checkpoint.dcp import DcpFolder, belongs, optimizers_in, rank_of, scan_dcp_folders
-from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
+from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.pairing import first_unequal, pair_up
+from ckptfix.checkpoint.roles import Role
 from tests.tensors.dcp_making import save
 
 

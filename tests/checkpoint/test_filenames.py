@@ -8,27 +8,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.checkpoint.filenames import (
-    FAMILIES,
     WEIGHT_SUFFIXES,
-    DcpFileName,
-    DcpPart,
-    DeepSpeedName,
-    DeepSpeedPart,
     FileName,
-    FolderName,
     ModelName,
-    Role,
+    model_file,
+    parse_file_name,
+)
+from ckptfix.checkpoint.folder_names import (
+    FAMILIES,
+    FolderName,
     checkpoint_number,
     counts_saves,
     describe_folder_name,
     is_one_of_several,
-    model_file,
-    parse_dcp_name,
     parse_deepspeed_folder_name,
-    parse_deepspeed_name,
-    parse_file_name,
     parse_folder_name,
 )
+from ckptfix.checkpoint.rank_names import (
+    DcpFileName,
+    DcpPart,
+    DeepSpeedName,
+    DeepSpeedPart,
+    parse_dcp_name,
+    parse_deepspeed_name,
+)
+from ckptfix.checkpoint.roles import Role
 
 KNOWN = [
     ("model.safetensors", Role.MODEL, 0),

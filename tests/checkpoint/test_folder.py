@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import ProblemKind, scan_folder
+from ckptfix.checkpoint.roles import Role
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.files import FileReader
 from ckptfix.storage.reading import identity, open_reader

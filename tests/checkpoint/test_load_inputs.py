@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix.checkpoint.entries import group_files
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.load_inputs import SAMPLE, Load, loads_of
+from ckptfix.checkpoint.model_files import group_files
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
 TRANSFORMERS = {"architectures": ["BertModel"], "model_type": "bert"}

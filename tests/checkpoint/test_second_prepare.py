@@ -13,9 +13,9 @@ from torch.optim import lr_scheduler
 
 from ckptfix import Policy, check, repair
 from ckptfix.checkpoint import pairing, second_prepare
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.neighbours import Siblings
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.second_prepare import Evidence, OptimizerFacts, read_optimizer
 from ckptfix.errors import ChangedError, OperationError, RolledBackError
 from ckptfix.formats.torch_file import read_torch_file

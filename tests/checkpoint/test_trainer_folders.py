@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.latest import candidates, incomplete
 from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.trainer_folders import is_model_alone, missing_states, other_processes
 from ckptfix.diagnosis.resumable import newest_complete
 from ckptfix.storage.paths import MANIFEST

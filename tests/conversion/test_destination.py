@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptfix import ChangedError, OperationError, UsageError, migrate, repair, salvage, seal, undo
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.storage import staged
 from ckptfix.storage.atomic import rename_to_free

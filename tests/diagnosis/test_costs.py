@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from ckptfix import check
-from ckptfix.checkpoint.entries import ModelFiles, group_files
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import incomplete
+from ckptfix.checkpoint.model_files import ModelFiles, group_files
 from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
+from ckptfix.checkpoint.roles import Role
 from ckptfix.storage.files import AnyPath, names_in
 
 ONE = torch.zeros(1)

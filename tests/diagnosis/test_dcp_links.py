@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix import Policy, check, repair, undo
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.diagnose import links_below
 from ckptfix.errors import OperationError
 from ckptfix.repairs import plan

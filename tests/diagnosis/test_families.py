@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ckptfix import check, repair
-from ckptfix.diagnosis.findings.sharded import SecondFamily, StaleFamily
+from ckptfix.diagnosis.findings.stored_twice import SecondFamily, StaleFamily
 from tests.repairs.builders import RANDOM_STATES
 from tests.weight_loaders import REAL
 

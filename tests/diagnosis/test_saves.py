@@ -15,11 +15,8 @@ from ckptfix import check, repair, salvage, seal, verify
 from ckptfix.checkpoint.latest import incomplete
 from ckptfix.checkpoint.manifest import Manifest, read_losses
 from ckptfix.diagnosis.findings.base import Finding, Severity
-from ckptfix.diagnosis.findings.incomplete import (
-    InterruptedSave,
-    MissingFile,
-    Salvaged,
-)
+from ckptfix.diagnosis.findings.incomplete import MissingFile
+from ckptfix.diagnosis.findings.interrupted import InterruptedSave, Salvaged
 from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from ckptfix.diagnosis.unfinished_copies import is_unfinished
 from ckptfix.storage.paths import MANIFEST

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ckptfix import UsageError, check, repair
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from ckptfix.storage import stores
 from tests.stores.servers import QUICK, upload_folder
 from tests.test_golden import GOLDEN, REAL

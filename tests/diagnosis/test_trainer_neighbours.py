@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from ckptfix import check, latest_checkpoint
-from ckptfix.checkpoint.filenames import TRAINER
+from ckptfix.checkpoint.folder_names import TRAINER
 from ckptfix.cli import run as run_command
 from tests.diagnosis.test_changed_entries import Run, is_refused, of_model, saves
 from tests.diagnosis.test_trainer_states import trainer_in

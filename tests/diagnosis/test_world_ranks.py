@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptfix import check
-from ckptfix.checkpoint.filenames import parse_world_rank_name
+from ckptfix.checkpoint.rank_names import parse_world_rank_name
 from ckptfix.cli import run
 
 KINDS = ("model", "optim", "extra_state")

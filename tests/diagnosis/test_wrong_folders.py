@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from ckptfix import Policy, check, repair
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.resumable import choose
 from ckptfix.diagnosis.target import find_checkpoints

@@ -35,7 +35,7 @@ from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.findings.base import Action, Finding, finding_lines
 from ckptfix.diagnosis.findings.catalogue import CODES
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
-from ckptfix.diagnosis.findings.incomplete import StagingFolder
+from ckptfix.diagnosis.findings.interrupted import StagingFolder
 from ckptfix.diagnosis.findings.stale import StaleSave
 from ckptfix.environment.doctor import CODES as TOPICS
 from ckptfix.environment.doctor import diagnose_environment

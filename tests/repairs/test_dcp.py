@@ -12,7 +12,7 @@ from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import load_file
 
 from ckptfix import Keys, Policy, check, repair, seal, undo, verify
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.repairs.receipt import RepairReceipt

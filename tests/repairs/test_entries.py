@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from msgspec.structs import replace
 
 from ckptfix import Finding, Keys, Policy, check, latest_checkpoint, repair, undo
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage.paths import MANIFEST
 from tests.repairs.builders import (

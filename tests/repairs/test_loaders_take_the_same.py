@@ -12,10 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix import check, repair, undo
-from ckptfix.diagnosis.findings.sharded import (
-    IndexMismatch,
-    UndecidedIndex,
-)
+from ckptfix.diagnosis.findings.sharded import IndexMismatch, UndecidedIndex
 from tests.diagnosis.test_families import values, write
 from tests.repairs.builders import RANDOM_STATES, snapshot
 from tests.weight_loaders import REAL, assert_none_switched, loaded, tensors_of

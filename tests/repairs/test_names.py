@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptfix import Keys, Policy, check, repair, undo
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from tests.repairs.builders import (
     RANDOM_STATES,
     read_safetensors_bytes,

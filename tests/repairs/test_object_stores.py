@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix import CkptfixError, Policy, UsageError, check, repair, seal, undo, verify
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from ckptfix.cli import run as cli
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import ChangedError, JournalError, LockedError, OperationError

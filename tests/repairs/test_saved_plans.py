@@ -22,7 +22,7 @@ from ckptfix import (
     repair,
     undo,
 )
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from ckptfix.cli import run
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.repairs.saved_plans import read_plan, save_plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptfix import Policy, check, repair, undo
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from tests.repairs.builders import save_states, snapshot
 
 

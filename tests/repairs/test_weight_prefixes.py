@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckptfix import Policy, check, latest_checkpoint, repair, undo
-from ckptfix.checkpoint.filenames import TRAINER
+from ckptfix.checkpoint.folder_names import TRAINER
 from ckptfix.cli import run
 from tests.diagnosis.test_pretrained_models import PREFIXES, in_shards, saved
 from tests.diagnosis.test_trainer_neighbours import Begin

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptfix
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.checkpoint.roles import Role
 from ckptfix.conversion.uploading import upload
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.policy import Keys, Policy

@@ -19,11 +19,12 @@ from ckptfix.errors import OperationError
 from ckptfix.tensors.joined import Inline
 from ckptfix.tensors.new_files import NewStates
 from ckptfix.tensors.new_torch_files import torch_files
-from ckptfix.tensors.new_zero import sub_groups, zero_files
+from ckptfix.tensors.new_zero import zero_files
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import OptimizerState, ParamGroup, Strategy
 from ckptfix.tensors.stored import StoredTensor, Weights
+from ckptfix.tensors.zero_shares import sub_groups
 from tests.deepspeed_library import NO_DEEPSPEED, ROOT, has_deepspeed, variables
 from tests.sampling import examples
 from tests.tensors import zero_making

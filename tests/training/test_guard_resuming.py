@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptfix import Keys, Policy, check, repair
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.roles import Role
 from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
 from fixtures.digests import state_digest, tensor_digests
 from fixtures.models import SampleCounter

@@ -250,7 +250,7 @@ def test_every_cause_that_can_be_had_on_two_processes_has_a_script() -> None:
 def test_a_large_tensor_is_compared_by_blocks_and_the_sum_of_its_bits() -> None:
     import torch
 
-    from ckptfix.training.resume_proofs.recorder import _sampled
+    from ckptfix.training.resume_proofs.recorded_values import sampled_digest as _sampled
 
     large = torch.arange(1 << 20, dtype=torch.float32)
     known = _sampled(large, 1 << 16)

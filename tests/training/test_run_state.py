@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckptfix
-from ckptfix.checkpoint.filenames import Role, parse_file_name, run_state_name
+from ckptfix.checkpoint.filenames import parse_file_name, run_state_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.training import LoadPolicy
 from ckptfix.training.loading.load_state import load_state_tolerant
 from ckptfix.training.resuming import run_state

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.checkpoint.filenames import TRAINER
+from ckptfix.checkpoint.folder_names import TRAINER
 from ckptfix.checkpoint.latest import candidates
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.training.accelerator import patch_accelerate

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptfix import check, verify
-from ckptfix.checkpoint.filenames import TRAINER
+from ckptfix.checkpoint.folder_names import TRAINER
 from ckptfix.checkpoint.latest import candidates
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import OperationError

@@ -43,12 +43,9 @@ from ckptfix.diagnosis.findings.incomplete import (
     FlatParameters,
     IncompleteCheckpoint,
     IncompleteTensor,
-    InterruptedSave,
     MismatchedNames,
     MissingFile,
     MissingRank,
-    Salvaged,
-    StagingFolder,
 )
 from ckptfix.diagnosis.findings.inconsistent import (
     DeadScaler,
@@ -58,6 +55,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     RoundedSteps,
     UnsavedParameters,
 )
+from ckptfix.diagnosis.findings.interrupted import InterruptedSave, Salvaged, StagingFolder
 from ckptfix.diagnosis.findings.load_faults import (
     DeadAdapter,
     IncompleteAdapter,
@@ -65,15 +63,9 @@ from ckptfix.diagnosis.findings.load_faults import (
     UntrainedAdapter,
 )
 from ckptfix.diagnosis.findings.misplaced import MixedSaves, UnknownState, WrongState
-from ckptfix.diagnosis.findings.sharded import (
-    IndexMismatch,
-    MissingShard,
-    SecondFamily,
-    StaleFamily,
-    StaleShard,
-    StrayShard,
-)
+from ckptfix.diagnosis.findings.sharded import IndexMismatch, MissingShard, StaleShard, StrayShard
 from ckptfix.diagnosis.findings.stale import StaleSave
+from ckptfix.diagnosis.findings.stored_twice import SecondFamily, StaleFamily
 from ckptfix.diagnosis.findings.weight_faults import DeadWeights, MismatchedConfig, MissingModel
 
 CATALOGUE: tuple[type[Finding], ...] = (

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from msgspec import field
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of, list_names, series
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.filenames import Role, model_file, parse_file_name
+from ckptfix.checkpoint.filenames import model_file, parse_file_name
 from ckptfix.checkpoint.keys import dotted, fitting
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of, human_size
 

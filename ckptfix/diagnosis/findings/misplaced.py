@@ -5,7 +5,7 @@ save than the rest.
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE
-from ckptfix.checkpoint.state_contents import Content
+from ckptfix.checkpoint.state_kinds import Content
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of
 

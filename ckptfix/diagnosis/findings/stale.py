@@ -3,7 +3,7 @@ complete one.
 """
 
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
-from ckptfix.diagnosis.findings.incomplete import InterruptedSave
+from ckptfix.diagnosis.findings.interrupted import InterruptedSave
 
 
 class StaleSave(Finding, frozen=True, kw_only=True):

@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
 from ckptfix.checkpoint.model_configs import PIPELINE, broken_config, read_config
+from ckptfix.checkpoint.model_files import ModelFiles
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.config_faults import MissingHead
 from ckptfix.diagnosis.findings.load_faults import (

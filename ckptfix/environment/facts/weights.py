@@ -6,10 +6,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.entries import ModelFiles, group_files
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.keys import common_wrappers
+from ckptfix.checkpoint.model_files import ModelFiles, group_files
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.file_damage import diagnose_files
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle

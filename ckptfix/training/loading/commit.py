@@ -16,7 +16,7 @@ import numpy
 import torch
 from typing_extensions import assert_never
 
-from ckptfix.checkpoint.filenames import checkpoint_number
+from ckptfix.checkpoint.folder_names import checkpoint_number
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.offloaded import EmptySlot, MemorySlot, Slot
 from ckptfix.training.loading.draft import (

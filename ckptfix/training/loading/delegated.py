@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.checkpoint.roles import Role
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.torch_reading import resolve
 from ckptfix.diagnosis.resumable import mixed

@@ -19,9 +19,10 @@ from ckptfix.checkpoint.entries import (
     model_entries,
     state_entries,
 )
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.resumable import mixed
 from ckptfix.storage.files import on_disk
 from ckptfix.storage.stores import is_url

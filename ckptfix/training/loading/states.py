@@ -15,16 +15,12 @@ import torch
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.entries import Entry, component_at, single_entry
-from ckptfix.checkpoint.filenames import (
-    OF_ONE_RANK,
-    FileName,
-    Role,
-    parse_file_name,
-    random_states_name,
-)
+from ckptfix.checkpoint.entries import Entry, single_entry
+from ckptfix.checkpoint.filenames import FileName, parse_file_name, random_states_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.checkpoint.model_files import component_at
+from ckptfix.checkpoint.roles import OF_ONE_RANK, Role
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.storage.files import on_disk
 from ckptfix.storage.paths import command

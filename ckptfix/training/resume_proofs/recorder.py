@@ -9,7 +9,6 @@ to.
 import atexit
 import functools
 import gc
-import hashlib
 import json
 import os
 import signal
@@ -33,17 +32,24 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckptfix.checkpoint.keys import PRIVATE_WRAPPERS
 from ckptfix.training.resume_proofs.recorded_runs import Settings
-from ckptfix.training.resuming.generators import capture, fingerprint
+from ckptfix.training.resume_proofs.recorded_values import (
+    LEAST,
+    SAMPLES,
+    WHOLE_LEAF,
+    digests_of_generators,
+    is_zero,
+    leaves_of,
+    local_part,
+    name_of_tensor,
+    number_of,
+    sampled_digest,
+    samplers_of,
+    text_of,
+)
+from ckptfix.training.resuming.generators import fingerprint
 from ckptfix.training.running import when_imported
 
-_SAMPLES = 64
-"""Samples of a batch that get a digest of their own: enough to recognize the order of the data."""
-
-_BLOCK = 4096
-_LEAST = 16 * _BLOCK  # bytes of a tensor that are always read whole
-_WHOLE_LEAF = 64 << 20  # bytes of a tensor of a batch
 _PATIENCE = 120.0
 """Seconds that a finished recorder waits for the end that its parent gives it."""
 
@@ -151,7 +157,7 @@ class Recorder:
         self._collected_at = -1
         self._end = ""
         self._notes: set[str] = set()
-        self._share = _WHOLE_LEAF
+        self._share = WHOLE_LEAF
 
     # Hooks.
 
@@ -313,18 +319,18 @@ class Recorder:
         self._pending = []
 
     def _digests_of(self, batch: Any) -> dict[str, Any]:
-        leaves = dict(_leaves("", batch))
+        leaves = dict(leaves_of("", batch))
         tensors = [one for one in leaves.values() if isinstance(one, torch.Tensor) and one.ndim]
         size = len(tensors[0]) if tensors else 0
         rows = [one for one in tensors if len(one) == size]
-        samples = [fingerprint([one[at] for one in rows])[:12] for at in range(min(size, _SAMPLES))]
+        samples = [fingerprint([one[at] for one in rows])[:12] for at in range(min(size, SAMPLES))]
         return {
-            "leaves": {path: self._digest(value, _WHOLE_LEAF) for path, value in leaves.items()},
+            "leaves": {path: self._digest(value, WHOLE_LEAF) for path, value in leaves.items()},
             "samples": samples,
         }
 
     def _loader_facts(self, loader: Any) -> dict[str, Any]:
-        names = [type(one).__name__ for one in _samplers(loader)]
+        names = [type(one).__name__ for one in samplers_of(loader)]
         dataset = getattr(loader, "dataset", None)
         is_prepared = isinstance(loader, DataLoaderShard | DataLoaderDispatcher | SkipDataLoader)
         return {
@@ -353,8 +359,8 @@ class Recorder:
                     self._has_losses = True
                     self._take_batches()
                     self._enter()
-                    value = f"{_number(loss)}" if isinstance(loss, torch.Tensor) else repr(loss)
-                    self._losses.append({"value": value, "generators": _generators()})
+                    value = f"{number_of(loss)}" if isinstance(loss, torch.Tensor) else repr(loss)
+                    self._losses.append({"value": value, "generators": digests_of_generators()})
                 return original(accelerator, loss, *args, **kwargs)
 
         return method
@@ -539,7 +545,9 @@ class Recorder:
         models = self._models()
         for at, model in enumerate(models):
             for name, one in model.named_parameters():
-                found.setdefault(id(one), (_name(name, at if len(models) > 1 else None), one))
+                found.setdefault(
+                    id(one), (name_of_tensor(name, at if len(models) > 1 else None), one)
+                )
         for at, optimizer in self._living(self._optimizers):
             for group_at, group in enumerate(getattr(optimizer, "param_groups", ())):
                 for place, one in enumerate(group["params"]):
@@ -548,17 +556,17 @@ class Recorder:
         # Weights, gradients and two moments: four tensors a parameter share what is read in a step.
         sizes = [
             4 * local.numel() * local.element_size()
-            for local in (_local(one) for _, one in found.values())
+            for local in (local_part(one) for _, one in found.values())
         ]
         limit = self._settings.whole_bytes
-        self._share = limit if sum(sizes) <= limit else max(limit // (4 * len(sizes)), _LEAST)
+        self._share = limit if sum(sizes) <= limit else max(limit // (4 * len(sizes)), LEAST)
         return found
 
     def _gradients_now(self, *, leave_out_zeros: bool = False) -> dict[str, str]:
         found = {}
         for name, one in self._parameters().values():
             gradient = one.grad
-            if gradient is not None and not (leave_out_zeros and _is_zero(_local(gradient))):
+            if gradient is not None and not (leave_out_zeros and is_zero(local_part(gradient))):
                 found[name] = self._digest(gradient, self._share)
         return found
 
@@ -569,7 +577,9 @@ class Recorder:
         states: dict[str, dict[str, str]] = {
             "weights": {name: self._digest(one, self._share) for name, one in parameters.values()},
             "buffers": {
-                _name(name, at if len(models) > 1 else None): self._digest(one, self._share)
+                name_of_tensor(name, at if len(models) > 1 else None): self._digest(
+                    one, self._share
+                )
                 for at, model in enumerate(models)
                 for name, one in model.named_buffers()
             },
@@ -588,20 +598,20 @@ class Recorder:
             for group_at, group in enumerate(getattr(optimizer, "param_groups", ())):
                 for key in ("lr", "momentum", "betas", "weight_decay"):
                     if key in group:
-                        states["learning rate"][f"{key} of group {group_at}{of}"] = _value(
+                        states["learning rate"][f"{key} of group {group_at}{of}"] = text_of(
                             group[key]
                         )
         for at, scheduler in self._living(self._schedulers):
             of = f" of {type(scheduler).__name__}{f' {at}' if len(self._schedulers) > 1 else ''}"
             for key, value in scheduler.state_dict().items():
                 if key not in _UNRELATED:
-                    states["scheduler"][f"{key}{of}"] = _value(value)
+                    states["scheduler"][f"{key}{of}"] = text_of(value)
         states |= {"scaler": {}, "counters": {}, "custom objects": {}}
         for _, accelerator in self._living(self._accelerators):
             scaler = accelerator.scaler
             if scaler is not None and hasattr(scaler, "state_dict"):
                 states["scaler"] |= {
-                    key: _value(value) for key, value in scaler.state_dict().items()
+                    key: text_of(value) for key, value in scaler.state_dict().items()
                 }
             cycle = accelerator.gradient_accumulation_steps
             if cycle > 1:
@@ -614,7 +624,7 @@ class Recorder:
         trainer = self._trainer() if self._trainer is not None else None
         if trainer is not None:
             states["counters"] |= {"global_step of Trainer": str(trainer.state.global_step)}
-        states["generators"] = _generators()
+        states["generators"] = digests_of_generators()
         return {state: named for state, named in states.items() if named}
 
     def _save_facts(self) -> dict[str, Any]:
@@ -672,12 +682,12 @@ class Recorder:
         """
         if not isinstance(value, torch.Tensor):
             return fingerprint(value)[:12]
-        local = _local(value.detach())
+        local = local_part(value.detach())
         try:
             if local.numel() * local.element_size() <= limit or local.layout is not torch.strided:
                 return fingerprint(value)[:12]
             self._note("sampled")
-            return _sampled(local, limit)
+            return sampled_digest(local, limit)
         except (
             RuntimeError,
             NotImplementedError,
@@ -719,98 +729,3 @@ def _folder_of_trainer(trainer: Any, given: Any, result: Any) -> str:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _samplers(loader: Any) -> Iterator[Any]:
-    """Yield the samplers of a dataloader, each followed by the one that it wraps."""
-    one = loader
-    for _ in range(6):
-        inside = getattr(one, "batch_sampler", None)
-        one = (
-            getattr(one, "sampler", None) if inside is None else inside
-        )  # a sampler's truth may be its length
-        if one is None:
-            return
-        yield one
-
-
-def _name(name: str, model: int | None) -> str:
-    """Return a parameter's name without what wrappers put into it."""
-    parts = [one for one in name.removeprefix("module.").split(".") if one not in PRIVATE_WRAPPERS]
-    return ".".join(parts) if model is None else f"{'.'.join(parts)} of model {model}"
-
-
-def _is_zero(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.any()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _generators() -> dict[str, str]:
-    states = capture()
-    found = {
-        # 625 numbers, which take 40 ms one by one.
-        "python": hashlib.sha1(repr(states.python).encode(), usedforsecurity=False).hexdigest(),
-        "numpy": fingerprint(states.numpy),
-        "torch": fingerprint(states.torch),
-    }
-    if states.device is not None:
-        found[states.device[0]] = fingerprint(states.device[1])
-    return {name: digest[:12] for name, digest in found.items()}
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and other values inside a batch, each with its path."""
-    if isinstance(value, Mapping):
-        for key, inside in value.items():
-            yield from _leaves(f"{path}.{key}" if path else str(key), inside)
-    elif isinstance(value, list | tuple):
-        for at, inside in enumerate(value):
-            yield from _leaves(f"{path}[{at}]", inside)
-    else:
-        yield path, value
-
-
-def _number(tensor: torch.Tensor) -> str:
-    local = _local(tensor.detach())
-    return repr(local.item()) if local.numel() == 1 else fingerprint(local)[:12]
-
-
-def _value(value: Any) -> str:
-    """Return a short value as text, so that a message can show it, and any other as a digest."""
-    if isinstance(value, torch.Tensor):
-        return _number(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return str(value) if isinstance(value, str) else repr(value)
-    if (
-        isinstance(value, list | tuple)
-        and len(value) <= 4
-        and all(isinstance(one, bool | int | float) for one in value)
-    ):
-        return ", ".join(map(repr, value))
-    return fingerprint(value)[:12]
-
-
-def _sampled(tensor: torch.Tensor, size: int) -> str:
-    """Return a digest of evenly spaced blocks of a tensor and of the sum of all its bits, taken
-    where it lies.
-    """
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    blocks = max(size // _BLOCK, 2)
-    starts = (
-        torch.linspace(0, flat.numel() - _BLOCK, blocks, dtype=torch.float64).long().to(flat.device)
-    )
-    picked = flat[(starts[:, None] + torch.arange(_BLOCK, device=flat.device)[None, :]).reshape(-1)]
-    width = next(
-        kind
-        for kind in (torch.int64, torch.int32, torch.int16, torch.uint8)
-        if flat.numel() % kind.itemsize == 0 and flat.storage_offset() % kind.itemsize == 0
-    )
-    total = flat.view(width).sum(dtype=torch.int64)
-    digest = hashlib.sha1(usedforsecurity=False)
-    digest.update(repr((str(tensor.dtype), tuple(tensor.shape), int(total))).encode())
-    digest.update(picked.cpu().numpy().tobytes())
-    return digest.hexdigest()[:12]

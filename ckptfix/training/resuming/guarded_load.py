@@ -16,18 +16,14 @@ from accelerate import Accelerator
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import Entry, doubles, model_entries, state_entries
-from ckptfix.checkpoint.filenames import (
-    ACCELERATE,
-    FAMILIES,
-    FileName,
-    Role,
-    checkpoint_number,
-)
+from ckptfix.checkpoint.filenames import FileName
 from ckptfix.checkpoint.folder import scan_folder
+from ckptfix.checkpoint.folder_names import ACCELERATE, FAMILIES, checkpoint_number
 from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.checkpoint.latest import Candidate, checkpoints_folder, numbered, problems_in
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.neighbours import Siblings
+from ckptfix.checkpoint.roles import Role
 from ckptfix.devices.callers import warn_caller
 from ckptfix.diagnosis.resumable import choose, contradicted, examine, mixed
 from ckptfix.errors import ChangedError, UsageError

@@ -14,11 +14,10 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from accelerate import data_loader as accelerate_loaders
 from accelerate.data_loader import (
     DataLoaderAdapter,
     DataLoaderDispatcher,
@@ -26,10 +25,8 @@ from accelerate.data_loader import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
-from msgspec.structs import replace
 
 from ckptfix.devices.callers import warn_caller
-from ckptfix.errors import UsageError
 from ckptfix.training.resuming.generators import (
     Generator,
     GeneratorStates,
@@ -46,15 +43,15 @@ from ckptfix.training.resuming.worker_states import Workers
 
 _WATCHED: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _PATCHED: set[type] = set()
-_FOLLOWED: "weakref.WeakKeyDictionary[Any, FollowedLoader]" = weakref.WeakKeyDictionary()
-_UNCLAIMED: "weakref.WeakKeyDictionary[Any, list[Position]]" = weakref.WeakKeyDictionary()
+FOLLOWED: "weakref.WeakKeyDictionary[Any, FollowedLoader]" = weakref.WeakKeyDictionary()
+UNCLAIMED: "weakref.WeakKeyDictionary[Any, list[Position]]" = weakref.WeakKeyDictionary()
 """Of an accelerator, positions within a pass whose loader the script prepares only after the load.
 """
 
 _COPIES_ITERATION = "iteration" in inspect.signature(DataLoaderShard.__init__).parameters
 """``skip_first_batches`` of older versions of accelerate begins to count passes anew."""
 
-_expecting: set["FollowedLoader"] = set()
+EXPECTING: set["FollowedLoader"] = set()
 """Loaders for which the next training step shows whether the script passes over the batches that
 were used.
 """
@@ -119,17 +116,19 @@ def _followed_by(loader: Any) -> "FollowedLoader | None":
     for accelerator in list(_WATCHED):
         for registered in getattr(accelerator, "_dataloaders", ()):
             if registered is loader or _is_rest_of(loader, registered):
-                return _follow(registered)
+                return follow(registered)
     return None
 
 
-def _follow(loader: Any) -> "FollowedLoader":
-    if loader not in _FOLLOWED:
-        _FOLLOWED[loader] = FollowedLoader(loader)
-    return _FOLLOWED[loader]
+def follow(loader: Any) -> "FollowedLoader":
+    """Return what follows a loader, made when it is asked for first."""
+    if loader not in FOLLOWED:
+        FOLLOWED[loader] = FollowedLoader(loader)
+    return FOLLOWED[loader]
 
 
-def _is_followable(loader: Any) -> bool:
+def is_followable(loader: Any) -> bool:
+    """Return whether a loader is one of accelerate's that can be followed."""
     return type(loader) in (DataLoaderShard, DataLoaderDispatcher)
 
 
@@ -164,7 +163,7 @@ def _skipping(loader: Any) -> list[Any]:
     return found
 
 
-def _per_batch(loader: Any) -> int:
+def per_batch(loader: Any) -> int:
     """Return how many batches of the base loader make one that the script gets."""
     if (
         isinstance(loader, DataLoaderDispatcher)
@@ -179,7 +178,8 @@ def _fetches(loader: Any) -> bool:
     return not isinstance(loader, DataLoaderDispatcher) or loader.state.process_index == 0
 
 
-def _is_stateful(loader: Any) -> bool:
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader keeps its position itself, as torchdata's does."""
     return bool(getattr(loader, "use_stateful_dataloader", False))
 
 
@@ -189,7 +189,7 @@ def _clear(base: Any) -> None:
     base.next_iter_state = None
 
 
-def _signature(loader: Any) -> tuple[Any, ...]:
+def signature(loader: Any) -> tuple[Any, ...]:
     """Return what a loader must have in common with the one that was saved."""
     size = None
     with suppress(Exception):  # of the script's own class
@@ -248,13 +248,13 @@ class FollowedLoader:
         seedable = _seedable(loader)
         held = {path: state_of(one) for path, one in self.generators()}
         here = Position(
-            signature=_signature(loader),
+            signature=signature(loader),
             iteration=int(loader.iteration),
             held=held,
-            per_batch=_per_batch(loader),
+            per_batch=per_batch(loader),
             seed=None if seedable is None else int(seedable.initial_seed),
         )
-        if _is_stateful(loader):
+        if is_stateful(loader):
             here.is_fresh = bool(
                 getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False)
             )
@@ -289,11 +289,11 @@ class FollowedLoader:
         problems += self.workers.go_on_from(
             position.workers, loader.base_dataloader, is_within=is_within
         )
-        if _is_stateful(loader):
+        if is_stateful(loader):
             self._load_stateful(position)
         if position.fetched is not None:
             self.resumed = position
-            _expecting.add(self)
+            EXPECTING.add(self)
             if position.is_at_end:
                 loader.iteration = position.iteration + 1
         return problems
@@ -322,7 +322,7 @@ class FollowedLoader:
         if position is not None:
             one.go_on_from(position)
         if one.unskipped is None:
-            _expecting.discard(self)
+            EXPECTING.discard(self)
         return one
 
     def expected(self) -> Position | None:
@@ -337,13 +337,13 @@ class FollowedLoader:
         """Take the position of a loader that the checkpoint has and that was not there at the
         load.
         """
-        for accelerator, waiting in list(_UNCLAIMED.items()):
+        for accelerator, waiting in list(UNCLAIMED.items()):
             if any(one is self.loader for one in accelerator._dataloaders):
                 for position in waiting:
-                    if position.signature == _signature(self.loader):
+                    if position.signature == signature(self.loader):
                         waiting.remove(position)
                         if not waiting:
-                            del _UNCLAIMED[accelerator]
+                            del UNCLAIMED[accelerator]
                         self.go_on_from(position)
                         return
 
@@ -351,7 +351,7 @@ class FollowedLoader:
         """Take note of a training step while the script has not passed over the batches that were
         used.
         """
-        _expecting.discard(self)
+        EXPECTING.discard(self)
         running = next((one for one in self.passes if one.unskipped is not None), None)
         if running is not None and running.unskipped is not None:
             position = running.unskipped
@@ -378,16 +378,16 @@ def training_goes_on(accelerator: Any) -> None:
     """Take note of a training step; it costs nothing once every loader has found its place
     again.
     """
-    for followed in list(_expecting) if _expecting else ():
+    for followed in list(EXPECTING) if EXPECTING else ():
         loader = followed.loader
         if loader is None:
-            _expecting.discard(followed)
+            EXPECTING.discard(followed)
         elif any(one is loader for one in accelerator._dataloaders):
             followed.training_goes_on()
-    for position in _UNCLAIMED.pop(accelerator, ()) if _UNCLAIMED else ():
+    for position in UNCLAIMED.pop(accelerator, ()) if UNCLAIMED else ():
         warn_caller(
             f"the checkpoint was saved after batch {position.yielded} of a pass over "
-            f"{_in_words(position.signature)}, and no data loader of this run goes on with that "
+            f"{in_words(position.signature)}, and no data loader of this run goes on with that "
             "pass"
         )
 
@@ -407,7 +407,7 @@ class Pass:
         self.made: Moment | None = None
         self.is_over = False
         self.is_rest = False
-        self.per_batch = _per_batch(loader)
+        self.per_batch = per_batch(loader)
         skipped = sum(int(sampler.skip_batches) for sampler in _skipping(loader))
         self.first = skipped  # the first batch that the base loader fetches
         self.fetched = skipped
@@ -440,14 +440,14 @@ class Pass:
             elif (
                 not is_rest and loader.iteration == position.iteration
             ):  # the script has set this epoch itself
-                if _is_stateful(loader):
+                if is_stateful(loader):
                     self._end_at_once(position)
                 else:
                     self.resumed = self.unskipped = position
             return
         self.resumed = position
         if is_rest:
-            if _is_stateful(parent):
+            if is_stateful(parent):
                 _clear(parent.base_dataloader)
             if (
                 self.first == self.fetched_by_script == position.yielded
@@ -459,7 +459,7 @@ class Pass:
             else:
                 self.resumed, self.permutation = None, position.start
                 self._warn_of_other_count(position)
-        elif _is_stateful(loader):
+        elif is_stateful(loader):
             self.first = self.fetched = self.fetched_by_script = count
         elif count:
             self.unskipped = position
@@ -691,152 +691,7 @@ def _iterate(
             one.end()
 
 
-# What saves and loads ask for.
-
-
-def positions_of(accelerator: Any) -> list[Position | str]:
-    """Return the positions of the loaders that an accelerator holds; for one that is not followed,
-    why.
-    """
-    found: list[Position | str] = []
-    for loader in accelerator._dataloaders:
-        if not _is_followable(loader):
-            found.append(
-                f"position not recorded: {type(loader).__name__} is iterated in its own way"
-            )
-            continue
-        try:
-            found.append(_follow(loader).position())
-        # Of the script's sampler or dataset: a save must not fail for it.
-        except Exception as error:
-            found.append(f"position not recorded: {type(error).__name__}: {error}")
-    return found
-
-
-def is_under_way(accelerator: Any) -> bool:
-    """Return whether a pass over a loader of an accelerator is under way."""
-    return any(_FOLLOWED[one].passes for one in accelerator._dataloaders if one in _FOLLOWED)
-
-
-def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
-    """Let the loaders of an accelerator go on from these positions; return in words what is not as
-    it was.
-
-    Loaders are matched by number. Where there are more or fewer of them, as in a script that
-    prepares one for every epoch, a position within a pass goes to the loader of its kind that
-    begins a pass first.
-    """
-    loaders = list(accelerator._dataloaders)
-    problems = []
-    _UNCLAIMED.pop(accelerator, None)
-    for followed in [one for one in _expecting if any(one.loader is loader for loader in loaders)]:
-        _expecting.discard(followed)
-        followed.resumed = None
-    pairs, waiting = _paired(loaders, saved)
-    for number, loader in enumerate(loaders):
-        name = f"data loader {number}" if len(loaders) > 1 else "the data loader"
-        position = pairs.get(number)
-        if position is None:
-            problems.append(f"{name}: its position is not in the checkpoint")
-        elif isinstance(position, str):
-            problems.append(f"{name}: {position}")
-        elif not _is_followable(loader):
-            problems.append(f"{name}: {type(loader).__name__} is iterated in its own way")
-        else:
-            followed = _follow(loader)
-            followed.name = name
-            problems += [f"{name}: {problem}" for problem in followed.go_on_from(position)]
-    if waiting:
-        _UNCLAIMED[accelerator] = waiting
-    return problems
-
-
-def _paired(
-    loaders: Sequence[Any], saved: Sequence[Position | str]
-) -> tuple[dict[int, Position | str], list[Position]]:
-    pairs: dict[int, Position | str] = {}
-    if len(loaders) == len(saved):
-        for number, (loader, position) in enumerate(zip(loaders, saved, strict=True)):
-            if (
-                isinstance(position, str)
-                or not _is_followable(loader)
-                or position.signature == _signature(loader)
-            ):
-                pairs[number] = position
-            else:
-                pairs[number] = (
-                    f"position not restored: its data are {_in_words(_signature(loader))}, in the "
-                    f"checkpoint {_in_words(position.signature)}"
-                )
-        return pairs, []
-    found = [one for one in saved if isinstance(one, Position)]
-    for number, loader in enumerate(loaders):
-        alike = [
-            one for one in found if _is_followable(loader) and one.signature == _signature(loader)
-        ]
-        if alike:
-            last = alike[-1]
-            pairs[number] = (
-                last if last.fetched is None else replace(last, fetched=None, workers=None)
-            )
-    return pairs, [one for one in found if one.fetched is not None]
-
-
-def for_other_world(
-    accelerator: Any, saved: Sequence[Position | str], world: int
-) -> list[Position | str]:
-    """Return positions saved by ``world`` processes as those of a run with another number: samples
-    stay used.
-
-    Where the processes now use more samples at a time, the last of them may be used again.
-    """
-    found: list[Position | str] = []
-    for loader, position in zip(accelerator._dataloaders, saved, strict=False):
-        if isinstance(position, str) or not _is_followable(loader):
-            found.append(position)
-            continue
-        now, fetched = _per_batch(loader), position.fetched
-        is_of_each = isinstance(loader, DataLoaderShard) and not getattr(
-            loader.batch_sampler, "split_batches", False
-        )
-        if fetched is not None and is_of_each:
-            fetched = fetched * world // accelerator.num_processes
-        elif fetched is not None:
-            fetched = fetched // now * now
-        stateful = None if _is_stateful(loader) else position.stateful
-        found.append(
-            replace(
-                position,
-                signature=_signature(loader),
-                per_batch=now,
-                fetched=None if stateful is None and _is_stateful(loader) else fetched,
-                ahead=None,
-                save=None,
-                stateful=stateful,
-                workers=None,
-            )
-        )
-    return found
-
-
-def _in_words(signature: tuple[Any, ...]) -> str:
+def in_words(signature: tuple[Any, ...]) -> str:
+    """Return in words the data of a loader's signature."""
     size = "" if signature[2] is None else f" of {signature[2]}"
     return f"{signature[1]}{size}"
-
-
-def resume_dataloader(accelerator: Any, loader: Any) -> Any:
-    """Return what is left of the pass that a loader was in at the save; the loader itself between
-    passes.
-    """
-    if not any(one is loader for one in accelerator._dataloaders):
-        raise UsageError(
-            "resume_dataloader(): expected a data loader that this Accelerator has prepared, "
-            f"found {type(loader).__name__}; help: give it what prepare() returned"
-        )
-    if not _is_followable(loader):
-        return loader
-    followed = _follow(loader)
-    position = followed.expected()
-    if position is None or position.is_at_end or _is_stateful(loader):
-        return loader
-    return accelerate_loaders.skip_first_batches(loader, position.yielded)

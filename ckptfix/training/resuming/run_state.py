@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from accelerate import checkpointing
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name, run_state_name
+from ckptfix.checkpoint.filenames import parse_file_name, run_state_name
 from ckptfix.checkpoint.manifest import is_repaired
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.run_states import digest_of_end
 from ckptfix.devices.callers import warn_caller
 from ckptfix.storage.paths import RECEIPT
 from ckptfix.training.prepared import innermost
 from ckptfix.training.ranks import SHARDED
-from ckptfix.training.resuming import positions
+from ckptfix.training.resuming import loader_positions, positions
 from ckptfix.training.resuming.generators import (
     GeneratorStates,
     capture,
@@ -122,7 +123,7 @@ def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]
     load says so.
     """
     loaders = []
-    for position in positions.positions_of(accelerator):
+    for position in loader_positions.positions_of(accelerator):
         try:
             loaders.append(position if isinstance(position, str) else position.as_plain())
         except TypeError as error:
@@ -605,8 +606,8 @@ class _Restoring:
                 position.save = moment
             saved.append(position)
         if not self._is_same_world:
-            saved = positions.for_other_world(self._accelerator, saved, self._state["world"])
-        found = positions.go_on_from(self._accelerator, saved)
+            saved = loader_positions.for_other_world(self._accelerator, saved, self._state["world"])
+        found = loader_positions.go_on_from(self._accelerator, saved)
         if self._is_same_world:
             self._problems += found
 

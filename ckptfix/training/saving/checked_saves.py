@@ -19,8 +19,7 @@ import torch
 from accelerate.state import PartialState
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.entries import group_files
-from ckptfix.checkpoint.filenames import FileName, Role
+from ckptfix.checkpoint.filenames import FileName
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.keys import adapter_name, without_adapter_name
 from ckptfix.checkpoint.load_inputs import (
@@ -30,6 +29,8 @@ from ckptfix.checkpoint.load_inputs import (
     loads_of,
     lora_of_diffusers,
 )
+from ckptfix.checkpoint.model_files import group_files
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.samples import digest_of, is_table, must_change, samples_of, weights_in
 from ckptfix.checkpoint.second_prepare import LEAST_RATE
 from ckptfix.diagnosis.findings.base import Finding, Severity

@@ -15,8 +15,9 @@ import torch
 from accelerate import Accelerator
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.filenames import Role, model_file, parse_file_name
+from ckptfix.checkpoint.filenames import model_file, parse_file_name
 from ckptfix.checkpoint.manifest import RANGE, Manifest, ManifestEntry, key_fingerprint
+from ckptfix.checkpoint.roles import Role
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.training.prepared import innermost
 from ckptfix.training.saving.saved_digests import SavedDigests

@@ -18,16 +18,11 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 from ckptfix.checkpoint.dcp import rank_of
-from ckptfix.checkpoint.filenames import (
-    FileName,
-    Role,
-    checkpoint_number,
-    index_name,
-    model_file,
-    parse_deepspeed_name,
-    parse_file_name,
-)
+from ckptfix.checkpoint.filenames import FileName, index_name, model_file, parse_file_name
+from ckptfix.checkpoint.folder_names import checkpoint_number
 from ckptfix.checkpoint.manifest import ManifestEntry
+from ckptfix.checkpoint.rank_names import parse_deepspeed_name
+from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import UsageError
 from ckptfix.storage.atomic import sync_file
 from ckptfix.storage.stores import is_url, open_store

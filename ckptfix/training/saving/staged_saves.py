@@ -27,21 +27,22 @@ from ckptfix.checkpoint.dcp import belongs
 from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
 from ckptfix.checkpoint.filenames import (
     LOADED_MODELS,
-    OF_ONE_RANK,
-    TRAINER,
     TRAINER_STATE,
-    Role,
-    checkpoint_number,
     index_name,
     model_file,
-    parse_deepspeed_folder_name,
     parse_file_name,
-    parse_folder_name,
     random_states_name,
     run_state_name,
 )
+from ckptfix.checkpoint.folder_names import (
+    TRAINER,
+    checkpoint_number,
+    parse_deepspeed_folder_name,
+    parse_folder_name,
+)
 from ckptfix.checkpoint.latest import UNFINISHED, candidates, unfinished_files
 from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.checkpoint.roles import OF_ONE_RANK, Role
 from ckptfix.diagnosis.resumable import instead_of
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage.atomic import create_file, exchange, sync_folder, sync_tree

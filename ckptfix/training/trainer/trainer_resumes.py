@@ -16,15 +16,9 @@ from accelerate.state import PartialState
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import model_entries
-from ckptfix.checkpoint.filenames import (
-    TRAINER,
-    TRAINER_STATE,
-    Role,
-    checkpoint_number,
-    parse_file_name,
-    run_state_name,
-)
+from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name, run_state_name
 from ckptfix.checkpoint.folder import scan_folder
+from ckptfix.checkpoint.folder_names import TRAINER, checkpoint_number
 from ckptfix.checkpoint.latest import (
     NO_WEIGHTS,
     Candidate,
@@ -34,6 +28,7 @@ from ckptfix.checkpoint.latest import (
     problems_in,
 )
 from ckptfix.checkpoint.manifest import not_as_saved, usable_manifest
+from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.trainer_folders import (
     NO_OPTIMIZER,
     MissingState,
@@ -50,7 +45,7 @@ from ckptfix.storage.paths import command, described
 from ckptfix.training.guard import Method
 from ckptfix.training.loading.load_report import LoadPolicy, Part, Requirement
 from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree
-from ckptfix.training.resuming import positions, run_state
+from ckptfix.training.resuming import loader_positions, run_state
 from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
 from ckptfix.training.running import as_given
 from ckptfix.wording import count_of
@@ -200,7 +195,7 @@ def load_random_states(
     """
     if trainer not in _exact:
         return method(checkpoint, *args, **kwargs)
-    if positions.is_under_way(trainer.accelerator):
+    if loader_positions.is_under_way(trainer.accelerator):
         return None
     if (at_end := _exact[trainer]) is None:
         return method(checkpoint, *args, **kwargs)

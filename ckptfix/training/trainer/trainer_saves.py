@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ckptfix.checkpoint.filenames import TRAINER, TRAINER_STATE, checkpoint_number
+from ckptfix.checkpoint.filenames import TRAINER_STATE
+from ckptfix.checkpoint.folder_names import TRAINER, checkpoint_number
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import OperationError
 from ckptfix.training.guard import Method, guard_of

@@ -1,0 +1,127 @@
+"""Parts that a folder without an error lacks to resume a run, if it may not be meant to."""
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.filenames import TRAINER_STATE, model_file
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.manifest import read_migrated
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
+from ckptfix.checkpoint.neighbours import parts_of
+from ckptfix.checkpoint.roles import Role
+from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
+from ckptfix.diagnosis.saved_optimizers import saved_optimizers
+from ckptfix.diagnosis.siblings import under_name_of_trainer
+
+FOREIGN = (CONFIG, ADAPTER, PIPELINE, TRAINER_STATE)
+"""Files next to weights that a library exported on purpose, so that the folder is not a
+``save_state`` one.
+"""
+
+
+def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:
+    """Yield in words what a folder without an error lacks to resume a run, if it may not be meant
+    to.
+    """
+    roles = {role for role, _ in parts_of(paths_of_states(folder))}
+    has_other_name = False
+    for role, wanted in ((Role.OPTIMIZER, "optimizer.bin"), (Role.SCHEDULER, "scheduler.bin")):
+        under = under_name_of_trainer(wanted, paths_of_states(folder))
+        if Role.MODEL in roles and role not in roles and under:
+            has_other_name = True
+            yield (
+                f"{role.value}: load_state does not look for {under!r}, and fails for a script "
+                "that prepares one"
+            )
+    if has_deepspeed or Role.OPTIMIZER in roles or has_other_name:
+        return
+    if Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
+        yield "optimizers: none is saved here; load_state fails for a script that prepares one"
+    elif Role.MODEL in roles and not _is_foreign(folder):
+        yield (
+            "resuming a run: weights alone, not a save_state checkpoint; load_state needs the "
+            "states of the run, too"
+        )
+    elif Role.RNG_STATE in roles:
+        yield STATES_ALONE
+
+
+def only_for_fsdp(folder: CheckpointFolder) -> Iterator[IncompleteCheckpoint]:
+    """Yield a finding for each model that ``load_state`` finds with FSDP alone, next to optimizers
+    of a run without it.
+
+    With FSDP, accelerate saves every optimizer by the keys of its parameters (1.0 to 1.15,
+    ``save_fsdp_optimizer``).
+    """
+    names = [one.name for one in folder.components if one.name.load_order is not None]
+    others = {name.index for name in names if name.stem != _FSDP_STEM}
+    alone = [name for name in names if name.stem == _FSDP_STEM and name.index not in others]
+    if not (alone and folder.is_save_state):
+        return
+    optimizers = [one for one in saved_optimizers(folder, ()) if any(one.groups)]
+    if not optimizers or any(one.is_named for one in optimizers):
+        return
+    for name in alone:
+        wanted = str(model_file(".safetensors", name.index))
+        read = f"{name} is there, which load_state reads with FSDP alone"
+        words = f"{read}, and {optimizers[0].path} is of a run without it"
+        yield IncompleteCheckpoint(path=PurePosixPath(wanted), missing=(wanted,), known_by=words)
+
+
+_FSDP_STEM = "pytorch_model_fsdp"
+
+
+def only_empty_tensors(folder: CheckpointFolder) -> Iterator[str]:
+    """Yield in words that a model with one tensor without elements may have had more of them.
+
+    accelerate takes them for tensors that share their memory, which begins at address 0, and saves
+    the first of them in safetensors alone (1.0 to 1.15, ``clean_state_dict_for_safetensors``).
+    ``load_state`` misses the others.
+    """
+    for component in folder.components if folder.is_save_state else ():
+        if component.name.suffix == ".safetensors" and component.name.load_order is not None:
+            empty = [tensor.fqn for tensor in component.tensors if 0 in tensor.shape]
+            if len(empty) == 1:
+                yield (
+                    f"tensors without elements: {component.path} has {empty[0]!r}; of several, "
+                    "save_state keeps only the first one in safetensors, and load_state fails "
+                    "(safe_serialization=False keeps all)"
+                )
+
+
+def keys_lost_by_migration(folder: CheckpointFolder) -> Iterator[str]:
+    """Yield in words that a migrated model may lack the second key of tied weights.
+
+    A ``.bin`` of one key opens as any other, and stock ``load_state`` fails with a missing key.
+    """
+    if folder.only is None and read_migrated(folder.root).may_lack_keys:
+        yield (
+            "tied weights: migrate wrote this model from safetensors files, which leave out the "
+            "second key; load_state fails if the model ties weights"
+        )
+
+
+def lost_step(folder: CheckpointFolder) -> str | None:
+    """Return in words that a ``save_state`` folder has no random states, which it always writes,
+    None for others.
+    """
+    roles = {role for role, _ in parts_of(paths_of_states(folder))}
+    if not {Role.MODEL, Role.OPTIMIZER} <= roles or Role.RNG_STATE in roles or _is_foreign(folder):
+        return None
+    return (
+        "random states: none saved; load_state loads the rest, without the random generators and "
+        "the step"
+    )
+
+
+STATES_ALONE = "weights: only states of ranks are here, as on a node whose disk is its own"
+"""Said of a folder without the files of rank 0, unless a checkpoint next to it has them."""
+
+
+def _is_foreign(folder: CheckpointFolder) -> bool:
+    return any(path.name in FOREIGN for path in folder.strays)
+
+
+def paths_of_states(folder: CheckpointFolder) -> list[PurePosixPath]:
+    """Return the paths of all files and folders of states."""
+    return [*(component.path for component in folder.components), *folder.subfolders]
