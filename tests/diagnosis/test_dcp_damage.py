@@ -7,16 +7,21 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ckptfix import Keys, Policy, UsageError, check, repair
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Finding, Resume
 from ckptfix.diagnosis.findings.damaged import TruncatedFile
 from ckptfix.diagnosis.findings.incomplete import MissingRank
 from ckptfix.diagnosis.findings.sharded import MissingShard
@@ -259,6 +264,38 @@ def test_a_script_of_somebodys_own_may_save_a_model_as_ddp_names_it(tmp_path: Pa
     optimizer["param_groups"] = [{"params": ["module.module.w"]}]
     save(tmp_path / "mine", {"model": {"module.w": torch.ones(2)}, "optimizer": optimizer})
     assert codes(tmp_path) == ["mismatched-names", "wrapper-prefix", "missing-moments"]
+
+
+@pytest.mark.parametrize(
+    ("moments", "groups", "loads"), [("module.", "", False), ("", "module.module.", True)]
+)
+def test_a_resume_finds_moments_by_key_and_the_parameters_of_a_group_by_position(
+    tmp_path: Path, moments: str, groups: str, loads: bool
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    trained = get_optimizer_state_dict(model, optimizer)
+    renamed = {
+        "state": {f"{moments}{fqn}": states for fqn, states in trained["state"].items()},
+        "param_groups": [
+            {**group, "params": [f"{groups}{fqn}" for fqn in group["params"]]}
+            for group in trained["param_groups"]
+        ],
+    }
+    save(tmp_path / MODEL, {"model": model.state_dict()})
+    save(tmp_path / OPTIMIZER, {"optimizer": renamed})
+    # torch makes the moments of a new optimizer only where no gradient is left.
+    model.zero_grad()
+    wanted = {"optimizer": get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))}
+    with catch_warnings(), nullcontext() if loads else pytest.raises(CheckpointException):
+        simplefilter("ignore")
+        dcp.load(wanted, checkpoint_id=tmp_path / OPTIMIZER)
+    (finding,) = {
+        finding.resume for finding in check(tmp_path).findings if finding.code == "mismatched-names"
+    }
+    assert (finding is Resume.SUCCEEDS) == loads
 
 
 def test_a_script_may_give_its_folders_the_names_of_accelerate(tmp_path: Path) -> None:

@@ -443,8 +443,10 @@ class MismatchedNames(Finding, frozen=True, kw_only=True):
 
     @property
     def resume(self) -> Resume:
-        """It succeeds: accelerate loads an optimizer by position, not by its keys."""
-        return Resume.SUCCEEDS
+        """It fails where the moments have other keys. Those in param groups are not looked up: torch
+        2.13 matches the parameters of a group by position.
+        """
+        return Resume.SUCCEEDS if "param_groups" in self.scope else Resume.FAILS
 
     def __str__(self) -> str:
         have = f"begin with '{dotted(self.chain)}'" if self.chain else "have no wrapper"
@@ -461,6 +463,12 @@ class UndecidedNames(MismatchedNames, frozen=True):
     severity = Severity.WARNING
     action = Action.ASK
     option = "--allow mismatched-names"
+
+    @property
+    def resume(self) -> Resume:
+        """It fails, unless the script reads both as it writes them."""
+        fails = super().resume is Resume.FAILS
+        return Resume.FAILS_IF_NEW if fails else Resume.SUCCEEDS
 
     @property
     def advice(self) -> str:
