@@ -124,6 +124,7 @@ def _check_all(
     below = Below(paths if recursive else (), opened, is_thrifty=not data)
     siblings = Siblings(below.places.values(), is_recursive=True)
     runs = _runs(below.places.values()) if recursive else None
+    loaded: list[AnyPath] = []
 
     def look(place: str | AnyPath) -> CheckReport:
         return check(
@@ -143,6 +144,8 @@ def _check_all(
         runs.begin(checkpoint)
         with opened_part(checkpoint) as place:
             result = look(place)
+            if result.all_load:
+                loaded.append(checkpoint)
             doubted = filter(None, (finding.doubted for finding in result.all_findings))
             runs.end(checkpoint, place, result.known, doubted)
         # Models below have a report of their own there.
@@ -179,6 +182,13 @@ def _check_all(
     except Exception as error:
         return report.break_off(error)
     below.report_unheld(report, batch)
+    if loaders is not None and recursive and not loaded and batch.words:
+        # Else the summary "2 clean" would answer what was asked for and not done.
+        report.message(
+            f"ckptfix: {' '.join(paths)}: no library was asked: --load needs weights next to a "
+            "config of transformers, PEFT or diffusers"
+        )
+        batch.status = max(batch.status, 3)
     if batch.is_of_many:
         options = ("--data",) * data + ("--load",) * (loaders is not None) + ("-r",) * recursive
         details = "" if verbose or report.is_annotated else check_verbosely(paths, *options)

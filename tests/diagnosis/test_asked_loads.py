@@ -639,7 +639,7 @@ def test_checkpoints_that_no_library_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``-r`` lists every model there is; what ``load_state`` reads is not among them, and is no
-    problem.
+    problem. Where that is all there is, nothing was done of what was asked for.
     """
     for step in (10, 20):
         folder = tmp_path / f"checkpoint-{step}"
@@ -651,12 +651,14 @@ def test_checkpoints_that_no_library_loads(
         )
     assert run(["check", "--load", str(folder)]) == 3
     capsys.readouterr()
-    assert run(["check", "--load", "-r", "-0", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == ""
-    assert run(["check", "--load", "-r", str(tmp_path)]) == 0
+    assert run(["check", "--load", "-r", "-0", str(tmp_path)]) == 3
+    printed = capsys.readouterr()
+    assert (printed.out, "no library was asked" in printed.err) == ("", True)
+    assert run(["check", "--load", "-r", str(tmp_path)]) == 3
     text = capsys.readouterr().out
     assert "found problems" not in text
     assert "load by a library" in text
+    assert run(["check", "-r", str(tmp_path)]) == 0
 
 
 @pytest.mark.slow
