@@ -2,7 +2,7 @@
 themselves see them.
 
 ``python -m tests.benchmarks.peers [--bin FOLDER]`` makes the folders with PEFT, transformers and
-accelerate, and prints the table of the manual. ``--bin``: the folder with ``sft``, ``modelaudit``
+accelerate, and prints a table. ``--bin``: the folder with ``sft``, ``modelaudit``
 and ``peft-doctor`` of a virtual environment of their own; one that is not there is "not installed".
 """
 

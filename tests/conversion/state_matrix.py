@@ -1,4 +1,4 @@
-"""Prove the manual's table of training states by stock loaders, cell by cell.
+"""Prove each pair of strategies of ``migrate --state all`` by stock loaders.
 
     python -m tests.conversion.state_matrix [--case C] [--from A] [--to B] [--processes M] [--saved-by N] [--verbose]
 

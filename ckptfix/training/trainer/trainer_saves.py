@@ -5,7 +5,7 @@ None of the causes applies here. One process of each disk renames (#27925, #2811
 said that they have written, and none goes on before (#28015). They tell each other instead of
 asking a network file system (#28364). Nodes with disks of their own commit what is on them
 (#28848). The main process chooses one temporary name for all (#36076). A folder of the same step
-changes places with the new one (#36099). ``ckptfix help trainer`` has the table.
+changes places with the new one (#36099).
 """
 
 import logging
