@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 
 from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of, put
 from ckptfix.cli.teamwork import leave
-from ckptfix.cli.verb_options import asked_form, write_examples
+from ckptfix.cli.verb_options import asked_form
 from ckptfix.errors import OperationError
 from ckptfix.wording import escape
 
@@ -32,32 +32,26 @@ _ALREADY = (
 )
 
 VERBS: Mapping[str, Mapping[str, str]] = {
-    "Look": {
+    "Verbs": {
         "check": "Find what is wrong with checkpoints.",
-        "diff": "Compare the weights and optimizers of two checkpoints.",
-    },
-    "Repair": {
         "repair": "Repair checkpoints in place; every repair can be undone.",
         "undo": "Undo the last repair of checkpoints, byte for byte.",
-        "salvage": "Recover the intact tensors of a damaged checkpoint.",
-    },
-    "Prove": {
-        "seal": "Write the checksums of checkpoints into their manifests.",
+        "run": "Run a script with every Accelerator and Trainer guarded.",
         "verify": "Verify checksums, or test loading.",
+        "diff": "Compare the weights and optimizers of two checkpoints.",
+        "migrate": "Write a checkpoint in another format, or for another strategy.",
+        "prove-resume": "Prove that a killed and resumed run continues bit for bit.",
+        "doctor": "Find problems of this machine, its libraries and a script.",
+    },
+    "Storage and fleets": {
+        "seal": "Write the checksums of checkpoints into their manifests.",
+        "salvage": "Recover the intact tensors of a damaged checkpoint.",
+        "upload": "Copy a complete checkpoint to an object store.",
         "scrub": "Check a fleet of checkpoints; read its data over many nights.",
     },
-    "Convert": {
-        "migrate": "Write a checkpoint in another format, or for another strategy.",
-        "upload": "Copy a complete checkpoint to an object store.",
-    },
-    "Train": {
-        "run": "Run a script with every Accelerator and Trainer guarded.",
-        "prove-resume": "Prove that a killed and resumed run continues bit for bit.",
-    },
-    "Environment": {"doctor": "Find problems of this machine, its libraries and a script."},
     "Manual": {
-        "help": "Print a page of the manual, or the list of pages.",
         "explain": "Explain a finding: cause, cost, an example, and what to do.",
+        "help": "Print a page of the manual, or the list of pages.",
     },
 }
 """Group -> verb -> its summary, which is the first line of the verb's own help, too.
@@ -65,15 +59,11 @@ VERBS: Mapping[str, Mapping[str, str]] = {
 Written here, so that the help and the completion of a shell import no verb.
 """
 
+_IN_LAST_LINES = "Manual"
+
 _SUMMARIES = {verb: summary for group in VERBS.values() for verb, summary in group.items()}
 _GONE = frozenset({"merge"})
 """Verbs of earlier versions, which say what to type now."""
-
-_EXAMPLES = (
-    ("ckptfix check -r runs", "Check every checkpoint below runs."),
-    ("ckptfix repair --dry-run CHECKPOINT", "Show what a repair would do."),
-    ("ckptfix run train.py --my-arg", "Train, and keep the damage from coming back."),
-)
 
 
 class _Verbs(click.Group):
@@ -114,17 +104,25 @@ class _Verbs(click.Group):
         """Write the verbs in groups, with their full summaries."""
         widest = max(map(len, _SUMMARIES))
         for group, verbs in VERBS.items():
+            if group == _IN_LAST_LINES:
+                continue
             with formatter.section(group):
                 formatter.write_dl(
                     [(verb.ljust(widest), summary) for verb, summary in verbs.items()]
                 )
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups of verbs; the options are those of every program."""
+        self.format_commands(ctx, formatter)
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples, and where there is more."""
-        write_examples(formatter, _EXAMPLES)
+        """Write the way to everything else: all of it fits a screen of 24 lines."""
         formatter.write_paragraph()
-        formatter.write_text(
-            "The options and examples of a verb: ckptfix VERB --help; the manual: ckptfix help"
+        formatter.write(
+            "Exit: 0 nothing wrong, 1 damage, 2 usage, 3 not finished, 130 interrupted\n"
+        )
+        formatter.write(
+            "Next: ckptfix VERB --help; ckptfix explain CODE (a finding); ckptfix help\n"
         )
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -151,12 +149,7 @@ class _Verbs(click.Group):
 )
 @click.version_option(package_name="ckptfix")
 def cli() -> None:
-    """Find and repair what is silently wrong with Hugging Face Accelerate checkpoints.
-
-    Exit status: 0 nothing wrong or all repaired, 1 damage found or left, 2 wrong usage, 3 could not
-    finish (the folder is unchanged), 130 interrupted (the next run recovers). Of several paths, the
-    highest.
-    """
+    """Find and repair silently wrong checkpoints of Hugging Face Accelerate."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

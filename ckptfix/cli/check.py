@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         ),
     ],
 )
-@click.argument("paths", nargs=-1, required=True, type=PATH)
+@click.argument("paths", nargs=-1, type=PATH)
 @click.option(
     "--data",
     is_flag=True,
@@ -86,8 +86,9 @@ def check_command(
 ) -> int:
     """Find what is wrong with checkpoints.
 
-    Reads headers and small samples of tensors; changes nothing.
+    Reads headers and small samples of tensors; changes nothing. Without PATHS, the working folder.
     """
+    paths = paths or (".",)
     report.quiet |= null
     if report.quiet and verbose:
         raise click.UsageError(

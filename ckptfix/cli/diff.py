@@ -10,6 +10,7 @@ from ckptfix.storage.executor import Executor
 @click.command(
     "diff",
     cls=Verb,
+    rare=["--rtol", "--atol"],
     shared=lambda params: "",
     examples=[
         ("ckptfix diff A B", "List the tensors that differ; the exit status is 1 if any does."),

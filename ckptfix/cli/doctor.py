@@ -19,6 +19,7 @@ _SCRIPTS = (".py", ".ipynb")
 @click.command(
     "doctor",
     cls=Verb,
+    rare=["--budget", "--seed", "--in-process"],
     unfit=lambda params: "doctor looks at the machine of one process, and each node is another one",
     examples=[
         ("ckptfix doctor", "Look at this environment."),

@@ -19,6 +19,7 @@ from ckptfix.wording import escape
 @click.command(
     "migrate",
     cls=Verb,
+    rare=["--frozen", "--drop-opaque", "--max-shard-size", "--no-verify"],
     shared=lambda params: "",
     examples=[
         (

@@ -13,6 +13,7 @@ from ckptfix.errors import UsageError
 @click.command(
     "prove-resume",
     cls=Verb,
+    rare=["--timeout", "--keep"],
     unfit=lambda params: (
         "prove-resume starts COMMAND itself, and the launcher belongs into COMMAND"
     ),

@@ -40,6 +40,7 @@ several.
 @click.command(
     "repair",
     cls=Verb,
+    rare=["--atomic", "--adapter"],
     examples=[
         ("ckptfix repair --dry-run CHECKPOINT", "Show the plan; change nothing."),
         ("ckptfix repair CHECKPOINT", "Repair it in place; to undo: ckptfix undo CHECKPOINT."),

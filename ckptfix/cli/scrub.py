@@ -31,6 +31,7 @@ from ckptfix.wording import Line, count_of, escape, line
 @click.command(
     "scrub",
     cls=Verb,
+    rare=["--state"],
     unfit=lambda params: (
         "processes share a fleet by --shard I/N alone, each with a state file and a report of "
         "its own"

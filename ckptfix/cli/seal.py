@@ -20,6 +20,7 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
 @click.command(
     "seal",
     cls=Verb,
+    rare=["--ranges", "--with-sha256", "--no-tensors", "--trust-config"],
     shared=lambda params: "",
     examples=[
         (

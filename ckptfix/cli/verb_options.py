@@ -20,6 +20,12 @@ Example = tuple[str, str]
 _QUIET = "Print nothing but failures; the exit status says the rest."
 
 
+_HELP = {"-h", "--help"}
+_ALL = "ckptfix: all options"
+_RARE = ("--format", "--color", "--shard", "--partial", "--transfer", "--break-lock")
+"""Options of several verbs that few people need."""
+
+
 class CheckpointPath(click.Path):
     """Type of an argument that names a checkpoint, a file or a URL. The shell completes paths.
 
@@ -65,7 +71,8 @@ class Verb(click.Command):
     ``examples``: the end of its help. ``forms``: the formats that it has. ``quiet``: the help of
     its ``--quiet``. ``shared``: several processes can share its work; it returns why the work of
     these parameters has no shares, or "". ``unfit``: of any other verb, why the first of several
-    processes must not do the work of all, or "".
+    processes must not do the work of all, or "". ``rare``: options that the help lists with
+    ``--all`` only.
     """
 
     def __init__(
@@ -77,10 +84,12 @@ class Verb(click.Command):
         quiet: str = _QUIET,
         shared: Callable[[Mapping[str, Any]], str] | None = None,
         unfit: Callable[[Mapping[str, Any]], str] = lambda params: "",
+        rare: Sequence[str] = (),
         **options: Any,
     ) -> None:
         super().__init__(name, **options)
         self.examples = tuple(examples)
+        self.rare = {*rare, *_RARE}
         self.shared, self.unfit = shared, unfit
         if shared is not None:
             self.params += share_options()
@@ -116,25 +125,36 @@ class Verb(click.Command):
 
         return run_shared(str(self.name), own, report, shard, partial, work, self.shared(own))
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. ``--help --all`` lists every option."""
+        if "--all" in args and not _HELP.isdisjoint(args):
+            args = [argument for argument in args if argument != "--all"]
+            ctx.meta[_ALL] = True
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options of this verb, then those of every verb, so that the first can be
-        found.
+        """Write the options of this verb, then those of every verb, so that the first can be found;
+        the rare ones only if they are asked for.
         """
-        own = [param for param in self.get_params(ctx) if param not in self.common]
-        for title, params in (
-            ("Options", own[:-1]),
-            ("Options of every verb", [*self.common, *own[-1:]]),
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        rare = [option for option in options if not self.rare.isdisjoint(option.opts)]
+        own = [option for option in options if option not in (*rare, *self.common)]
+        common = [option for option in self.common if option not in rare]
+        for title, listed in (
+            ("Options", [*own[:-1], *common, *own[-1:]]),
+            ("More options", rare if _ALL in ctx.meta else []),
         ):
-            records = [
-                param.get_help_record(ctx) for param in params if isinstance(param, click.Option)
-            ]
+            records = [option.get_help_record(ctx) for option in listed]
             if records:
                 with formatter.section(title):
                     formatter.write_dl([record for record in records if record is not None])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples."""
+        """Write the examples, and how to see the rare options."""
         write_examples(formatter, self.examples)
+        if _ALL not in ctx.meta:
+            formatter.write_paragraph()
+            formatter.write_text(f"More options: {ctx.command_path} --help --all")
 
 
 def write_examples(formatter: click.HelpFormatter, examples: Sequence[Example]) -> None:

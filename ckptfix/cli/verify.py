@@ -158,6 +158,16 @@ def _unfit(params: Mapping[str, Any]) -> str:
 @click.command(
     "verify",
     cls=Verb,
+    rare=[
+        "--certificate-chain",
+        "--identity",
+        "--identity-provider",
+        "--trust-config",
+        "--oms",
+        "--max-memory",
+        "--repeats",
+        "--require-transfer-proof",
+    ],
     shared=lambda params: _unfit(params),
     forms=[form for form in Form if form is not Form.JSONL],
     examples=[

@@ -3,6 +3,7 @@ of a shell.
 """
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -42,7 +43,12 @@ def test_verbs_stand_in_groups_with_their_whole_summaries(
 ) -> None:
     lines = help_of(capsys, monkeypatch).splitlines()
     assert "..." not in "".join(line for line in lines if "Usage" not in line)
+    # One screen: 24 lines with the prompt.
+    assert len(lines) < 24
+    assert all(f"ckptfix {verb}" in lines[-1] for verb in VERBS["Manual"])
     for group, verbs in VERBS.items():
+        if group == "Manual":
+            continue
         at = lines.index(f"{group}:")
         assert [line.split(maxsplit=1) for line in lines[at + 1 : at + 1 + len(verbs)]] == [
             [verb, summary] for verb, summary in verbs.items()
@@ -82,6 +88,22 @@ def test_every_verb_ends_with_examples_that_its_options_take(
         assert words[:2] == ["ckptfix", verb]
         own = words[: words.index("--")] if "--" in words else words
         assert {word for word in own if word.startswith("-")} <= options | {"--nproc_per_node"}
+
+
+@pytest.mark.parametrize("verb", sorted(set(SUMMARIES) - {"run", "help", "explain"}))
+def test_rare_options_are_listed_with_all_and_every_option_once(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = command(verb)
+    assert isinstance(made, Verb)
+    options = {param.opts[0] for param in made.params if isinstance(param, click.Option)}
+    few = help_of(capsys, monkeypatch, verb, columns=110)
+    every = help_of(capsys, monkeypatch, verb, "--all", columns=110)
+    listed = [re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", text, re.MULTILINE) for text in (few, every)]
+    assert f"More options: ckptfix {verb} --help --all" in few
+    assert "\nMore options:\n" in every
+    assert sorted(listed[1]) == sorted({*options, "--help"})
+    assert set(listed[1]) - set(listed[0]) == made.rare & options
 
 
 @pytest.mark.parametrize("columns", [60, 80, 110])
@@ -144,8 +166,8 @@ def test_a_shell_completes_verbs_options_choices_and_paths(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert completed("ckptfix s", capsys, monkeypatch) == [
-        "plain,salvage",
         "plain,seal",
+        "plain,salvage",
         "plain,scrub",
     ]
     assert completed("ckptfix check --rec", capsys, monkeypatch) == ["plain,--recursive"]
