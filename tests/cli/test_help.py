@@ -99,7 +99,9 @@ def test_rare_options_are_listed_with_all_and_every_option_once(
     options = {param.opts[0] for param in made.params if isinstance(param, click.Option)}
     few = help_of(capsys, monkeypatch, verb, columns=110)
     every = help_of(capsys, monkeypatch, verb, "--all", columns=110)
-    listed = [re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", text, re.MULTILINE) for text in (few, every)]
+    listed = [
+        re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", text, re.MULTILINE) for text in (few, every)
+    ]
     assert f"More options: ckptfix {verb} --help --all" in few
     assert "\nMore options:\n" in every
     assert sorted(listed[1]) == sorted({*options, "--help"})
