@@ -14,7 +14,7 @@ from ckptfix.checkpoint.bundled_states import (
 )
 from ckptfix.checkpoint.dcp import flattened_optimizers, optimizers_in
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
-from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, parse_file_name
+from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, FileName, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.folder_names import FolderName, parse_folder_name
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
@@ -55,19 +55,19 @@ from ckptfix.storage.files import absolute
 from ckptfix.wording import list_names
 
 
-def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
-    """Yield the files of a folder that hold something else than their names promise."""
-    folder = case.folder
-    components = folder.components
-    files = {item.path: item.content for item in components if isinstance(item.content, TorchFile)}
-    names = {item.path: item.name for item in components}
-    judged = {path: state_problem(names[path], file) for path, file in files.items()}
-    for path, file in files.items():
-        name = names[path]
-        is_of_accelerate = name.role is Role.RNG_STATE and not name.is_of_trainer
-        if is_of_accelerate and judged[path] is None and _lacks_step(file):
+def diagnose_lost_steps(case: Case) -> Iterator[StatesWithoutStep]:
+    """Yield the random states of accelerate, right in all else, without the step of the run."""
+    for component in case.folder.components:
+        file, name = component.content, component.name
+        if (
+            name.role is Role.RNG_STATE
+            and not name.is_of_trainer
+            and isinstance(file, TorchFile)
+            and _lacks_step(file)
+            and state_problem(name, file) is None
+        ):
             yield StatesWithoutStep(
-                path=path,
+                path=component.path,
                 holds="random states without 'step'",
                 expected=Content.RANDOM_STATES.value,
                 effect=(
@@ -75,28 +75,35 @@ def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
                     "0.34 fails with KeyError: 'step')"
                 ),
             )
-    problems = {path: problem for path, problem in judged.items() if problem is not None}
-    problems |= {component.path: NO_TENSORS for component in weights_without_tensors(folder)}
-    placeholders: dict[PurePosixPath, StateProblem] = {}
-    for component, key, problem in files_with_placeholders(folder):
-        if is_weights_file(component.name):
-            placeholders[component.path] = problem
-            continue
-        # In a file of a script, whose name no loader knows.
-        yield UnknownState(
-            path=component.path,
-            key=key,
-            holds=problem.holds,
-            expected=problem.expected.value,
-            effect="load_state_dict of a model fails",
-            remedy=remedy_for_placeholders(folder),
-        )
-    problems |= placeholders
+
+
+def diagnose_placeholders(case: Case) -> Iterator[UnknownState]:
+    """Yield the state dicts of placeholders in files of scripts, whose names no loader knows."""
+    for component, key, problem in files_with_placeholders(case.folder):
+        if not is_weights_file(component.name):
+            yield UnknownState(
+                path=component.path,
+                key=key,
+                holds=problem.holds,
+                expected=problem.expected.value,
+                effect="load_state_dict of a model fails",
+                remedy=remedy_for_placeholders(case.folder),
+            )
+
+
+def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
+    """Yield the files of a folder that hold something else than their names promise."""
+    folder = case.folder
+    problems = _problems(folder)
     if not problems:
         return
-    contents = {path: content_of(file) for path, file in files.items()}
+    names = {component.path: component.name for component in folder.components}
+    contents = {
+        component.path: content_of(component.content)
+        for component in folder.components
+        if isinstance(component.content, TorchFile)
+    }
     is_pretrained_model = _is_pretrained(folder)
-    tag = next((str(where) for _, where in deepspeed_folders(folder)), "")
     # Scripts give such names to files of their own: an unknown content is judged where a library
     # wrote the folder.
     is_of_library = (
@@ -104,14 +111,16 @@ def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
         or folder.has_file(TRAINER_STATE)
         or any(name.is_of_trainer and name.role is Role.RNG_STATE for name in folder.file_names)
     )
-    of_kind: dict[tuple[Content, Content | None], dict[int, str]] = {}
+    tag = next((str(where) for _, where in deepspeed_folders(folder)), "")
+    partners: dict[tuple[Content, Content | None], dict[int, str]] = {}
     """First file that can be exchanged with a problem of a kind, by its number: 3,000 problems can
     have as many.
     """
     for path, problem in problems.items():
+        is_placeholder = problem.content is Content.PLACEHOLDERS
         # The Trainer leaves it with ZeRO-3 and stage3_gather_16bit_weights_on_model_save off
         # (transformers 5.23).
-        if tag and (problem is NO_TENSORS or path in placeholders):
+        if tag and (problem is NO_TENSORS or is_placeholder):
             effect = problem.effect or "from_pretrained leaves the weights random"
             yield EmptyExport(
                 path=path,
@@ -124,28 +133,16 @@ def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
             )
             continue
         kind = problem.expected, problem.content
-        if kind not in of_kind:
-            # The right state is where this one belongs. The file of a custom object may rightly
-            # hold anything.
-            partners = [
-                partner
-                for partner, content in contents.items()
-                if content is problem.expected
-                and (
-                    (partner in problems and problems[partner].expected is problem.content)
-                    or (
-                        names[partner].role is Role.CUSTOM
-                        and (problem.content is None or content is Content.RANDOM_STATES)
-                        # A custom object is often a module: its weights prove no exchange.
-                        and content is not Content.MODEL
-                    )
-                )
-            ]
-            of_kind[kind] = {
-                names[partner].index: str(partner) for partner in sorted(partners, reverse=True)
+        if kind not in partners:
+            partners[kind] = {
+                names[partner].index: str(partner)
+                for partner in sorted(contents, reverse=True)
+                if contents[partner] is problem.expected
+                and _can_be_exchanged(names[partner], problems.get(partner), problem)
             }
-        by_number = of_kind[kind]
-        exchanged_with = by_number.get(names[path].index) or min(by_number.values(), default="")
+        exchanged_with = partners[kind].get(names[path].index) or min(
+            partners[kind].values(), default=""
+        )
         is_judged = (
             problem is NO_TENSORS
             or (is_of_library and not problem.may_be_of_script)
@@ -166,8 +163,41 @@ def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
             effect=problem.effect
             or ("load_state fails" if is_of_save_state else effects[problem.expected]),
             exchanged_with=exchanged_with,
-            remedy=remedy_for_placeholders(folder) if path in placeholders else problem.remedy,
+            remedy=remedy_for_placeholders(folder) if is_placeholder else problem.remedy,
         )
+
+
+def _problems(folder: CheckpointFolder) -> dict[PurePosixPath, StateProblem]:
+    """Return the files whose content is not what their name promises, with what is wrong."""
+    problems = {
+        component.path: problem
+        for component in folder.components
+        if isinstance(component.content, TorchFile)
+        and (problem := state_problem(component.name, component.content)) is not None
+    }
+    problems |= {component.path: NO_TENSORS for component in weights_without_tensors(folder)}
+    return problems | {
+        component.path: problem
+        for component, _, problem in files_with_placeholders(folder)
+        if is_weights_file(component.name)
+    }
+
+
+def _can_be_exchanged(
+    partner: FileName, of_partner: StateProblem | None, problem: StateProblem
+) -> bool:
+    """Return whether a file with the expected state was exchanged with the file of a problem.
+
+    ``of_partner``: what is wrong with it, too. The file of a custom object may rightly hold
+    anything. It is often a module: its weights prove no exchange.
+    """
+    if of_partner is not None and of_partner.expected is problem.content:
+        return True
+    return (
+        partner.role is Role.CUSTOM
+        and (problem.content is None or problem.expected is Content.RANDOM_STATES)
+        and problem.expected is not Content.MODEL
+    )
 
 
 def diagnose_dead_scalers(case: Case) -> Iterator[DeadScaler]:
