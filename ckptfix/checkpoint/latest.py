@@ -70,7 +70,11 @@ _WEIGHTS_ALONE = (
     f"weights alone, with neither {_STATES} of save_state nor the Trainer's {TRAINER_STATE} to "
     "resume from"
 )
-_LAST_WRITTEN = (_STATES, TRAINER_STATE)
+_PLAIN_DCP = (
+    "a folder of torch.distributed.checkpoint: dcp.load reads it, and neither load_state nor the "
+    "Trainer"
+)
+_LAST_WRITTEN = (_STATES, TRAINER_STATE, METADATA_NAME)
 """Files that a save writes near its end and no repair changes, so their time is the time of the
 save.
 """
@@ -351,6 +355,12 @@ def incomplete(
         return f"it was salvaged: {losses}"
     if inner := _lies_in(checkpoint, names):
         return f"all its files are in {inner}/, where no run looks for them: move them up"
+    if _STATES not in names and TRAINER_STATE not in names and any(map(parse_dcp_name, names)):
+        # A script of its own saved it with dcp.save, under a name of its own.
+        family = family_of(absolute(checkpoint).name)
+        if family is not None and family[0] in (ACCELERATE, TRAINER):
+            return _PLAIN_DCP
+        return None if METADATA_NAME in names else f"no {METADATA_NAME}, which is written last"
     if not holds_weights(checkpoint, names):
         return NO_WEIGHTS
     if _STATES not in names:

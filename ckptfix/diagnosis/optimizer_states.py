@@ -180,7 +180,8 @@ def diagnose_optimizers(
             )
         why = weights.why_not_compared(without_reduced(optimizer)) if not findings else ""
         if why and weights.tensors and not damaged:
-            yield f"whether {optimizer.path} fits the weights: {why}"
+            name = optimizer.path if optimizer.path.parts else "the optimizer in this folder"
+            yield f"whether {name} fits the weights: {why}"
     if is_healthy:
         yield from _of_other_models(folder, optimizers)
     parameters = sum(len(set(optimizer.parameters)) for optimizer in optimizers)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
@@ -362,3 +364,34 @@ def test_a_position_of_a_dataloader_is_a_note(tmp_path: Path) -> None:
     assert "the epoch begins again" in finding.advice
     assert report.status == 0
     assert latest_checkpoint(tmp_path) == newest
+
+
+def plain_dcp(folder: Path) -> None:
+    """Save a model as a script of its own does, without accelerate."""
+    with catch_warnings():
+        simplefilter("ignore")
+        dcp.save({"model": torch.nn.Linear(3, 2).state_dict()}, checkpoint_id=folder)
+
+
+def test_a_run_of_plain_dcp_folders(tmp_path: Path, said: Said) -> None:
+    for number in (1, 2, 3):
+        plain_dcp(tmp_path / f"step_{number}")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_3"
+    os.unlink(tmp_path / "step_3" / ".metadata")
+    with pytest.warns(UserWarning, match="passed over step_3"):
+        assert latest_checkpoint(tmp_path) == tmp_path / "step_2"
+    os.unlink(next((tmp_path / "step_2").glob("*.distcp")))
+    with pytest.warns(UserWarning, match="step_2: __0_0.distcp: nothing of rank 0"):
+        assert latest_checkpoint(tmp_path) == tmp_path / "step_1"
+    assert said("check", "-r", tmp_path)[0] == 1
+    assert "resume from" in said("check", "-r", tmp_path)[1].splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["checkpoint-{}", "checkpoint_{}"])
+def test_neither_accelerate_nor_the_trainer_resumes_from_a_plain_dcp_folder(
+    name: str, tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        plain_dcp(tmp_path / name.format(number))
+    report = check(tmp_path / name.format(2), resumes=True)
+    assert (report.status, "dcp.load reads it" in report.not_resumable) == (0, True)
