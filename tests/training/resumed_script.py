@@ -71,6 +71,7 @@ class Variant:
     local: bool = False
     epochs_more: int = 0
     unsteady: bool = False
+    gradients: str = "zeroed"  # zeroed, in turn (before each backward), left (after each step)
 
 
 class Samples(Dataset):  # type: ignore[misc]
@@ -219,7 +220,20 @@ def train(variant: Variant, folder: Path, *, resume: bool) -> None:
             if v.reseed:
                 seed = 1000 * step + rank + v.seed
                 torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+            for one in optimizers if v.gradients in ("in turn", "left") else ():
+                # Each backward leaves gradients of the other half, too, as in a GAN.
+                if v.gradients == "in turn":
+                    one.zero_grad()
+                accelerator.backward(model(batch["x"]).pow(2).mean())
+                one.step()
+                if v.gradients == "left":
+                    one.zero_grad()
             with accelerator.accumulate(model) if v.accumulate > 1 else contextlib.nullcontext():
+                if v.gradients != "zeroed":
+                    step += 1
+                    if step == v.save:
+                        save()
+                    continue
                 loss = model(batch["x"]).pow(2).mean()
                 loss.backward() if v.direct else accelerator.backward(loss)
                 if v.clip:

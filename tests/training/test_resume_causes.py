@@ -31,6 +31,7 @@ FAULTY = {
     "generators-drawn-from": Variant(save=-1, draws=True),
     "generators-drawn-from ": Variant(save=-1, late=True),
     "generators-restored-too-early": Variant(dropout=0.5),
+    "gradients-left-over": Variant(gradients="left", two=True, scheduler="none", save=-1),
     "iterable-order": Variant(iterable="own", save=12),
     "loader-not-prepared": Variant(loader="raw", skip="nothing", shuffle=True),
     "not-skipped": Variant(skip="nothing"),
@@ -51,6 +52,9 @@ FAULTY = {
 
 HEALTHY = {
     "plain": Variant(save=-1),
+    "gradients of two optimizers, zeroed before each backward": Variant(
+        save=-1, two=True, gradients="in turn", scheduler="none"
+    ),
     "dropout": Variant(save=-1, dropout=0.3),
     "augmentation between epochs": Variant(save=-1, augment=True),
     "seeded at every step": Variant(reseed=True, dropout=0.3),

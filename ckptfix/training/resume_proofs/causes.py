@@ -28,18 +28,19 @@ class Relation(Enum):
 class Evidence:
     """Everything that is known about one difference.
 
-    ``is_first``: it is in the first step after the resume. ``in_later_pass``: in a later pass
-    through the data than the first of the resumed run. ``before``, ``after``: facts of the
-    dataloader in the uninterrupted and the resumed run. ``saved``: facts of the save. ``files``:
-    names in the checkpoint, None where it cannot be read. ``loaded_other``: another checkpoint was
-    loaded than the one that was saved last. ``is_swapped``: the values belong to other names.
-    ``is_rank_0s``: the values of rank 0.
+    ``is_first``: it is in the first step after the resume. ``at_entry``: before its first batch.
+    ``in_later_pass``: in a later pass through the data than the first of the resumed run.
+    ``before``, ``after``: facts of the dataloader in the uninterrupted and the resumed run.
+    ``saved``: facts of the save. ``files``: names in the checkpoint, None where it cannot be read.
+    ``loaded_other``: another checkpoint was loaded than the one that was saved last.
+    ``is_swapped``: the values belong to other names. ``is_rank_0s``: the values of rank 0.
     """
 
     state: str
     rank: int = 0
     world: int = 1
     is_first: bool = True
+    at_entry: bool = False
     in_later_pass: bool = False
     relation: Relation = Relation.NONE
     before: Mapping[str, Any] = field(default_factory=dict)
@@ -223,6 +224,13 @@ CAUSES: tuple[Cause, ...] = (
         is_restored=True,
         trainer_change="let the Trainer save: save_strategy and save_steps in TrainingArguments",
         is_left_to_trainer=True,
+    ),
+    Cause(
+        "gradients-left-over",
+        lambda one: one.state == "gradients" and one.at_entry,
+        "gradients were left when the checkpoint was saved, the next step adds to them, and they "
+        "are in no file",
+        "call zero_grad() on every optimizer before the save, or before each backward",
     ),
     Cause(
         "scaler-stepped",

@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -389,7 +389,7 @@ class Recorder:
             with self.inside("step") as is_first:
                 if not is_first:
                     return original(prepared, *args, **kwargs)
-                self._before_step()
+                self._before_step(prepared.optimizer)
                 result = original(prepared, *args, **kwargs)
             self._after_step(prepared.optimizer)
             return result
@@ -400,7 +400,7 @@ class Recorder:
         if not any(self._depth[name] for name in ("step", "save", "load")):
             self._rest_if_due()
         if not self._depth["step"] and self._is_training():
-            self._before_step()
+            self._before_step(optimizer)
 
     def _after_raw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._depth["step"] and self._is_training():
@@ -412,11 +412,13 @@ class Recorder:
         """
         return not self._end and not self._depth["save"] and not self._depth["load"]
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: Any) -> None:
         if not self._has_losses:
             self._take_batches()
             self._enter()
-        self._gradients = self._gradients_now()
+        # Those of another optimizer may be left from its last step, and are zeroed before its next.
+        own = {id(one) for group in _groups_of(optimizer) for one in group["params"]}
+        self._gradients = self._gradients_now(own)
 
     def _after_step(self, optimizer: Any) -> None:
         index = next((at for at, known in enumerate(self._optimizers) if known() is optimizer), -1)
@@ -549,7 +551,7 @@ class Recorder:
                     id(one), (name_of_tensor(name, at if len(models) > 1 else None), one)
                 )
         for at, optimizer in self._living(self._optimizers):
-            for group_at, group in enumerate(getattr(optimizer, "param_groups", ())):
+            for group_at, group in enumerate(_groups_of(optimizer)):
                 for place, one in enumerate(group["params"]):
                     words = f"parameter {place} of group {group_at} of optimizer {at}"
                     found.setdefault(id(one), (words, one))
@@ -562,9 +564,13 @@ class Recorder:
         self._share = limit if sum(sizes) <= limit else max(limit // (4 * len(sizes)), LEAST)
         return found
 
-    def _gradients_now(self, *, leave_out_zeros: bool = False) -> dict[str, str]:
+    def _gradients_now(
+        self, own: Collection[int] = (), *, leave_out_zeros: bool = False
+    ) -> dict[str, str]:
+        """Return the gradients of these parameters by their identity, by default of all."""
+        parameters = self._parameters()
         found = {}
-        for name, one in self._parameters().values():
+        for name, one in (parameters[key] for key in parameters if not own or key in own):
             gradient = one.grad
             if gradient is not None and not (leave_out_zeros and is_zero(local_part(gradient))):
                 found[name] = self._digest(gradient, self._share)
@@ -595,7 +601,7 @@ class Recorder:
                         name = names.get(id(parameter), "?")
                         moment = f"{key} of {name}{of if name == '?' else ''}"
                         states["moments"][moment] = self._digest(value, self._share)
-            for group_at, group in enumerate(getattr(optimizer, "param_groups", ())):
+            for group_at, group in enumerate(_groups_of(optimizer)):
                 for key in ("lr", "momentum", "betas", "weight_decay"):
                     if key in group:
                         states["learning rate"][f"{key} of group {group_at}{of}"] = text_of(
@@ -729,3 +735,9 @@ def _folder_of_trainer(trainer: Any, given: Any, result: Any) -> str:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def _groups_of(optimizer: Any) -> Sequence[Any]:
+    """Return the param groups of an optimizer, none of an object that keeps them elsewhere."""
+    groups: Sequence[Any] = getattr(optimizer, "param_groups", ())
+    return groups

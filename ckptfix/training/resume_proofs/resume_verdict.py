@@ -325,8 +325,15 @@ class _Pair:
         """
         named: set[str] = set()
         has_spread = False
+        # Left-over gradients that no step has used are none of a resume's business.
+        are_gradients_used = any(
+            _differs("gradients", _Row.of(step), _Row.of(resumed))
+            for step, resumed in zip(self._steps, self._after, strict=False)
+        )
         if self._entry is not None and self._again.entries:
             for one in self._at_entry(self._entry, self._again.entries[0], ignored):
+                if one.state == "gradients" and not are_gradients_used:
+                    continue
                 named.add(one.state)
                 has_spread = has_spread or one.state not in _HARMLESS
                 agreement.setdefault(one.state, {})[one.step] = False
@@ -382,7 +389,9 @@ class _Pair:
             if names:
                 words = f"{_words(state, row, other, names)}, before the first batch"
                 yield self._explained(
-                    self._difference(self._saved_at + 1, state, words, names, row, other), 0
+                    self._difference(self._saved_at + 1, state, words, names, row, other),
+                    0,
+                    at_entry=True,
                 )
 
     def _at_step(self, at: int, state: str, row: _Row, other: _Row, ignored: Ignored) -> Difference:
@@ -405,8 +414,8 @@ class _Pair:
             {name: now.get(name) for name in names},
         )  # fmt: skip
 
-    def _explained(self, one: Difference, at: int) -> Difference:
-        """Return a difference with its cause."""
+    def _explained(self, one: Difference, at: int, *, at_entry: bool = False) -> Difference:
+        """Return a difference with its cause. ``at_entry``: it is there before the first batch."""
         before, after = (
             self._facts(self._one, self._steps, at),
             self._facts(self._again, self._after, at),
@@ -420,6 +429,7 @@ class _Pair:
             self._case,
             state=one.state,
             is_first=one.step == self._saved_at + 1,
+            at_entry=at_entry,
             in_later_pass=bool(passes and now and now[-1] > passes[0]),
             relation=one.relation,
             before=before,
