@@ -661,6 +661,14 @@ def test_checkpoints_that_no_library_loads(
     assert run(["check", "-r", str(tmp_path)]) == 0
 
 
+def test_a_config_without_architectures_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    report = check(tmp_path, load=True)
+    (outcome,) = report.load
+    assert (outcome.status, "architectures" in outcome.unchecked) == (3, True)
+
+
 @pytest.mark.slow
 def test_findings_that_the_library_contradicts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

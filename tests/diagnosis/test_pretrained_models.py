@@ -368,6 +368,19 @@ def test_prefixes_with_other_keys(tmp_path: Path) -> None:
     assert told(tmp_path) == [("dead-weights", "error")]
 
 
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
+def test_a_model_of_prompt_learning_has_no_tuner_in_its_keys(wrapper: str, tmp_path: Path) -> None:
+    """A repair took ``base_model.model.`` off the layers and left ``base_model.lm_head.weight``."""
+    tensors = saved(tmp_path, num_hidden_layers=6)
+    wrapped = {f"{wrapper}base_model.{key}": each for key, each in tensors.items()}
+    extra = {f"{wrapper}prompt_encoder.default.embedding.weight": torch.ones(4, 16)}
+    write(tmp_path, {**wrapped, **extra})
+    assert told(tmp_path) == [("dead-weights", "error")]
+    assert repair(tmp_path).status == 0
+    assert load(tmp_path) == "0 random, 1 unused"
+    assert set(tensors) < set(tensors_of(tmp_path))
+
+
 def in_peft(tensors: Tensors) -> dict[str, torch.Tensor]:
     """Return what a PeftModel has around a model: every linear layer is a base layer with two
     matrices.

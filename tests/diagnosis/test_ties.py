@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 
 from ckptfix import check
 from tests.repairs.builders import RANDOM_STATES
@@ -92,6 +93,36 @@ def test_a_head_that_nothing_ties_and_nobody_saved(tmp_path: Path) -> None:
     reconfigure(tmp_path, tie_word_embeddings=True)
     assert load(tmp_path) == "complete"
     assert verdicts(tmp_path) == []
+
+
+def test_weights_of_another_class_under_the_architectures_that_they_began_as(
+    tmp_path: Path,
+) -> None:
+    """``config.save_pretrained`` leaves them as they were loaded; the model is healthy."""
+    llama(tmp_path / "base", tied=False)
+    model = transformers.LlamaForSequenceClassification.from_pretrained(
+        tmp_path / "base", num_labels=3
+    )
+    Accelerator(cpu=True).save_model(model, tmp_path / "own")
+    model.config.save_pretrained(tmp_path / "own")
+    _, told = transformers.LlamaForSequenceClassification.from_pretrained(
+        tmp_path / "own", output_loading_info=True
+    )
+    assert not any(told.values())
+    assert verdicts(tmp_path / "own") == [("note", "missing-head")]
+    assert "'score.weight'" in str(check(tmp_path / "own").findings[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"base_model.{HEAD}", f"foo.{HEAD}", "lm_head.modules_to_save.default.weight"],
+)
+def test_a_head_under_a_name_that_no_load_finds(name: str, tmp_path: Path) -> None:
+    tensors = llama(tmp_path, tied=False, num_hidden_layers=6)
+    tensors[name] = tensors.pop(HEAD)
+    write(tmp_path, tensors)
+    assert load(tmp_path) == "1 random, 1 unused"
+    assert verdicts(tmp_path) == [("error", "missing-head")]
 
 
 def test_a_setting_that_is_left_out_is_the_default_of_its_version_alone(tmp_path: Path) -> None:

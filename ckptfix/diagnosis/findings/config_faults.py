@@ -119,6 +119,36 @@ class UnneededHead(MissingHead, frozen=True):
     severity = Severity.WARNING
 
 
+class HeadOfAnother(MissingHead, frozen=True, kw_only=True):
+    """The same where the files have the ``head`` of another class: the config may name the class
+    that the weights began as.
+    """
+
+    severity = Severity.NOTE
+
+    head: str
+
+    @property
+    def resume(self) -> Resume:
+        """The outcome of a resume: it loads into the model of the script."""
+        return Resume.SUCCEEDS
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.head!r} is the head of another class than {self.model}, which "
+            "config.json names as its architecture"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice for either class, of which only the user knows the right one."""
+        return (
+            "the class that was trained loads it, such as AutoModelForSequenceClassification; "
+            f"{self.model} leaves {self.key!r} random; to name the right class, write "
+            "architectures in config.json, or save with model.save_pretrained"
+        )
+
+
 class HeadOfBase(MissingHead, frozen=True):
     """The same where the keys are those of the base model, for which a load needs no head."""
 

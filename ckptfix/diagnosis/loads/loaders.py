@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
-from ckptfix.checkpoint.model_configs import PIPELINE, broken_config, read_config
+from ckptfix.checkpoint.model_configs import CONFIG, PIPELINE, broken_config, read_config
 from ckptfix.checkpoint.model_files import ModelFiles
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.config_faults import MissingHead
@@ -52,6 +52,11 @@ _TOLD_BY_A_LOAD = (UnusedKeys, IncompleteAdapter, MismatchedAdapter, MismatchedC
 _NOBODY = (
     "from_pretrained of transformers, PEFT and diffusers needs weights under their names, without "
     "a variant, and a config.json or adapter_config.json of theirs next to them"
+)
+
+_NAMELESS = (
+    f'{CONFIG} names no class; add it under architectures, such as ["LlamaForCausalLM"], as '
+    "model.save_pretrained does"
 )
 
 
@@ -137,7 +142,10 @@ class Loaders:
             outcomes.append(outcome._replace(contradicts=words))
         if not outcomes and not is_asked_below and not self._is_of_many:
             path = str(groups[0].path) if groups else "this folder"
-            outcomes.append(LoadOutcome(path=path, library="", unchecked=_NOBODY))
+            values = read_config(folder.root, CONFIG)
+            is_nameless = "model_type" in values and not values.get("architectures")
+            why = _NAMELESS if is_nameless else _NOBODY
+            outcomes.append(LoadOutcome(path=path, library="", unchecked=why))
         return tuple(outcomes), findings
 
     def _outcome(self, load: Load, refused: str) -> LoadOutcome:

@@ -43,8 +43,10 @@ from ckptfix.diagnosis.findings.weight_faults import (
 )
 from ckptfix.wording import count_of, series
 
-_BASE = ("base_model", "model")
-"""Segments that PEFT adds: the attributes of ``PeftModel`` and of its tuner."""
+_BASES = (("base_model", "model"), ("base_model",))
+"""Segments that PEFT adds: the attributes of ``PeftModel`` and of its tuner, and of a
+``PeftModel`` of prompt learning, which has no tuner.
+"""
 
 _DEEPER = ".base_layer."
 """Part of the keys of a module that PEFT adapts: its own weights are in there."""
@@ -150,7 +152,11 @@ class _Names:
 
     def __init__(self, load: Load, known: Architecture) -> None:
         self._load, self._known = load, known
-        bare = {key: _bare(key) for key in load.tensors}
+        # Keys of a base model fit with more taken off, and its head with less.
+        self._base = max(
+            _BASES, key=lambda base: sum(known.fits(_bare(key, base)) for key in load.tensors)
+        )
+        bare = {key: _bare(key, self._base) for key in load.tensors}
         # Where the file has the key without the prefix, too, a load takes that, and no weight stays
         # random.
         self._dead = {
@@ -209,7 +215,7 @@ class _Names:
             yield self._foreign_weights(len(self._foreign), key, expected, is_state=is_state)
         if not self._dead:
             return
-        chains = Counter(_prefix(key) for key in self._dead)
+        chains = Counter(_prefix(key, self._base) for key in self._dead)
         key, expected = next(iter(self._dead.items()))
         facts: dict[str, Any] = {
             "path": self._load.path,
@@ -272,24 +278,26 @@ class _Names:
         return is_foreign and _FEW * (len(self._foreign) - fitting) < len(self._foreign)
 
 
-def _prefix(key: str) -> tuple[str, ...]:
-    """Return the segments before a key that wrappers and PEFT add, without private wrappers."""
+def _prefix(key: str, base: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the segments before a key that wrappers and PEFT add, without private wrappers.
+    ``base``: those of PEFT.
+    """
     segments = without_private_wrappers(key).split(".")
     at = 0
     while at < len(segments) - 1:
         if segments[at] in WRAPPERS:
             at += 1
-        elif tuple(segments[at : at + 2]) == _BASE and at + 2 < len(segments):
-            at += 2
+        elif tuple(segments[at : at + len(base)]) == base and at + len(base) < len(segments):
+            at += len(base)
         else:
             break
     return tuple(segments[:at])
 
 
-def _bare(key: str) -> str:
+def _bare(key: str, base: tuple[str, ...]) -> str:
     """Return a key without all that wrappers and PEFT add."""
     bare = without_private_wrappers(key)
-    prefix = _prefix(bare)
+    prefix = _prefix(bare, base)
     return bare.removeprefix(dotted(prefix)) if prefix else bare
 
 

@@ -9,6 +9,7 @@ them leaves it random, and says so in a report.
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ckptfix.checkpoint.architectures import (
     Architecture,
@@ -21,6 +22,7 @@ from ckptfix.checkpoint.architectures import (
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import ADAPTER
 from ckptfix.diagnosis.findings.config_faults import (
+    HeadOfAnother,
     HeadOfBase,
     MissingHead,
     UnneededHead,
@@ -28,6 +30,14 @@ from ckptfix.diagnosis.findings.config_faults import (
 )
 
 _FLAG = "tie_word_embeddings"
+_OTHER_HEADS = frozenset(
+    ("classification_head", "classifier", "pre_classifier", "qa_outputs", "score", "v_head")
+)
+"""Modules that classes of transformers and TRL put in the place of the head of a language model."""
+
+_NOT_LOADED = (".modules_to_save.", ".base_layer.", ".original_module.")
+"""Parts of keys of a module that PEFT wraps: a load does not look for them."""
+
 _MOST_BYTES = 1 << 28
 """Most bytes of a weight that are compared in full: both are in memory."""
 
@@ -130,14 +140,22 @@ def _head(load: Load, known: Architecture) -> Iterator[MissingHead]:
     said = [part[_FLAG] for part in parts if _FLAG in part]
     if any(said) or not (said or knows_defaults(load.config)):
         return
-    kind = UnneededHead if load.states_of == "save_state" else MissingHead
-    yield (HeadOfBase if of_base else kind)(
-        path=load.path,
-        key=known.head,
-        flag=_setting(flags[0]) if flags else "",
-        model=known.name,
-        version=table_version(),
-    )
+    facts: dict[str, Any] = {
+        "path": load.path,
+        "key": known.head,
+        "flag": _setting(flags[0]) if flags else "",
+        "model": known.name,
+        "version": table_version(),
+    }
+    # config.save_pretrained keeps the architectures of the model that the weights began as; only
+    # the model's own save_pretrained writes its class.
+    heads = [key for key in load.tensors if key.partition(".")[0] in _OTHER_HEADS]
+    if of_base:
+        yield HeadOfBase(**facts)
+    elif heads and not any(map(known.fits, heads)):
+        yield HeadOfAnother(**facts, head=heads[0])
+    else:
+        yield (UnneededHead if load.states_of == "save_state" else MissingHead)(**facts)
 
 
 def _has_head(load: Load, known: Architecture, module: str) -> bool:
@@ -146,13 +164,25 @@ def _has_head(load: Load, known: Architecture, module: str) -> bool:
 
     GPT-NeoX calls it ``embed_out`` on the disk and ``lm_head`` in memory, and a load takes both.
     """
-    if any(f".{module}." in f".{key}" and not key.endswith(".bias") for key in load.tensors):
-        return True
+    stray = set()
+    for key in load.tensors:
+        before, there, after = f".{key}".partition(f".{module}.")
+        if not there or after == "bias":
+            continue
+        stray.add(key)
+        if any(part in f".{key}" for part in _NOT_LOADED):
+            continue
+        # Behind a prefix that no other key has, as after a rename of the others, no load finds it.
+        if not before or any(
+            other.startswith(f"{before[1:]}.") for other in load.tensors if other != key
+        ):
+            return True
     embeddings = _keys(load, known).get(known.embedding, {}).values()
     shapes = {load.tensors[key].shape for key in embeddings}
     return any(
         each.shape in shapes
         and key not in embeddings
+        and key not in stray
         and "*" not in pattern_of(key)
         and "embed" not in key
         for key, each in load.tensors.items()
