@@ -30,6 +30,9 @@ _AT_ONCE = 60
 """Seconds within which a copy writes small checkpoints, in any order."""
 
 
+_IS_DOUBTED = "but check found problems in it (see above)"
+
+
 class Resume(Serialized, Struct, frozen=True, kw_only=True):
     """The checkpoint of one run folder to resume from, as ``latest_checkpoint`` chooses it; None
     where it finds none.
@@ -67,7 +70,9 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
         if self.unexplained:
             but += f"; newer, and not complete: {'; '.join(self.unexplained)}"
         by = f" by its number ({self.saved_later})" if self.saved_later else ""
-        return f"resume from {self.checkpoint}, the newest complete one{by}{but}"
+        # What check found may be that a file is missing.
+        kind = "one that a load takes" if self.problem == _IS_DOUBTED else "complete one"
+        return f"resume from {self.checkpoint}, the newest {kind}{by}{but}"
 
 
 class Runs:
@@ -220,7 +225,7 @@ class Runs:
         best, problem = choice.best.path, ""
         clean: AnyPath | None = None
         if self._has_problems(run, best):
-            problem = "but check found problems in it (see above)"
+            problem = _IS_DOUBTED
         elif told is not None and told.copied:
             problem = f"but it is {told.copied} an earlier one (see above)"
         elif best.is_symlink():

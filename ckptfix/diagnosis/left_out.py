@@ -165,7 +165,8 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
     if not (case.is_file or is_listed) and (case.sharded or case.deepspeed or has_several):
         yield (
             f"{OF_ONE_SAVE}: most saves list no files, so an exchanged file or a missing last one "
-            "leaves no trace unless each save is sealed when it is written"
+            "can leave no trace; check -r of the run compares it with the saves next to it, and "
+            "digests of each save, sealed when it is written, prove it"
         )
 
 

@@ -86,8 +86,9 @@ def test_verbose_lists_what_was_not_checked(
         ),
         (
             "not checked: whether all files are of one save: most saves list no files, so an "
-            "exchanged file or a missing last one leaves no trace unless each save is sealed when "
-            "it is written"
+            "exchanged file or a missing last one can leave no trace; check -r of the run compares "
+            "it with the saves next to it, and digests of each save, sealed when it is written, "
+            "prove it"
         ),
         "not checked: keys and shapes against the model of the script; the load compares them",
     ]

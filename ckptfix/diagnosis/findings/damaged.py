@@ -119,7 +119,10 @@ class NotATensorFile(Finding, frozen=True, kw_only=True):
         if "git-LFS" in self.content:
             return "fetch the real file: git lfs pull"
         if self.content in ("a torch zip file", "a safetensors file"):
-            return "give the file the suffix of what it is"
+            return (
+                "copy the file again from where it came; if another file has its bytes, give the two "
+                "each other's name; if only the suffix is wrong, rename it"
+            )
         if self.content in _READERS:
             suffix, reader = _READERS[self.content]
             name = self.path.with_suffix(suffix)

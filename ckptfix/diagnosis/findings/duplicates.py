@@ -48,7 +48,8 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
         wrong.
         """
         need = (
-            "needed by a script that prepares the model once: later models have wrong numbers"
+            "without the repair, a script that prepares the model once loads the wrong file into "
+            "its later models"
             if self.shifts
             else "no load needs a repair: a script that prepares the model once loads this folder, too"
         )

@@ -101,12 +101,16 @@ class Draft(Struct):
 
         A required part then fails the whole load.
         """
-        required = self.policy.requirement(part) in (Requirement.REQUIRE, Requirement.PARTIAL)
+        required = self.is_required(part)
         status = Status.SKIPPED if missing and not required else Status.FAILED
         report = _report(part, status, target, what, reason, files=files)
         self.others.append(report)
         if required:
             self.failures.setdefault(reason, []).append(report)
+
+    def is_required(self, part: Part) -> bool:
+        """Return whether the load fails if an object of this part gets nothing."""
+        return self.policy.requirement(part) in (Requirement.REQUIRE, Requirement.PARTIAL)
 
     def ignore(self, part: Part, target: Target | None = None, what: str = "") -> None:
         """Record that the policy ignores an object."""

@@ -140,7 +140,7 @@ def after_models(
         )
         for position, one in found.items():
             if isinstance(one, str):
-                reasons[position][number] = f"{one}; next: {_policy(offer.part)}"
+                reasons[position][number] = f"{one}{_next(draft, offer.part)}"
             elif one.count < most and not one.count:
                 reasons[position][number] = "none of its moments fits a parameter that is loaded"
             else:
@@ -347,7 +347,7 @@ def _nothing_for(
     if not entries:
         draft.cannot(
             part,
-            f"{draft.path} has no file for it; next: {_policy(part)}",
+            f"{draft.path} has no file for it{_next(draft, part)}",
             target=target,
             missing=True,
         )
@@ -356,15 +356,20 @@ def _nothing_for(
     if refusal is not None and number in refusal[0]:
         count = f"{part.value} {', '.join(map(str, refusal[0]))}"
         reason = undecided(entries, refusal, count, others)
-        advice = f"{command('check', draft.path)}, or {_policy(part)}"
-        draft.cannot(part, f"{reason}; next: {advice}", target=target)
+        advice = _next(draft, part, instead_of=command("check", draft.path))
+        draft.cannot(part, f"{reason}{advice}", target=target)
     else:
         draft.cannot(part, others or f"{draft.path} has no file left for it", target=target)
 
 
-def _policy(part: Part) -> str:
-    """Return what to pass to go on without a part."""
-    return f'policy=LoadPolicy({part.value}="warn") leaves it as it is'
+def _next(draft: Draft, part: Part, *, instead_of: str = "") -> str:
+    """Return what to pass to go on without a part, "" where the policy says so already.
+    ``instead_of``: a command that may help more.
+    """
+    advice = [instead_of] if instead_of else []
+    if draft.is_required(part):
+        advice.append(f'policy=LoadPolicy({part.value}="warn") leaves it as it is')
+    return f"; next: {', or '.join(advice)}" if advice else ""
 
 
 # Random number generators of this rank, and the step, which is not lost with them.

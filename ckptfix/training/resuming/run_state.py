@@ -384,6 +384,12 @@ def _restored(accelerator: Any, folder: Path, state: State, left: frozenset[str]
         return [f"{run_state_name(accelerator.process_index)}: {type(error).__name__}: {error}"]
 
 
+_OF_STOCK = (
+    "the data order and random numbers within an epoch are not restored: accelerate alone saved this "
+    "checkpoint, without a run state"
+)
+
+
 def _go_on_without(accelerator: Any, folder: Path, left: frozenset[str]) -> list[str]:
     """Return why a rank without a run state cannot go on exactly, and do what has a right
     answer.
@@ -391,10 +397,7 @@ def _go_on_without(accelerator: Any, folder: Path, left: frozenset[str]) -> list
     try:
         main = read(folder, 0)
     except FileNotFoundError:
-        return [
-            "saved without a run state, by accelerate alone: data order and random numbers within "
-            "an epoch"
-        ]
+        return [_OF_STOCK]
     except (OSError, ValueError) as error:
         return [str(error)]
     if main["world"] == accelerator.num_processes:
@@ -670,12 +673,13 @@ def go_on_and_report(
     problems = go_on(accelerator, folder, left)
     if not problems:
         return ()
-    is_of_all = problems[0].startswith("saved with")
+    is_of_stock = problems[0] == _OF_STOCK
+    is_of_all = is_of_stock or problems[0].startswith("saved with")
     if accelerator.is_main_process or not is_of_all:
         words = "; ".join(problems[:3]) + (
             f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         )
-        if problems[0].startswith("saved without"):
+        if is_of_stock:
             _log.warning("%s: not bit-exact: %s", folder, words)
         else:
             warn_caller(f"{folder}: not bit-exact: {words}")
