@@ -48,21 +48,21 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
         wrong.
         """
         need = (
-            "without the repair, a script that prepares the model once loads the wrong file into "
-            "its later models"
+            "why: a script that prepares the model once would load the wrong file into its later "
+            "models"
             if self.shifts
-            else "no load needs a repair: a script that prepares the model once loads this folder, too"
+            else "not urgent: a script that prepares the model once loads this folder, too"
         )
         return (
-            f"{need}\nafter a repair, load_state fails in the unchanged script: prepare the model "
-            f"once, or start the script with: ckptfix run SCRIPT\n{WRONG_IF}: then load_state "
-            "fails until you undo the repair: ckptfix undo DIR"
+            f"{need}\nbefore you resume: prepare the model once, or start the script with: ckptfix "
+            f"run SCRIPT (the unchanged script cannot load the repaired folder)\n{WRONG_IF}; to undo "
+            "a repair: ckptfix undo DIR"
         )
 
 
 WRONG_IF = (
-    "wrong if the script prepares an equal model on purpose (a loss wrapper around the model, an "
-    "EMA or a target network that has only copied it so far)"
+    "do not repair if the script prepares an equal model on purpose (a loss wrapper, or an EMA or "
+    "target network that has only copied it so far)"
 )
 """The case in which the default repair deletes what the script needs: it leaves the bytes of a
 second ``prepare``.
