@@ -74,7 +74,7 @@ _PLAIN_DCP = (
     "a folder of torch.distributed.checkpoint: dcp.load reads it, and neither load_state nor the "
     "Trainer"
 )
-_LAST_WRITTEN = (_STATES, TRAINER_STATE, METADATA_NAME)
+_LAST_WRITTEN = (_STATES, TRAINER_STATE)
 """Files that a save writes near its end and no repair changes, so their time is the time of the
 save.
 """
@@ -165,6 +165,10 @@ def time_of(checkpoint: AnyPath) -> float | None:
     for name in _LAST_WRITTEN:
         with suppress(OSError):
             return (checkpoint / name).stat().st_mtime
+    # A repair rewrites .metadata, and files with keys in them: the oldest file keeps its time.
+    with suppress(OSError, ValueError):
+        names = [name for name in names_in(checkpoint) if parse_dcp_name(name) is not None]
+        return min((checkpoint / name).stat().st_mtime for name in names)
     return None
 
 
@@ -330,7 +334,8 @@ def incomplete(
     of a model and the main process's state of the generators, which it writes after all but the
     custom objects; no file may be empty, and those of weights and states must be intact by their
     headers and hold what their names say. A folder that ``salvage`` wrote with losses is
-    incomplete. A folder of the Trainer needs weights, too, and ``trainer_state.json``,
+    incomplete. One of ``dcp.save`` alone needs ``.metadata``, which is written last, and a name that
+    neither accelerate nor the Trainer gives. A folder of the Trainer needs weights, too, and ``trainer_state.json``,
     which it writes last, with the step of the folder's name.
     """
     try:

@@ -11,7 +11,7 @@ from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import INTERRUPTED, Form, Report
 from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
-from ckptfix.cli.verb_options import PATH, Verb
+from ckptfix.cli.verb_options import PATH, Verb, or_here
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.check_report import CLEAN, VERDICTS, CheckReport
 from ckptfix.diagnosis.findings.base import Severity
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         ),
     ],
 )
-@click.argument("paths", nargs=-1, type=PATH)
+@click.argument("paths", nargs=-1, type=PATH, callback=or_here)
 @click.option(
     "--data",
     is_flag=True,
@@ -88,7 +88,6 @@ def check_command(
 
     Reads headers and small samples of tensors; changes nothing. Without PATHS, the working folder.
     """
-    paths = paths or (".",)
     report.quiet |= null
     if report.quiet and verbose:
         raise click.UsageError(
@@ -187,7 +186,7 @@ def _check_all(
         # Else the summary "2 clean" would answer what was asked for and not done.
         report.message(
             f"ckptfix: {' '.join(paths)}: no library was asked: --load needs weights next to a "
-            "config of transformers, PEFT or diffusers"
+            "config of transformers (with architectures), PEFT or diffusers"
         )
         batch.status = max(batch.status, 3)
     if batch.is_of_many:

@@ -53,6 +53,11 @@ BREAK_LOCK = click.option(
 )
 
 
+def or_here(ctx: click.Context, param: click.Parameter, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the paths of a command line, by default the working folder."""
+    return paths or (".",)
+
+
 class LocalFile(click.Path):
     """Type of an option that names a file to write; a URL would become a folder called ``s3:``
     here.
@@ -127,8 +132,9 @@ class Verb(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments. ``--help --all`` lists every option."""
-        if "--all" in args and not _HELP.isdisjoint(args):
-            args = [argument for argument in args if argument != "--all"]
+        # Only in front: behind a script they are its own.
+        if "--all" in args[:2] and not _HELP.isdisjoint(args[:2]):
+            args = ["--help"]
             ctx.meta[_ALL] = True
         return super().parse_args(ctx, args)
 

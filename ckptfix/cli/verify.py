@@ -12,7 +12,7 @@ import click
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import Form, Report, ensure_writable, write_page
 from ckptfix.cli.several_paths import run_each
-from ckptfix.cli.verb_options import PATH, LocalFile, Verb
+from ckptfix.cli.verb_options import PATH, LocalFile, Verb, or_here
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
 from ckptfix.errors import UsageError
@@ -187,7 +187,7 @@ def _unfit(params: Mapping[str, Any]) -> str:
         ),
     ],
 )
-@click.argument("paths", nargs=-1, metavar="[DIR]...", type=PATH)
+@click.argument("paths", nargs=-1, metavar="[DIR]...", type=PATH, callback=or_here)
 @click.option(
     "--data", is_flag=True, help="Look for NaN, Inf and zeros in the values of all weights."
 )
@@ -280,7 +280,6 @@ def verify_command(
     listed as NOT exercised, never as proven. --model runs your own code; the folder's never. With
     --data, too, both are done.
     """
-    paths = paths or (".",)
     names, model = (model, None) if against is not None and device_map is None else (None, model)
     given = (device_map, max_memory, model, repeats)
     if any(option is not None for option in given) or require_transfer_proof:

@@ -179,6 +179,9 @@ def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
     return type(step.action), step.fixes, step.safety
 
 
+_OF_A_SECOND_PREPARE = {"doubled-model", "doubled-states", "surplus-states"}
+
+
 def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
     """Return the advice for a script that registered an object twice: it fails until it is
     fixed.
@@ -212,7 +215,7 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
         ]
         failure = f"looks for {series(missing)}, which a repaired folder does not hold"
     drops = [step for step in steps if isinstance(step.action, DropEntry)]
-    if not any(step.fixes[0].startswith("doubled-") for step in drops):
+    if _OF_A_SECOND_PREPARE.isdisjoint(code for step in drops for code in step.fixes):
         # The user asked for it: an average, perhaps, that nobody prepared twice.
         return (f"a script that still prepares all of them {failure}, and load_state fails",)
     return (

@@ -108,6 +108,14 @@ def test_rare_options_are_listed_with_all_and_every_option_once(
     assert set(listed[1]) - set(listed[0]) == made.rare & options
 
 
+def test_all_belongs_to_the_script_behind_it(tmp_path: Path) -> None:
+    made = command("prove-resume")
+    context = made.make_context(
+        "prove-resume", ["--steps", "3", "--", "train.py", "{dir}", "-h", "8", "--all"]
+    )
+    assert context.params["command"][-3:] == ("-h", "8", "--all")
+
+
 @pytest.mark.parametrize("columns", [60, 80, 110])
 def test_help_is_wrapped_to_the_width_of_the_terminal(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

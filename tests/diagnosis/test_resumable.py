@@ -19,6 +19,7 @@ from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file, save_file
 
 from ckptfix import check, latest_checkpoint
+from ckptfix.checkpoint.latest import time_of
 from ckptfix.diagnosis.resumable import choose, examine
 from tests.commanding import Said, said
 
@@ -210,7 +211,7 @@ def test_the_loader_the_check_and_the_choice_agree(
     assert latest_checkpoint(run) == expected
     assert is_loaded or check(newest).status == 1
     _, out, _ = said("check", "-r", run)
-    assert f"resume from {expected}, the newest complete one" in out
+    assert f"resume from {expected}, the newest" in out
 
 
 def test_a_module_that_no_save_of_a_script_has(run: Path) -> None:
@@ -385,6 +386,15 @@ def test_a_run_of_plain_dcp_folders(tmp_path: Path, said: Said) -> None:
         assert latest_checkpoint(tmp_path) == tmp_path / "step_1"
     assert said("check", "-r", tmp_path)[0] == 1
     assert "resume from" in said("check", "-r", tmp_path)[1].splitlines()[-1]
+
+
+def test_a_repair_of_a_plain_dcp_folder_leaves_the_time_of_its_save(tmp_path: Path) -> None:
+    folder = tmp_path / "step_1"
+    plain_dcp(folder)
+    for path in folder.iterdir():
+        os.utime(path, (1000, 1000))
+    os.utime(folder / ".metadata")
+    assert time_of(folder) == 1000
 
 
 @pytest.mark.parametrize("name", ["checkpoint-{}", "checkpoint_{}"])

@@ -115,7 +115,7 @@ def test_weights_of_another_class_under_the_architectures_that_they_began_as(
 
 @pytest.mark.parametrize(
     "name",
-    [f"base_model.{HEAD}", f"foo.{HEAD}", "lm_head.modules_to_save.default.weight"],
+    [f"foo.{HEAD}", "lm_head.modules_to_save.default.weight"],
 )
 def test_a_head_under_a_name_that_no_load_finds(name: str, tmp_path: Path) -> None:
     tensors = llama(tmp_path, tied=False, num_hidden_layers=6)
@@ -123,6 +123,32 @@ def test_a_head_under_a_name_that_no_load_finds(name: str, tmp_path: Path) -> No
     write(tmp_path, tensors)
     assert load(tmp_path) == "1 random, 1 unused"
     assert verdicts(tmp_path) == [("error", "missing-head")]
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "base_model."])
+def test_a_head_behind_a_wrapper_is_no_missing_one(wrapper: str, tmp_path: Path) -> None:
+    """``dead-weights`` tells it, and a repair renames it."""
+    tensors = llama(tmp_path, tied=False, num_hidden_layers=6)
+    tensors[f"{wrapper}{HEAD}"] = tensors.pop(HEAD)
+    write(tmp_path, tensors)
+    assert [finding.code for finding in check(tmp_path).findings] == ["dead-weights"]
+
+
+def test_a_value_head_stands_next_to_the_head_that_is_lost(tmp_path: Path) -> None:
+    tensors = llama(tmp_path, tied=False)
+    del tensors[HEAD]
+    write(tmp_path, {**tensors, "v_head.summary.weight": torch.ones(1, 16)})
+    assert verdicts(tmp_path) == [("error", "missing-head")]
+
+
+def test_a_save_state_of_a_head_that_peft_wraps(tmp_path: Path) -> None:
+    tensors = llama(tmp_path, tied=False)
+    head = tensors.pop(HEAD)
+    names = ("original_module", "modules_to_save.default")
+    wrapped = {f"lm_head.{name}.weight": head for name in names}
+    write(tmp_path, {**tensors, **{key: each.clone() for key, each in wrapped.items()}})
+    (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
+    assert verdicts(tmp_path) == []
 
 
 def test_a_setting_that_is_left_out_is_the_default_of_its_version_alone(tmp_path: Path) -> None:

@@ -142,8 +142,10 @@ class HeadOfAnother(MissingHead, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """Advice for either class, of which only the user knows the right one."""
+        is_of_answers = self.head.startswith("qa_outputs")
+        trained = "QuestionAnswering" if is_of_answers else "SequenceClassification"
         return (
-            "the class that was trained loads it, such as AutoModelForSequenceClassification; "
+            f"the class that was trained loads it, such as AutoModelFor{trained}; "
             f"{self.model} leaves {self.key!r} random; to name the right class, write "
             "architectures in config.json, or save with model.save_pretrained"
         )

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptfix.checkpoint.filenames import weights_names
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
 from ckptfix.checkpoint.model_configs import CONFIG, PIPELINE, broken_config, read_config
@@ -143,7 +144,8 @@ class Loaders:
         if not outcomes and not is_asked_below and not self._is_of_many:
             path = str(groups[0].path) if groups else "this folder"
             values = read_config(folder.root, CONFIG)
-            is_nameless = "model_type" in values and not values.get("architectures")
+            is_named = any(group.path.name in weights_names("transformers") for group in groups)
+            is_nameless = is_named and "model_type" in values and not values.get("architectures")
             why = _NAMELESS if is_nameless else _NOBODY
             outcomes.append(LoadOutcome(path=path, library="", unchecked=why))
         return tuple(outcomes), findings

@@ -19,6 +19,7 @@ from ckptfix.checkpoint.architectures import (
     pattern_of,
     table_version,
 )
+from ckptfix.checkpoint.keys import PRIVATE_WRAPPERS, WRAPPERS
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import ADAPTER
 from ckptfix.diagnosis.findings.config_faults import (
@@ -31,9 +32,14 @@ from ckptfix.diagnosis.findings.config_faults import (
 
 _FLAG = "tie_word_embeddings"
 _OTHER_HEADS = frozenset(
-    ("classification_head", "classifier", "pre_classifier", "qa_outputs", "score", "v_head")
+    ("classification_head", "classifier", "pre_classifier", "qa_outputs", "score")
 )
-"""Modules that classes of transformers and TRL put in the place of the head of a language model."""
+"""Modules that classes of transformers put in the place of the head of a language model. The value
+head of TRL (``v_head``) stands next to it.
+"""
+
+_ADDED = frozenset((*WRAPPERS, *PRIVATE_WRAPPERS, "base_model", "model"))
+"""Segments that wrappers and PEFT add before keys."""
 
 _NOT_LOADED = (".modules_to_save.", ".base_layer.", ".original_module.")
 """Parts of keys of a module that PEFT wraps: a load does not look for them."""
@@ -170,11 +176,16 @@ def _has_head(load: Load, known: Architecture, module: str) -> bool:
         if not there or after == "bias":
             continue
         stray.add(key)
-        if any(part in f".{key}" for part in _NOT_LOADED):
+        # A script that adapts the model loads them.
+        if load.states_of != "save_state" and any(part in f".{key}" for part in _NOT_LOADED):
             continue
         # Behind a prefix that no other key has, as after a rename of the others, no load finds it.
-        if not before or any(
-            other.startswith(f"{before[1:]}.") for other in load.tensors if other != key
+        # Prefixes of wrappers have a finding of their own.
+        is_wrapped = {*before[1:].split(".")} <= _ADDED
+        if (
+            not before
+            or is_wrapped
+            or any(other.startswith(f"{before[1:]}.") for other in load.tensors if other != key)
         ):
             return True
     embeddings = _keys(load, known).get(known.embedding, {}).values()

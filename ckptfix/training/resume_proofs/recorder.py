@@ -377,7 +377,10 @@ class Recorder:
                 gc.collect()
                 self._collected_at = self._number
             states = self._states()
-            states["gradients"] = self._gradients_now(leave_out_zeros=True)
+            # Gradients of masters are written anew before each step.
+            states["gradients"] = self._gradients_now(
+                self._of_models() or None, leave_out_zeros=True
+            )
             at = {"rows": self._rows, "losses": len(self._losses)}
             self._write("entry", number=self._number, states=states, **at)
             self._entries += 1
@@ -418,7 +421,8 @@ class Recorder:
             self._enter()
         # Those of another optimizer may be left from its last step, and are zeroed before its next.
         own = {id(one) for group in _groups_of(optimizer) for one in group["params"]}
-        self._gradients = self._gradients_now(own)
+        # One of masters, or of flattened parameters, has none of a model.
+        self._gradients = self._gradients_now(own & self._of_models() or None)
 
     def _after_step(self, optimizer: Any) -> None:
         index = next((at for at, known in enumerate(self._optimizers) if known() is optimizer), -1)
@@ -538,6 +542,9 @@ class Recorder:
             models += [one for one in accelerator._models if isinstance(one, torch.nn.Module)]
         return models
 
+    def _of_models(self) -> set[int]:
+        return {id(one) for model in self._models() for one in model.parameters()}
+
     def _parameters(self) -> dict[int, tuple[str, Any]]:
         """Return the parameters of prepared models and of optimizers by their identity, each with
         its name.
@@ -565,12 +572,12 @@ class Recorder:
         return found
 
     def _gradients_now(
-        self, own: Collection[int] = (), *, leave_out_zeros: bool = False
+        self, own: Collection[int] | None = None, *, leave_out_zeros: bool = False
     ) -> dict[str, str]:
         """Return the gradients of these parameters by their identity, by default of all."""
         parameters = self._parameters()
         found = {}
-        for name, one in (parameters[key] for key in parameters if not own or key in own):
+        for name, one in (parameters[key] for key in parameters if own is None or key in own):
             gradient = one.grad
             if gradient is not None and not (leave_out_zeros and is_zero(local_part(gradient))):
                 found[name] = self._digest(gradient, self._share)

@@ -4,7 +4,7 @@ uninterrupted one.
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -325,14 +325,9 @@ class _Pair:
         """
         named: set[str] = set()
         has_spread = False
-        # Left-over gradients that no step has used are none of a resume's business.
-        are_gradients_used = any(
-            _differs("gradients", _Row.of(step), _Row.of(resumed))
-            for step, resumed in zip(self._steps, self._after, strict=False)
-        )
         if self._entry is not None and self._again.entries:
             for one in self._at_entry(self._entry, self._again.entries[0], ignored):
-                if one.state == "gradients" and not are_gradients_used:
+                if one.state == "gradients" and not self._are_used(one.names):
                     continue
                 named.add(one.state)
                 has_spread = has_spread or one.state not in _HARMLESS
@@ -364,6 +359,21 @@ class _Pair:
                     named.add(state)
                     yield self._at_step(at, state, row, other, ignored)
             has_spread = has_spread or bool(differing - _HARMLESS)
+
+    def _are_used(self, names: Collection[str]) -> bool:
+        """Return whether the first step of these parameters used the gradients that were left: it
+        differs in them, and nothing else explains that.
+        """
+        for step, resumed in zip(self._steps, self._after, strict=False):
+            row, again = _Row.of(step), _Row.of(resumed)
+            own = {*row.states.get("gradients", ()), *again.states.get("gradients", ())}
+            if any(_differs(state, row, again) for state in ("batch", "loss")):
+                return False
+            if not own.isdisjoint(names):
+                return not set(_names("gradients", row, again)).isdisjoint(names)
+            if _differs("weights", row, again):
+                return False
+        return False
 
     def _ended(self, at: int) -> Difference:
         ran_on = at < len(self._after)
