@@ -125,6 +125,7 @@ def _check_all(
     siblings = Siblings(below.places.values(), is_recursive=True)
     runs = _runs(below.places.values()) if recursive else None
     loaded: list[AnyPath] = []
+    unloaded = ""
 
     def look(place: str | AnyPath) -> CheckReport:
         return check(
@@ -184,10 +185,11 @@ def _check_all(
     below.report_unheld(report, batch)
     if loaders is not None and recursive and not loaded and batch.words:
         # Else the summary "2 clean" would answer what was asked for and not done.
-        report.message(
-            f"ckptfix: {' '.join(paths)}: no library was asked: --load needs weights next to a "
-            "config of transformers (with architectures), PEFT or diffusers"
+        unloaded = (
+            f"{' '.join(paths)}: no library was asked: --load needs weights next to a config of "
+            "transformers (with architectures), PEFT or diffusers"
         )
+        report.message(f"ckptfix: {unloaded}")
         batch.status = max(batch.status, 3)
     if batch.is_of_many:
         options = ("--data",) * data + ("--load",) * (loaders is not None) + ("-r",) * recursive
@@ -196,6 +198,8 @@ def _check_all(
     summary: dict[str, object] = (
         {"summary": batch.summary(VERDICTS)} if report.form is Form.JSONL else {"checkpoints": ()}
     )
+    if unloaded:
+        summary["error"] = unloaded
     if runs is not None:
         answers = runs.answers() if executor.leads else []
         warnings = [

@@ -654,6 +654,8 @@ def test_checkpoints_that_no_library_loads(
     assert run(["check", "--load", "-r", "-0", str(tmp_path)]) == 3
     printed = capsys.readouterr()
     assert (printed.out, "no library was asked" in printed.err) == ("", True)
+    assert run(["check", "--load", "-r", "--json", str(tmp_path)]) == 3
+    assert "no library was asked" in json.loads(capsys.readouterr().out)["error"]
     assert run(["check", "--load", "-r", str(tmp_path)]) == 3
     text = capsys.readouterr().out
     assert "found problems" not in text
