@@ -34,7 +34,16 @@ from ckptfix.formats.dcp_stream import (
 )
 from ckptfix.formats.pickle_globals import DTYPES
 from ckptfix.formats.pickle_stream import parse, paused_gc
-from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text, every_node, pairs
+from ckptfix.formats.pickle_tree import (
+    CALLS,
+    Kind,
+    Node,
+    PickleTree,
+    Text,
+    every_node,
+    is_dict_like,
+    pairs,
+)
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.files import FileReader
 from ckptfix.wording import Brief
@@ -183,11 +192,18 @@ def _metadata(tree: PickleTree) -> DcpMetadata:
         # CPython keeps the memo in an array as long as its highest entry: a MemoryError for
         # 0x65616368.
         raise FormatError(f"the pickle writes memo entry {tree.last_memo}, which no pickler does")
-    if any(node.kind is Kind.NEW and type(node.args) is not tuple for node in tree.calls):
+    for node in tree.calls:
         # Such as True: an EMPTY_TUPLE with one changed bit or byte.
-        raise FormatError(
-            "the pickle makes an object of arguments that are not a tuple, so pickle.load fails"
-        )
+        args, keywords = node.args if node.kind is Kind.NEW_EX else (node.args, None)
+        if type(args) is not tuple or not (keywords is None or is_dict_like(keywords)):
+            raise FormatError(
+                "the pickle makes an object of arguments that are not a tuple, so pickle.load fails"
+            )
+        # A MEMOIZE differs from a NEWOBJ_EX in two bits, and then takes what was pushed before.
+        if type(node.head) is not Node or node.head.kind is not Kind.GLOBAL:
+            raise FormatError(
+                "the pickle makes an object of something that is not a class, so pickle.load fails"
+            )
     unknown = next((pair for pair in tree.globals if not _is_known(*pair)), None)
     if unknown is not None:
         # FileSystemReader.read_metadata unpickles all of it, and fails where a class does not

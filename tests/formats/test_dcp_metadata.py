@@ -274,6 +274,30 @@ def tensor(shape: tuple[int, ...], chunks: list[Box]) -> DcpTensor:
 
 
 @pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        # Found by the fuzzer: the MEMOIZE behind [] of StorageMeta.modules became a NEWOBJ_EX.
+        (b"N\x8c\x07modules]\x92", "arguments that are not a tuple"),
+        (b"N)}\x92", "something that is not a class"),
+        (b"N)\x81", "something that is not a class"),
+        (b"])R", "something that is not a class"),
+        (b"K\x01K\x02R", "arguments that are not a tuple"),
+    ],
+)
+def test_an_object_of_no_class_is_refused(code: bytes, message: str) -> None:
+    pickled = pickle.dumps(Metadata({}, planner_data=["here"]), protocol=4)
+    at = pickled.index(b"\x8c\x04here")
+    body = pickled[:at] + code + pickled[at + len(b"\x8c\x04here") :]
+    # A frame has the length of what follows it.
+    length = int.from_bytes(body[3:11], "little") + len(code) - len(b"\x8c\x04here")
+    body = body[:3] + length.to_bytes(8, "little") + body[11:]
+    with pytest.raises((pickle.UnpicklingError, TypeError)):
+        pickle.loads(body)
+    with pytest.raises(FormatError, match=message):
+        parse_dcp_metadata(body)
+
+
+@pytest.mark.parametrize(
     ("shape", "chunks", "problem"),
     [
         ((), [((), ())], None),
