@@ -102,7 +102,7 @@ def test_colours_can_be_asked_for_in_a_pipe(
 def test_every_verb_that_reports_takes_the_option(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run([verb, "--help"])
+    run([verb, "--help", "--all"])
     assert "--color [auto|always|never]" in capsys.readouterr().out
     assert run([verb, "--color", "sometimes", "x"]) == 2
 

@@ -55,8 +55,8 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
         )
         return (
             f"{need}\nbefore you resume: prepare the model once, or start the script with: ckptfix "
-            f"run SCRIPT (the unchanged script cannot load the repaired folder)\n{WRONG_IF}; to undo "
-            "a repair: ckptfix undo DIR"
+            f"run SCRIPT (the unchanged script cannot load the repaired folder)\n{WRONG_IF}; ckptfix "
+            "undo DIR undoes a repair"
         )
 
 
