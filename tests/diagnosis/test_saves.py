@@ -100,7 +100,7 @@ def test_a_repair_and_its_undo_lose_no_file(tmp_path: Path) -> None:
 
 
 def test_digests_are_left_to_verify(folder: Path) -> None:
-    assert not any("digests" in words for words in check(folder).not_checked)
+    assert not any(words.startswith("digests") for words in check(folder).not_checked)
     seal(folder)
     (folder / "optimizer.bin").unlink()
     report = check(folder)
@@ -108,7 +108,7 @@ def test_digests_are_left_to_verify(folder: Path) -> None:
     assert f"digests in .ckptfix/manifest.json; next: ckptfix verify {folder}" in report.not_checked
     verified = verify(folder)
     assert verified.status == 1
-    assert not any("digests" in words for words in verified.not_checked)
+    assert not any(words.startswith("digests") for words in verified.not_checked)
 
 
 def test_a_manifest_that_says_nothing_is_named(folder: Path) -> None:
