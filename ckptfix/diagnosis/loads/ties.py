@@ -35,7 +35,7 @@ _OTHER_HEADS = frozenset(
     ("classification_head", "classifier", "pre_classifier", "qa_outputs", "score")
 )
 """Modules that classes of transformers put in the place of the head of a language model. The value
-head of TRL (``v_head``) stands next to it.
+head of TRL (``v_head``) is one more.
 """
 
 _ADDED = frozenset((*WRAPPERS, *PRIVATE_WRAPPERS, "base_model", "model"))
