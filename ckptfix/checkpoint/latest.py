@@ -335,8 +335,8 @@ def incomplete(
     custom objects; no file may be empty, and those of weights and states must be intact by their
     headers and hold what their names say. A folder that ``salvage`` wrote with losses is
     incomplete. One of ``dcp.save`` alone needs ``.metadata``, which is written last, and a name that
-    neither accelerate nor the Trainer gives. A folder of the Trainer needs weights, too, and ``trainer_state.json``,
-    which it writes last, with the step of the folder's name.
+    neither accelerate nor the Trainer gives. A folder of the Trainer needs weights, too, and
+    ``trainer_state.json``, which it writes last, with the step of the folder's name.
     """
     try:
         manifest = read_manifest(checkpoint)

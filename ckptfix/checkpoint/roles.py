@@ -29,9 +29,8 @@ NOT_STATES = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN)
 by that name.
 """
 
-
-NUMBER = r"(0|[1-9][0-9]{0,8})"  # as Accelerate formats it: "model_01" has another author
-
+# As Accelerate formats it: "model_01" has another author.
+NUMBER = r"(0|[1-9][0-9]{0,8})"
 
 _OF_MACOS = "._"
 """Beginning of the files in which macOS keeps attributes of another file, in archives and on

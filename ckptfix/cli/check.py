@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING
 
 import click
@@ -124,7 +125,7 @@ def _check_all(
     below = Below(paths if recursive else (), opened, is_thrifty=not data)
     siblings = Siblings(below.places.values(), is_recursive=True)
     runs = _runs(below.places.values()) if recursive else None
-    loaded: list[AnyPath] = []
+    has_loaded = Event()
     unloaded = ""
 
     def look(place: str | AnyPath) -> CheckReport:
@@ -146,7 +147,7 @@ def _check_all(
         with opened_part(checkpoint) as place:
             result = look(place)
             if result.all_load:
-                loaded.append(checkpoint)
+                has_loaded.set()
             doubted = filter(None, (finding.doubted for finding in result.all_findings))
             runs.end(checkpoint, place, result.known, doubted)
         # Models below have a report of their own there.
@@ -183,7 +184,7 @@ def _check_all(
     except Exception as error:
         return report.break_off(error)
     below.report_unheld(report, batch)
-    if loaders is not None and recursive and not loaded and batch.words:
+    if loaders is not None and recursive and not has_loaded.is_set() and batch.words:
         # Else the summary "2 clean" would answer what was asked for and not done.
         unloaded = (
             f"{' '.join(paths)}: no library was asked: --load needs weights next to a config of "

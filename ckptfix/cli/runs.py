@@ -30,14 +30,12 @@ _AT_ONCE = 60
 """Seconds within which a copy writes small checkpoints, in any order."""
 
 
-_IS_DOUBTED = "but check found problems in it (see above)"
-
-
 class Resume(Serialized, Struct, frozen=True, kw_only=True):
     """The checkpoint of one run folder to resume from, as ``latest_checkpoint`` chooses it; None
     where it finds none.
 
-    ``problem``: why there is none, or what speaks against it. ``clean``: the newest complete one in
+    ``problem``: why there is none, or what speaks against it. ``is_doubted``: check found problems in
+    it. ``clean``: the newest complete one in
     which check found no problem, where that is another one. ``passed_over``: incomplete ones that
     are newer. ``taken_instead``: another entry of the folder that stock ``load_state()`` takes, or
     for which it fails, in words. ``unexplained``: the incomplete ones in which check found nothing,
@@ -52,6 +50,7 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
     run: AnyPath
     checkpoint: AnyPath | None
     problem: str = ""
+    is_doubted: bool = False
     clean: AnyPath | None = None
     passed_over: tuple[str, ...] = ()
     taken_instead: str = ""
@@ -71,7 +70,7 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
             but += f"; newer, and not complete: {'; '.join(self.unexplained)}"
         by = f" by its number ({self.saved_later})" if self.saved_later else ""
         # What check found may be that a file is missing.
-        kind = "one that a load takes" if self.problem == _IS_DOUBTED else "complete one"
+        kind = "one that a load takes" if self.is_doubted else "complete one"
         return f"resume from {self.checkpoint}, the newest {kind}{by}{but}"
 
 
@@ -224,13 +223,14 @@ class Runs:
             )  # fmt: skip
         best, problem = choice.best.path, ""
         clean: AnyPath | None = None
-        if self._has_problems(run, best):
-            problem = _IS_DOUBTED
+        is_doubted = self._has_problems(run, best)
+        if is_doubted:
+            problem = "but check found problems in it (see above)"
         elif told is not None and told.copied:
             problem = f"but it is {told.copied} an earlier one (see above)"
         elif best.is_symlink():
             problem = "but it is a symbolic link, which check -r does not follow"
-        if self._has_problems(run, best) or (told is not None and told.copied):
+        if is_doubted or (told is not None and told.copied):
             while (sound := choose(run, look=look_for_clean, read=read)) and sound.best:
                 if sound.told is None or not sound.told.copied:
                     clean = sound.best.path
@@ -256,8 +256,8 @@ class Runs:
                 "second run in the folder, or of a copy"
             )
         return Resume(
-            run=run, checkpoint=best, problem=problem, clean=clean, passed_over=passed_over,
-            unexplained=unexplained[:3], other_run=other_run, saved_later=saved_later,
+            run=run, checkpoint=best, problem=problem, is_doubted=is_doubted, clean=clean,
+            passed_over=passed_over, unexplained=unexplained[:3], other_run=other_run, saved_later=saved_later,
         )  # fmt: skip
 
     def _has_problems(self, run: AnyPath, path: AnyPath) -> bool:

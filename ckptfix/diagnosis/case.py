@@ -6,13 +6,15 @@ from typing import NamedTuple, TypeAlias
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import Manifest, usable_manifest
 from ckptfix.checkpoint.model_files import ModelFiles, group_files
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.checkpoint.pairing import Pairing, first_unequal
+from ckptfix.checkpoint.placeholders import files_with_placeholders
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.second_prepare import Evidence
+from ckptfix.checkpoint.state_kinds import StateProblem
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.diagnosis.bundled_optimizers import Bundle, bundles_of
 from ckptfix.diagnosis.file_damage import (
@@ -213,6 +215,11 @@ class Case:
     def existing(self) -> frozenset[PurePosixPath]:
         """Every file of the folder, of whatever kind."""
         return frozenset((*self.folder.strays, *(one.path for one in self.folder.components)))
+
+    @once
+    def placeholders(self) -> tuple[tuple[Component, str, StateProblem], ...]:
+        """Weights of ZeRO-3 without elements, as of ``files_with_placeholders``."""
+        return tuple(files_with_placeholders(self.folder))
 
     @once
     def optimizers(self) -> tuple[SavedOptimizer, ...]:

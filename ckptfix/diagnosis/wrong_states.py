@@ -18,7 +18,7 @@ from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, FileName, parse_fi
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.folder_names import FolderName, parse_folder_name
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
-from ckptfix.checkpoint.placeholders import files_with_placeholders, remedy_for_placeholders
+from ckptfix.checkpoint.placeholders import remedy_for_placeholders
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.state_contents import content_of, state_problem
 from ckptfix.checkpoint.state_kinds import Content, StateProblem
@@ -79,7 +79,7 @@ def diagnose_lost_steps(case: Case) -> Iterator[StatesWithoutStep]:
 
 def diagnose_placeholders(case: Case) -> Iterator[UnknownState]:
     """Yield the state dicts of placeholders in files of scripts, whose names no loader knows."""
-    for component, key, problem in files_with_placeholders(case.folder):
+    for component, key, problem in case.placeholders:
         if not is_weights_file(component.name):
             yield UnknownState(
                 path=component.path,
@@ -94,7 +94,7 @@ def diagnose_placeholders(case: Case) -> Iterator[UnknownState]:
 def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
     """Yield the files of a folder that hold something else than their names promise."""
     folder = case.folder
-    problems = _problems(folder)
+    problems = _problems(case)
     if not problems:
         return
     names = {component.path: component.name for component in folder.components}
@@ -167,18 +167,18 @@ def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
         )
 
 
-def _problems(folder: CheckpointFolder) -> dict[PurePosixPath, StateProblem]:
+def _problems(case: Case) -> dict[PurePosixPath, StateProblem]:
     """Return the files whose content is not what their name promises, with what is wrong."""
     problems = {
         component.path: problem
-        for component in folder.components
+        for component in case.folder.components
         if isinstance(component.content, TorchFile)
         and (problem := state_problem(component.name, component.content)) is not None
     }
-    problems |= {component.path: NO_TENSORS for component in weights_without_tensors(folder)}
+    problems |= {component.path: NO_TENSORS for component in weights_without_tensors(case.folder)}
     return problems | {
         component.path: problem
-        for component, _, problem in files_with_placeholders(folder)
+        for component, _, problem in case.placeholders
         if is_weights_file(component.name)
     }
 

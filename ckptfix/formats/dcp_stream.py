@@ -24,7 +24,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeGuard
 
 from ckptfix.errors import FormatError, UnsupportedFormat
-from ckptfix.formats.pickle_globals import DTYPES
+from ckptfix.formats.pickle_globals import DTYPES, LAYOUTS
 from ckptfix.formats.pickle_opcodes import HANDLERS, MAX_TEXT, MISSING, Machine
 from ckptfix.formats.pickle_stream import parse, paused_gc, run
 from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text
@@ -225,21 +225,6 @@ def fields_of(node: Node) -> dict[str, Any]:
     return {key[0]: value for key, value in zip(entries[::2], entries[1::2], strict=True)}
 
 
-_LAYOUTS = frozenset(
-    f"torch.{name}"
-    for name in [
-        "strided",
-        "sparse_coo",
-        "sparse_csr",
-        "sparse_csc",
-        "sparse_bsr",
-        "sparse_bsc",
-        "_mkldnn",
-        "jagged",
-    ]
-)
-
-
 def torch_dtype_of(properties: object) -> str:
     """Return the name of a dtype, the first value of ``TensorProperties.__getstate__``.
 
@@ -256,7 +241,7 @@ def torch_dtype_of(properties: object) -> str:
             type(memory) is Node and memory.kind is Kind.CALL and memory.args in ((0,), (1,), (2,))
         )
         names = layout.args if type(layout) is Node and layout.kind is Kind.CALL else ()
-        is_layout = type(names) is tuple and len(names) == 1 and text_of(names[0]) in _LAYOUTS
+        is_layout = type(names) is tuple and len(names) == 1 and text_of(names[0]) in LAYOUTS
         if type(dtype) is Node and dtype.kind is Kind.GLOBAL and is_format and is_layout:
             module, name = dtype.head
             if module == "torch" and name in DTYPES:

@@ -32,7 +32,7 @@ from ckptfix.formats.pickle_kinds import (
 from ckptfix.formats.pickle_tree import CALLS, Kind, Node, Text, pairs
 
 _INT32 = 1 << 31
-_INT64 = 1 << 63
+INT64 = 1 << 63
 _MOST_DIMENSIONS = 64
 _LISTED = 2
 """The flag ``NPY_LIST_PICKLE`` of a dtype: its arrays are pickled as lists."""
@@ -284,7 +284,7 @@ def _is_character(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, bool) and -_INT64 <= value < _INT64
+    return type(value) in (int, bool) and -INT64 <= value < INT64
 
 
 _ACCEPTED: Mapping[str, Callable[[Any], bool]] = {
@@ -389,9 +389,9 @@ def _layout(dtype: Any) -> _Layout:
 
 def _is_shape(value: Any) -> bool:
     if kind_of(value) not in ("tuple", "list", "torch.Size"):
-        return not kind_of(value) or (type(value) is int and 0 <= value < _INT64)
+        return not kind_of(value) or (type(value) is int and 0 <= value < INT64)
     sizes = [size for size in members(value) if kind_of(size)]
-    is_right = all(type(size) is int and 0 <= size < _INT64 for size in sizes)
+    is_right = all(type(size) is int and 0 <= size < INT64 for size in sizes)
     return is_right and len(sizes) <= _MOST_DIMENSIONS
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_arrays import (
     ARRAY_RULES,
+    INT64,
     RAW_OBJECTS,
     problem_of_array_states,
     problem_of_instance,
@@ -49,7 +50,6 @@ from ckptfix.formats.pickle_parameters import (
     FLAG,
     FLAG_OR_NONE,
     HOOKS,
-    INT64,
     LAYOUT,
     MADE_OF,
     METADATA,

@@ -212,6 +212,21 @@ _DTYPES = """
 DTYPES = frozenset(_DTYPES.split())
 """Names of the dtypes of torch."""
 
+LAYOUTS = frozenset(
+    f"torch.{name}"
+    for name in (
+        "strided",
+        "sparse_coo",
+        "sparse_csr",
+        "sparse_csc",
+        "sparse_bsr",
+        "sparse_bsc",
+        "_mkldnn",
+        "jagged",
+    )
+)
+"""Layouts of torch, as it pickles them."""
+
 SAFE = frozenset(
     _named("collections", "OrderedDict Counter")
     | _named("builtins", "bytearray set complex")

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from ckptfix.formats.pickle_arrays import SCALARS
-from ckptfix.formats.pickle_globals import DTENSOR
+from ckptfix.formats.pickle_arrays import INT64, SCALARS
+from ckptfix.formats.pickle_globals import DTENSOR, LAYOUTS
 from ckptfix.formats.pickle_kinds import (
     ITERABLE,
     MAPPINGS,
@@ -24,19 +24,6 @@ DEVICES = re.compile(
 private one.
 """
 
-_LAYOUTS = frozenset(
-    f"torch.{name}"
-    for name in (
-        "strided",
-        "sparse_coo",
-        "sparse_csr",
-        "sparse_csc",
-        "sparse_bsr",
-        "sparse_bsc",
-        "jagged",
-    )
-) | {"torch._mkldnn"}
-INT64 = 1 << 63
 _SYMBOLS = 1 << 62
 """torch takes smaller numbers than its negative for symbols (``c10/core/SymInt.h``), and refuses
 them as strides.
@@ -183,7 +170,7 @@ def is_device(value: Any) -> bool:
 
 def is_layout(value: Any) -> bool:
     """Return whether torch has a layout of this name."""
-    return type(value) is Text and value.value in _LAYOUTS
+    return type(value) is Text and value.value in LAYOUTS
 
 
 _CALL, _GLOBAL = (Kind.CALL,), (Kind.GLOBAL,)

@@ -108,7 +108,7 @@ def test_rare_options_are_listed_with_all_and_every_option_once(
     assert set(listed[1]) - set(listed[0]) == made.rare & options
 
 
-def test_all_belongs_to_the_script_behind_it(tmp_path: Path) -> None:
+def test_all_belongs_to_the_script_behind_it() -> None:
     made = command("prove-resume")
     context = made.make_context(
         "prove-resume", ["--steps", "3", "--", "train.py", "{dir}", "-h", "8", "--all"]

@@ -7,38 +7,44 @@ from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, list_names, series
 
 
-class StaleFamily(Finding, frozen=True, kw_only=True):
-    """A model that is stored twice, as safetensors and as ``.bin`` or in one file and in shards,
-    with other values.
+class StoredTwice(Finding, frozen=True, kw_only=True):
+    """A model that is stored twice, as safetensors and as ``.bin`` or in one file and in shards.
 
     ``preferred``: the file or index that most loaders take. ``loads``: loader -> the file or index
     that it takes. ``unlisted``: which of the two is an index that is missing, so that no loader
     finds its shards. ``refused_by``: a loader that refuses the folder, as it has two indexes.
-    ``tensors``: the number of keys that both have. ``difference``: the first key whose values
-    differ.
+    ``tensors``: the number of keys that both have.
     """
 
-    code = "stale-family"
-    severity = Severity.WARNING
     action = Action.ASK
     option = "--keep FILE"
-    meaning = (
-        "a model is stored in two formats, or in one file and in shards, with different values: "
-        "loaders differ in which they take"
-    )
 
     preferred: PurePosixPath
     loads: Mapping[str, PurePosixPath]
     unlisted: tuple[PurePosixPath, ...] = ()
     refused_by: str = ""
     tensors: int
+
+    @property
+    def both(self) -> tuple[str, str]:
+        """This one and the preferred one, in words."""
+        return stored_in(self.path, self.unlisted), stored_in(self.preferred, self.unlisted)
+
+
+class StaleFamily(StoredTwice, frozen=True, kw_only=True):
+    """The same with other values. ``difference``: the first key whose values differ."""
+
+    code = "stale-family"
+    severity = Severity.WARNING
+    meaning = (
+        "a model is stored in two formats, or in one file and in shards, with different values: "
+        "loaders differ in which they take"
+    )
+
     difference: str
 
     def __str__(self) -> str:
-        path, preferred = (
-            stored_in(self.path, self.unlisted),
-            stored_in(self.preferred, self.unlisted),
-        )
+        path, preferred = self.both
         return (
             f"{path}: the same {count_of(self.tensors, 'key')} as in {preferred}, with other "
             f"values (first in {self.difference!r}){_loading(self.loads, self.refused_by)}"
@@ -53,10 +59,9 @@ class StaleFamily(Finding, frozen=True, kw_only=True):
         ) + f"they are of two saves; {keep_option(self.preferred, self.path)}"
 
 
-class SecondFamily(Finding, frozen=True, kw_only=True):
-    """A model that is stored twice, with equal values, or with other keys, dtypes or shapes.
+class SecondFamily(StoredTwice, frozen=True, kw_only=True):
+    """The same with equal values, or with other keys, dtypes or shapes.
 
-    ``preferred``, ``loads``, ``unlisted``, ``refused_by``, ``tensors``: as in ``StaleFamily``.
     ``own``: keys of this one alone; ``absent``: those of the preferred one alone; ``changed``:
     those with another dtype or shape. ``uncompared``: the number of tensors whose bytes are
     scattered over a file. ``sampled``: not every byte of the others was compared. ``is_damaged``:
@@ -65,18 +70,11 @@ class SecondFamily(Finding, frozen=True, kw_only=True):
 
     code = "second-family"
     severity = Severity.NOTE
-    action = Action.ASK
-    option = "--keep FILE"
     meaning = (
         "a model is stored in two formats, or in one file and in shards: with equal values, or "
         "with other keys or dtypes"
     )
 
-    preferred: PurePosixPath
-    loads: Mapping[str, PurePosixPath]
-    unlisted: tuple[PurePosixPath, ...] = ()
-    refused_by: str = ""
-    tensors: int
     own: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
@@ -93,10 +91,7 @@ class SecondFamily(Finding, frozen=True, kw_only=True):
         if self.is_damaged:
             loading = _loading(self.loads, self.refused_by)
             return f"{self.path}: damaged, and not compared with {self.preferred}{loading}"
-        path, preferred = (
-            stored_in(self.path, self.unlisted),
-            stored_in(self.preferred, self.unlisted),
-        )
+        path, preferred = self.both
         differences = (
             (self.own, f"not in {preferred}"),
             (self.absent, f"in {preferred} alone"),

@@ -153,8 +153,9 @@ class _Names:
     def __init__(self, load: Load, known: Architecture) -> None:
         self._load, self._known = load, known
         # Keys of a base model fit with more taken off, and its head with less.
+        adapted = [key for key in load.tensors if _BASES[0][0] in key]
         self._base = max(
-            _BASES, key=lambda base: sum(known.fits(_bare(key, base)) for key in load.tensors)
+            _BASES, key=lambda base: sum(known.fits(_bare(key, base)) for key in adapted)
         )
         bare = {key: _bare(key, self._base) for key in load.tensors}
         # Where the file has the key without the prefix, too, a load takes that, and no weight stays

@@ -7,6 +7,7 @@ them leaves it random, and says so in a report.
 """
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -170,30 +171,29 @@ def _has_head(load: Load, known: Architecture, module: str) -> bool:
 
     GPT-NeoX calls it ``embed_out`` on the disk and ``lm_head`` in memory, and a load takes both.
     """
-    stray = set()
+    heads: dict[str, str] = {}
     for key in load.tensors:
         before, there, after = f".{key}".partition(f".{module}.")
-        if not there or after == "bias":
+        if there and after != "bias":
+            heads[key] = before[1:]
+    # A script that adapts the model loads what PEFT wraps.
+    is_adapted = load.states_of == "save_state"
+    keys = sorted(load.tensors)
+    for key, prefix in heads.items():
+        if not is_adapted and any(part in f".{key}" for part in _NOT_LOADED):
             continue
-        stray.add(key)
-        # A script that adapts the model loads them.
-        if load.states_of != "save_state" and any(part in f".{key}" for part in _NOT_LOADED):
-            continue
-        # Behind a prefix that no other key has, as after a rename of the others, no load finds it.
-        # Prefixes of wrappers have a finding of their own.
-        is_wrapped = {*before[1:].split(".")} <= _ADDED
-        if (
-            not before
-            or is_wrapped
-            or any(other.startswith(f"{before[1:]}.") for other in load.tensors if other != key)
-        ):
+        # Prefixes of wrappers have a finding of their own. Behind one that no other key has, as
+        # after a rename of the others, no load finds the head.
+        at = bisect_left(keys, f"{prefix}.")
+        is_shared = all(each.startswith(f"{prefix}.") for each in keys[at : at + 2])
+        if not prefix or {*prefix.split(".")} <= _ADDED or (is_shared and at + 1 < len(keys)):
             return True
     embeddings = _keys(load, known).get(known.embedding, {}).values()
     shapes = {load.tensors[key].shape for key in embeddings}
     return any(
         each.shape in shapes
         and key not in embeddings
-        and key not in stray
+        and key not in heads
         and "*" not in pattern_of(key)
         and "embed" not in key
         for key, each in load.tensors.items()
