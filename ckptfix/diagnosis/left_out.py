@@ -164,11 +164,11 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
     is_listed = case.manifest is not None and bool(case.manifest.digests)
     is_sharded = any(one.name.shard is not None for one in components)
     is_compared = not (case.sharded or case.deepspeed or is_sharded)
-    compared = "check -r of the run compares it with the saves next to it, and " * is_compared
+    compared = "check -r of the run compares it with its neighbours; " * is_compared
     if not (case.is_file or is_listed) and (case.sharded or case.deepspeed or has_several):
         yield (
-            f"{OF_ONE_SAVE}: most saves list no files, so an exchanged file or a missing last one "
-            f"can leave no trace; {compared}digests of each save, sealed when it is written, prove it"
+            f"{OF_ONE_SAVE}: files do not record their save, and most saves keep no list of them; "
+            f"{compared}only digests that are sealed right after each save prove it"
         )
 
 

@@ -85,10 +85,9 @@ def test_verbose_lists_what_was_not_checked(
             "checks them"
         ),
         (
-            "not checked: whether all files are of one save: most saves list no files, so an "
-            "exchanged file or a missing last one can leave no trace; check -r of the run compares "
-            "it with the saves next to it, and digests of each save, sealed when it is written, "
-            "prove it"
+            "not checked: whether all files are of one save: files do not record their save, and "
+            "most saves keep no list of them; check -r of the run compares it with its neighbours; "
+            "only digests that are sealed right after each save prove it"
         ),
         "not checked: keys and shapes against the model of the script; the load compares them",
     ]
